@@ -22,7 +22,7 @@ from vajra_py.experiment.measured.simulation import bundle_latency, simulate_mea
 from vajra_py.latency import read_bundle
 
 AIMS = {"ttft": 0.08, "tpot": 0.03, "e2e": 0.03}
-"""Largest error of a mean that is aimed at without calibration."""
+"""Target for the error of a mean without calibration."""
 
 
 def runs_in(folder: Path) -> Iterator[MeasuredRun]:
@@ -49,7 +49,7 @@ def bundle_of(run: MeasuredRun, folder: Path) -> Path | None:
 
 
 def accuracies(folder: Path, output: Path) -> Iterator[Accuracy]:
-    """Each run beside its simulation; a run without a bundle of its own is named and left out."""
+    """Compare each run with its simulation; a run without a bundle of its own is printed and skipped."""
     for run in runs_in(folder):
         bundle = bundle_of(run, folder)
         if bundle is None:
@@ -73,7 +73,7 @@ def table(found: Sequence[Accuracy]) -> Iterator[str]:
 
 
 def beyond(found: Sequence[Accuracy]) -> Iterator[str]:
-    """Means that are further off than is aimed at."""
+    """Yield the means with an error beyond the aim."""
     for one in found:
         for error in one.errors:
             aim = AIMS.get(error.name.removesuffix("_mean_ms"))

@@ -1,4 +1,4 @@
-"""What does batching decodes and cutting chunks gain over one attention call per sequence, on this CPU?
+"""Measure the gain of batched decodes and divided chunks over one attention call per sequence on this CPU.
 
 Prints CPU milliseconds per layer for the per-sequence way (gather a sequence, one scaled_dot_product_attention) and for
 ``vajra_kernels.paged_attention``, the one-off cost of a step's metadata and plan, and the largest difference of results.
@@ -106,7 +106,7 @@ def measure(batch: Batch, rounds: int) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (CPU time is of all of them)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per figure; the least counts")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REQUESTS_PER_S = 3.0
-"""A replica's share."""
+"""Arrival rate per replica."""
 EXPERIMENT = """\
 version: 1
 name: large
@@ -34,7 +34,7 @@ PLAIN = "output: {steps: false, decision_log: false}\n"
 
 
 class Cost(NamedTuple):
-    """What a command took."""
+    """Resources that a command used."""
 
     wall_s: float
     cpu_s: float
@@ -56,7 +56,7 @@ def cost_of(folder: Path, output: str, *arguments: str) -> Cost:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of every file of a run, but for machine, time and the name of its folder."""
+    """Digest every file of a run, without machine, time and the name of its folder."""
     return {
         path.name: hashlib.blake2b(path.read_bytes()).hexdigest()
         for path in folder.iterdir()
@@ -65,7 +65,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print what each way takes, and whether the files are the same."""
+    """Print the cost of each way, and compare the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--replicas", type=int, default=100)

@@ -31,9 +31,9 @@ from typing import Any
 
 from machine import processor
 
-from vajra_py.engine.worker import calm_threads
+from vajra_py.engine.worker import set_passive_omp_wait
 
-calm_threads()
+set_passive_omp_wait()
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -68,7 +68,7 @@ Contender = Callable[[], Tokens]
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What every contender is given."""
+    """Input of every contender."""
 
     name: str
     prompts: Sequence[Sequence[int]]
@@ -76,7 +76,7 @@ class Requests:
 
     @property
     def total_outputs(self) -> int:
-        """Tokens that are wanted; what a padded batch computes beyond them does not count."""
+        """Number of requested tokens; further ones that a padded batch computes are not counted."""
         return sum(self.num_outputs)
 
 
@@ -102,7 +102,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 class TimedRunner:
-    """A runner that notes how long steps of decodes take, and how long the engine takes between them."""
+    """Runner that records the durations of decode steps and of the engine's work between them."""
 
     def __init__(self, options: RunnerOptions) -> None:
         self._runner = load_runner(options)
@@ -114,7 +114,7 @@ class TimedRunner:
         return getattr(self._runner, name)
 
     def run(self, step: StepInput) -> StepOutput:
-        """One step."""
+        """Compute and time one step."""
         start = time.perf_counter()
         output = self._runner.run(step)
         end = time.perf_counter()
@@ -129,7 +129,7 @@ class TimedRunner:
 
     @property
     def overhead(self) -> float:
-        """What part of a steady step is not the runner's: scheduling and bookkeeping."""
+        """Fraction of a steady step outside the runner: scheduling and bookkeeping."""
         return self.between_s / (self.between_s + self.compute_s)
 
 
@@ -167,7 +167,7 @@ def padded_batch(model: Any, requests: Requests, **cache: Any) -> Contender:
 
 @contextmanager
 def continuous_batching(model: Any, requests: Requests, max_batch_tokens: int) -> Iterator[Contender]:
-    """What `generate_batch` runs, with each request's own output length; its cache is kept from round to round."""
+    """The loop of `generate_batch`, with each request's own output length; its cache is kept between rounds."""
     lengths = zip(requests.prompts, requests.num_outputs, strict=True)
     num_pages = sum(-(-(len(prompt) + count) // PAGE_TOKENS) for prompt, count in lengths)
     settings = transformers.ContinuousBatchingConfig(
@@ -197,7 +197,7 @@ def continuous_batching(model: Any, requests: Requests, max_batch_tokens: int) -
 
 @contextmanager
 def contenders(folder: Path, requests: Requests, options: argparse.Namespace) -> Iterator[dict[str, Contender]]:
-    """Everyone who takes part, the engine first."""
+    """Return all contenders, the engine first."""
     with ExitStack() as stack:
         replica = {"max_batch_size": 64, "max_model_len": 512, "memory": {"num_blocks": 2048, "block_size": 16}}
         scheduler = {"policy": "fixed_chunk", "params": {"chunk_size": options.chunk}}
@@ -228,7 +228,7 @@ def measure(folder: Path, requests: Requests, options: argparse.Namespace) -> di
     best: dict[str, float] = {}
     different: dict[str, int] = {}
     with contenders(folder, requests, options) as found, quiet(), torch.inference_mode():
-        wanted = found["engine"]()  # also warms the engine up; the first round does that for its peers
+        wanted = found["engine"]()  # also warms up the engine; the first round warms up its peers
         for _ in range(options.rounds):
             for name, run in found.items():
                 start = time.perf_counter()
@@ -260,7 +260,7 @@ def measure_overhead(place: Path, options: argparse.Namespace) -> float:
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return machine, versions and options of the figures."""
     return {
         "cpu": processor(),
         "cores": os.cpu_count(),
@@ -274,7 +274,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measures, prints and writes; 1 when tokens differ or a ratio is below its target."""
+    """Measure, print and write; return 1 if tokens differ or a ratio is below its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contender")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each; the best counts")
@@ -309,7 +309,7 @@ def main() -> int:
 
 
 def report(shape: str, requests: Requests, figures: Mapping[str, Any]) -> bool:
-    """Prints one table; whether something is not as it should be."""
+    """Print one table; return True if tokens differ or a ratio is below its target."""
     print(f"\n{shape} {requests.name}: {len(requests.prompts)} requests, {requests.total_outputs} output tokens")
     failed = False
     for name, rate in figures["output_tokens_per_s"].items():

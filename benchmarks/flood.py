@@ -30,12 +30,12 @@ GROWTH_FRACTION = 0.10
 GROWTH_BYTES = 16 * 2**20
 STARTUP_S = 300.0
 PATIENCE_S = 300.0
-"""How long a client that stays waits for the next byte, seconds."""
+"""Seconds that a client that stays connected waits for the next byte."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of the requests.
+    """Outcomes of the requests.
 
     Attributes:
         counts: how many ended in which way: "finished", "gone" (the client went away), "429", "503", …
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How bad it gets.
+    """Load and disturbances of the flood.
 
     Attributes:
         num_clients: clients at once.
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Hands:
-    """What can be done to a server from outside.
+    """Actions on a server from outside.
 
     Attributes:
         workers: process ids of workers that may be killed now.
@@ -90,7 +90,7 @@ class Hands:
 
 
 async def flood(url: str, plan: Plan, api_key: str | None = None, hands: Hands | None = None) -> Outcome:
-    """Flood the server at `url`, and kill its workers where there are `hands`; what came of it."""
+    """Flood the server at `url`, and kill its workers if `hands` is given; return the outcome."""
     outcome = Outcome()
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.num_clients)
@@ -165,7 +165,9 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
             await streamed.aread()
             return _status(streamed.status_code, streamed.text)
         text = (await streamed.aread()).decode()
-    events = [line.removeprefix("data: ") for line in text.split("\n") if line]  # U+2028 and the like end no line
+    events = [
+        line.removeprefix("data: ") for line in text.split("\n") if line
+    ]  # U+2028 and similar characters are not line ends
     if not events or events[-1] != "[DONE]":
         return f"wrong: a stream ended without [DONE] ({events[-1:]})"
     pieces = [json.loads(event) for event in events[:-1]]
@@ -190,7 +192,7 @@ def _judged(num_tokens: int, reason: str, body: dict[str, Any]) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process has in memory."""
+    """Return the resident memory of a process in bytes."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 0 if found is None else 1024 * int(found[1])
 
@@ -202,7 +204,7 @@ def worker_pids(pid: int) -> list[int]:
         for child in file.read_text().split():
             try:
                 is_worker = b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-            except OSError:  # gone meanwhile
+            except OSError:  # ended meanwhile
                 continue
             if is_worker:
                 found.append(int(child))
@@ -250,7 +252,7 @@ def numbers(url: str) -> dict[str, float]:
 
 
 def check_rest(url: str, outcome: Outcome, within_s: float = 300.0) -> dict[str, float]:
-    """Wait until the server is at rest with all its replicas, and note what of that does not come about."""
+    """Wait until the server is idle with all its replicas, and record every condition that is not met."""
     deadline = time.monotonic() + within_s
     while True:
         found, health = numbers(url), httpx.get(f"{url}/health").json()

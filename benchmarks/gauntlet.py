@@ -114,7 +114,7 @@ def part_preset(preset: str, given: Given) -> Tally:
         tally.harmed += outcome.wrong
 
     flags = ["--set", "admission.max_queued_requests=64"]
-    if preset == "vajra":  # its policy asks how long steps take
+    if preset == "vajra":  # its policy needs predictions of step times
         flags += ["--set", "backend.engine.latency={type: constant, step_time_s: 0.01}"]
     return serve([*sized(given.model, "--preset", preset), *flags], part)
 
@@ -190,7 +190,7 @@ def main() -> int:
 
 
 def report(tallies: dict[str, Tally], output: Path | None, seed: int) -> int:
-    """Say what came of it; the exit code."""
+    """Print the results and return the exit code."""
     every = tallies.values()
     total: dict[str, Any] = {
         "seed": seed,

@@ -1,4 +1,4 @@
-"""Clients of the gauntlet: innocents who know their answers, and whoever may harm them."""
+"""Clients of the gauntlet: innocent ones with known answers, and hostile ones."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ import httpx
 
 NUM_INNOCENTS = 4
 PATIENCE_S = 60.0
-"""How long an innocent waits."""
+"""Timeout of a well-behaved client, in seconds."""
 KEY, ADMIN_KEY = "gauntlet", "gauntlet-admin"
 JSON = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
 ATTACKER = "127.0.0.2"
-"""Connections that are held open come from here: limits are counted by address."""
+"""Source address of connections that are held open, since limits are counted by address."""
 SWAPS = ("fixed_chunk", "dynamic_chunk", "vllm_v1")
 
 
 @dataclass(slots=True)
 class Tally:
-    """What happened in a part of the gauntlet.
+    """Counts of outcomes in a part of the gauntlet.
 
     Attributes:
-        requests: requests sent, by status or by what else came of them.
-        innocents: answers that innocents waited for.
-        harmed: what innocents got instead.
-        unasked: answers of status 500 or more that nobody asked for.
-        wrong: what else must not be.
-        health_ms: longest wait for `/health`, by what went on meanwhile.
-        growth_mib: largest growth of the server's memory, by what went on meanwhile.
+        requests: requests sent, by status or other outcome.
+        innocents: number of answers to innocent clients.
+        harmed: wrong or missing answers to innocent clients.
+        unasked: unexpected answers of status 500 or more.
+        wrong: other violations.
+        health_ms: longest wait for `/health`, by concurrent attack.
+        growth_mib: largest growth of the server's memory, by concurrent attack.
         facts: further figures.
     """
 
@@ -60,7 +60,7 @@ class Tally:
         return {"requests": dict(self.requests), **plain, **lists}
 
     def note(self, status: int, what: str, allowed: tuple[int, ...] = ()) -> None:
-        """An answer to a hostile request."""
+        """Record the answer to a hostile request."""
         self.requests[str(status)] += 1
         if status >= 500 and status not in allowed:
             self.unasked.append(f"{status} to {what}")
@@ -80,7 +80,7 @@ def innocent_body(number: int, model: str, seed: int) -> dict[str, Any]:
 async def innocents(
     url: str, model: str, until: float, tally: Tally, seed: int, retries: tuple[int, ...] = (429,)
 ) -> None:
-    """Ask again and again until then; statuses in `retries` are no harm."""
+    """Send requests until then; statuses in `retries` are not counted as harm."""
     async with httpx.AsyncClient(base_url=url, headers=JSON, timeout=PATIENCE_S) as client:
         expected: dict[int, list[int]] = {}
         for number in range(NUM_INNOCENTS):
@@ -108,7 +108,7 @@ async def innocents(
 
 
 async def probe(url: str, name: str, over: asyncio.Event, tally: Tally, pause_s: float = 0.01) -> None:
-    """Ask for `/health` until it is over; keep the longest wait."""
+    """Request `/health` until `over` is set; record the longest wait."""
     longest = 0.0
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         await client.get("/health")
@@ -164,16 +164,16 @@ def large_bodies(model: str, stream: random.Random) -> dict[str, tuple[str, byte
 
 
 async def bodies(url: str, pid: int, model: str, rounds: int, stream: random.Random, tally: Tally) -> None:
-    """Send every body alone, with a client beside it that asks for `/health`; first that client alone, to compare."""
+    """Send every body alone, with a concurrent client of `/health`; first that client alone, to compare."""
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(3.0, over.set)
     await probe(url, "nothing", over, tally, 0.002)
     for name, (path, content) in large_bodies(model, stream).items():
         for _ in range(rounds):
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # reset the peak
             before, over = flood.resident_bytes(pid), asyncio.Event()
             prober = asyncio.create_task(probe(url, name, over, tally, 0.002))
-            process = await asyncio.create_subprocess_exec(  # a client of its own: sending takes time too
+            process = await asyncio.create_subprocess_exec(  # a separate client, since sending takes time too
                 *(sys.executable, "-c", _SEND, url + path, KEY),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -233,7 +233,7 @@ EDGES: dict[str, tuple[Any, ...]] = {
 
 
 async def hostile(url: str, model: str, until: float, seed: str, tally: Tally) -> None:
-    """Completions with parameters at the edge of what there is."""
+    """Send completions with parameters at the limits of their ranges."""
     stream = random.Random(seed)
     async with httpx.AsyncClient(base_url=url, headers=JSON, timeout=PATIENCE_S) as client:
         while time.monotonic() < until:
@@ -265,7 +265,7 @@ _ASKS = b'{"model":"%s","prompt":[1,2,3],"max_tokens":200,"n":16,"stream":true,"
 
 
 async def slow(url: str, model: str, until: float, seed: str, tally: Tally) -> None:
-    """Connections that say half of something, bytes that mean nothing, and clients that do not read."""
+    """Open connections that send partial requests or random bytes, and clients that do not read."""
     stream, address = random.Random(seed), httpx.URL(url)
     asks = _ASKS % model.encode()
     whole = _HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(asks) + asks
@@ -294,7 +294,7 @@ async def slow(url: str, model: str, until: float, seed: str, tally: Tally) -> N
 
 
 async def swaps(url: str, until: float, tally: Tally) -> None:
-    """Another policy every second."""
+    """Swap the policy every second."""
     number = 0
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
@@ -308,7 +308,7 @@ async def swaps(url: str, until: float, tally: Tally) -> None:
 
 
 async def schemathesis(url: str, seconds: float, tally: Tally) -> None:
-    """What follows from the server's own description."""
+    """Send requests generated from the server's OpenAPI description."""
     command = [
         str(Path(sys.executable).absolute().with_name("schemathesis")),
         "run",
@@ -317,8 +317,8 @@ async def schemathesis(url: str, seconds: float, tally: Tally) -> None:
     ]
     command += ["--checks", "not_a_server_error", "-H", f"authorization: Bearer {KEY}", "--max-time", str(int(seconds))]
     command += ["--continue-on-failure", "--request-timeout", str(PATIENCE_S), "--max-examples", "1000000"]
-    command += ["--exclude-path", "/admin/policy"]  # it would swap policies that cannot serve, as it may
-    with tempfile.TemporaryDirectory() as folder:  # it keeps what it finds where it runs
+    command += ["--exclude-path", "/admin/policy"]  # excluded: it could swap in policies that cannot serve
+    with tempfile.TemporaryDirectory() as folder:  # it stores its findings in the current folder
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = await asyncio.create_subprocess_exec(*command, cwd=folder, **pipes)
         out, _ = await process.communicate()
@@ -330,7 +330,7 @@ async def schemathesis(url: str, seconds: float, tally: Tally) -> None:
 
 
 async def siege(url: str, model: str, seconds: float, seed: int, tally: Tally) -> None:
-    """Everything at once."""
+    """Run all attacks at once."""
     until, over = time.monotonic() + seconds, asyncio.Event()
     prober = asyncio.create_task(probe(url, "siege", over, tally, 0.05))
     await asyncio.gather(

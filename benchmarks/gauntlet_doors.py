@@ -1,6 +1,6 @@
-"""Attacks on what a server has open before it looks at a key, and on what may hang in it.
+"""Attacks on a server before authentication, and on its components that may hang.
 
-Every part counts innocents beside it, who must not notice, and ends with a server that is at rest.
+Every part checks concurrent innocent clients, which must not be affected, and ends with an idle server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gauntlet_clients import ATTACKER, JSON, KEY, PATIENCE_S, Tally, innocents, 
 from gauntlet_parts import Attack, Given, Part, end_in_time, serve, sized
 
 LEFT_S = 5.0
-"""How soon after its client has left a request has to have ended."""
+"""Seconds within which a request must end after its client has disconnected."""
 STUCK = 5
 """Exit code of a server whose engine hangs."""
 
@@ -106,7 +106,7 @@ def part_pipelines(given: Given) -> Tally:
             deadline = time.monotonic() + LEFT_S
             while (held := await metric(url, "vajra:http_requests_open")) > 16 and time.monotonic() < deadline:
                 await asyncio.sleep(0.1)
-            if held > 16:  # innocents' own
+            if held > 16:  # those of innocent clients
                 tally.wrong.append(f"{held:g} requests are open {LEFT_S:g} s after their clients left")
             await staying(url, tally)
 
@@ -159,7 +159,7 @@ def part_stops(given: Given) -> Tally:
     return serve(sized(given.model), beside(given, attack))
 
 
-# What comes with and after bodies
+# Data with and after bodies
 
 
 def part_trailers(given: Given) -> Tally:
@@ -269,7 +269,7 @@ def part_handshakes(given: Given) -> Tally:
         return serve(sized(given.model, *flags), part, rests=False)
 
 
-# What hangs
+# Hangs
 
 
 def part_hangs(given: Given) -> Tally:

@@ -20,14 +20,14 @@ from gauntlet_clients import ADMIN_KEY, JSON, PATIENCE_S, Tally, innocent_body, 
 from gauntlet_parts import Given, Part, serve, sized
 
 MOST_ERROR_CHARACTERS = 2000
-"""Of a refusal, however large what it refuses."""
+"""Largest size of an error message, for requests of any size."""
 SLOW_S = 30.0
 TENANT_KEYS = {"gauntlet-alice": "alice", "gauntlet-bob": "bob"}
 _BAD_TEXTS = ("", " ", "\x00", "\ud800", "\u2028", "a" * 300, "\U0001f600" * 200, "\n", "<|end|>")
 
 
 def _value(stream: random.Random, depth: int = 0) -> Any:
-    """Anything that JSON can say."""
+    """Return a random JSON value."""
     kinds = 9 if depth < 3 else 7
     kind = stream.randrange(kinds)
     if kind == 7:
@@ -39,7 +39,7 @@ def _value(stream: random.Random, depth: int = 0) -> Any:
 
 
 def _many(stream: random.Random) -> Any:
-    """A large list or mapping."""
+    """Return a large list or mapping."""
     count = stream.choice((300, 5_000, 40_000))
     one = stream.choice((1, "x", 1024, [], -1, 1.5, None))
     return [one] * count if stream.random() < 0.6 else {str(k): one for k in range(count)}
@@ -54,7 +54,7 @@ FIELDS = (
 
 
 def _fine(stream: random.Random) -> dict[str, Any]:
-    """Constraints that mean something, which may leave no token all the same."""
+    """Return valid constraints, which may still leave no token."""
     tokens = stream.sample(range(1024), stream.randrange(1, 40))
     return stream.choice(
         (
@@ -89,7 +89,7 @@ def body_of(stream: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 
 
 async def hostile(url: str, model: str, until: float, stream: random.Random, tally: Tally) -> None:
-    """Bodies of every kind, one after another."""
+    """Send bodies of every kind, one after another."""
     keys = [JSON["authorization"], *(f"Bearer {key}" for key in TENANT_KEYS)]
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         while time.monotonic() < until:
@@ -179,7 +179,7 @@ async def constrained(url: str, model: str, until: float, seed: int, tally: Tall
 
 
 def part_fields(given: Given) -> Tally:
-    """Everything of this file at once."""
+    """Run all attacks of this file at once."""
 
     def part(process: subprocess.Popen[bytes], url: str, tally: Tally) -> None:
         async def everything() -> None:

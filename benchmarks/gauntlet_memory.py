@@ -1,4 +1,4 @@
-"""Tell a leak from warm-up: a server's memory against the requests that it has answered.
+"""Distinguish leaks from warm-up by a server's memory over its number of answered requests.
 
 Warm-up (modules that are imported late, heaps that find their size) comes once and ends; a leak goes on with every request. So the first
 third of the requests is left out, and the rest is two halves, in each of which memory has to grow by the request for a leak to be found.
@@ -17,9 +17,9 @@ import numpy as np
 from scipy.stats import theilslopes
 
 WARM_UP_FRACTION = 1 / 3
-"""Of the requests: those whose growth is left out."""
+"""Fraction of the requests, at the beginning, whose growth is ignored."""
 ALLOWED_BYTES = 1024
-"""Growth of memory by the request, after warm-up, that is no leak."""
+"""Growth of memory per request after warm-up that is not counted as a leak."""
 NOISE_BYTES = 4 * 2**20
 """Growth after warm-up that is no leak, whatever its slope: heaps are taken from the system in pieces of up to a few MiB."""
 PAUSE_S = 0.5
@@ -43,7 +43,7 @@ class Growth:
     """Growth after warm-up.
 
     Attributes:
-        bytes_per_request: the lesser slope of the two halves after warm-up.
+        bytes_per_request: the smaller slope of the two halves after warm-up.
         requests: answered after warm-up.
     """
 
@@ -57,7 +57,7 @@ class Growth:
 
     @property
     def is_leak(self) -> bool:
-        """Whether it is more than warm-up and noise."""
+        """True if the growth exceeds warm-up and noise."""
         return self.bytes_per_request > self.least_found
 
 
@@ -80,7 +80,7 @@ def growth(samples: Sequence[Sample]) -> Growth | None:
 
 
 def own_bytes(pid: int) -> int:
-    """Memory of a process that is backed by no file; 0 when it is gone.
+    """Return the anonymous memory of a process; 0 if it has ended.
 
     Pages of libraries come in as their code is first run, and are the system's to take back.
     """
@@ -93,7 +93,7 @@ def own_bytes(pid: int) -> int:
 
 @contextmanager
 def weighed(answered: Callable[[], float | None], size: Callable[[], int]) -> Iterator[list[Sample]]:
-    """Sample both twice a second, in a thread, until the block ends; `answered` is None while nobody can tell."""
+    """Sample both twice a second, in a thread, until the block ends; `answered` returns None while the count is not available."""
     samples: list[Sample] = []
     is_over = threading.Event()
 

@@ -24,12 +24,12 @@ NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY"
 that a weight was multiplied with: hundreds of MiB that come with new batch sizes and would hide a leak."""
 GRACE_S = 5.0
 END_S = 9.0
-"""How long after its grace time a server may still be there; see `docs/serving.md`."""
+"""Seconds after its grace period within which a server must exit; see `docs/serving.md`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a part is given.
+    """Input of a part.
 
     Attributes:
         model: directory of a tiny model.
@@ -56,7 +56,7 @@ class Part:
 
 
 Attack = Callable[[subprocess.Popen[bytes], str, Tally], None]
-"""Called with a server's process, its URL and what is to be filled in."""
+"""Function of a server's process, its URL and the tally to fill in."""
 
 
 def serve(
@@ -76,7 +76,7 @@ def serve(
     tally = Tally()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if file_limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, before[1]))  # servers inherit it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, before[1]))  # inherited by servers
     flags = [*flags, "--api-key", KEY, "--served-model-name", "tiny", "--no-access-log", "--grace", f"{GRACE_S:g}"]
     with flood.own_server(flags, NO_KERNEL_CACHES) as (process, url):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -99,7 +99,7 @@ def serve(
 
 
 def end_in_time(process: subprocess.Popen[bytes], tally: Tally) -> None:
-    """Send SIGTERM, and note it when the process outlives its grace time."""
+    """Send SIGTERM, and record if the process outlives its grace period."""
     began = time.monotonic()
     process.terminate()
     try:
@@ -111,7 +111,7 @@ def end_in_time(process: subprocess.Popen[bytes], tally: Tally) -> None:
 
 
 def note_memory(tally: Tally, before_mib: int, after_mib: int) -> None:
-    """Keep a server's memory before and after, and whether it grew too much."""
+    """Record a server's memory before and after, and excessive growth."""
     tally.facts["memory before, MiB"], tally.facts["memory after, MiB"] = before_mib, after_mib
     grown = after_mib - before_mib
     if grown > MAX_GROWTH_MIB:
@@ -127,7 +127,7 @@ def answered(url: str, tally: Tally) -> float | None:
 
 
 def note_growth(tally: Tally, samples: Sequence[Sample]) -> None:
-    """Keep how memory grew with the requests after warm-up, and whether that is a leak."""
+    """Record the growth of memory per request after warm-up, and a leak."""
     if (found := growth(samples)) is None:
         return
     tally.facts["requests after warm-up"] = round(found.requests)

@@ -116,7 +116,7 @@ def device_limits(device: str) -> dict[str, float]:
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_ms = milliseconds(lambda: target.copy_(source))
-    source = target = torch.empty(0)  # gives the memory back
+    source = target = torch.empty(0)  # releases the memory
     a, b = (torch.randn((MATRIX, MATRIX), dtype=torch.bfloat16, device=device) for _ in range(2))
     product_ms = milliseconds(lambda: a @ b)
     return {"copy_bytes_per_s": 2 * COPY_BYTES / copy_ms * 1e3, "bf16_flop_per_s": 2 * MATRIX**3 / product_ms * 1e3}
@@ -188,7 +188,7 @@ def flex_peer(shape: Shape, device: torch.device) -> Callable[..., torch.Tensor]
         causal = query + context >= key
         return causal if shape.window is None else causal & (query + context - key < shape.window)
 
-    torch.compiler.reset()  # else it gives up compiling after some shapes
+    torch.compiler.reset()  # otherwise torch stops compiling after some shapes
     mask = create_block_mask(sees, None, None, shape.query_len, shape.kv_len, device=device)
     return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=True)
 
@@ -255,7 +255,7 @@ def sweep(device: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measures everything and writes the results."""
+    """Measure everything and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     output_arguments(parser, "gpu_bench.json")
     parser.add_argument("--sweep", action="store_true", help="also time other tile shapes")
@@ -283,7 +283,7 @@ def main() -> int:
         sections["sweep"] = lambda: sweep(device)
     content: dict[str, Any] = {"machine": machine(), "limits": limits}
     failed = False
-    for name, section in sections.items():  # written one by one: what was measured stays, whatever comes after it
+    for name, section in sections.items():  # written one by one, so that results survive a later failure
         try:
             content[name] = section()
         except Exception as problem:

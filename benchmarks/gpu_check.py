@@ -33,7 +33,7 @@ DTYPES = tuple(checks.TOLERANCES)
 VOCABULARY, SAMPLED = 128_256, 4
 KV_HEADS = (8, 32)  # of 128: rows of 32 heads are written by two programs
 WIDTHS = (4096, 14336)
-Outcome = tuple[float, float] | tuple[float, float, str]  # (worst error, what is tolerated, what else is known)
+Outcome = tuple[float, float] | tuple[float, float, str]  # (worst error, tolerance, additional information)
 
 
 def on_device(inputs: checks.AttentionInputs, device: str) -> checks.AttentionInputs:
@@ -162,7 +162,7 @@ def check_graph(dtype: torch.dtype, generator: torch.Generator, device: str) -> 
     out = torch.full(inputs.q.shape, float("nan"), dtype=dtype, device=device)
 
     def step() -> None:
-        metadata.memo.decode_plans.clear()  # so that the plan is captured too, and made anew for what is replayed
+        metadata.memo.decode_plans.clear()  # so that the plan is captured too, and recomputed in each replay
         vajra_kernels.paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, metadata, out=out)
 
     step()
@@ -244,7 +244,7 @@ def run(seed: int, device: str, only: str = "") -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Runs everything and writes the results."""
+    """Run everything and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     output_arguments(parser, "gpu_check.json")
     parser.add_argument("--only", default="", metavar="WORD", help="only checks with this in their name")

@@ -1,4 +1,4 @@
-"""Time the engine on this GPU, with captured graphs and without, and watch what it does: for `gpu_check` and `gpu_bench`.
+"""Time the engine on this GPU, with and without captured graphs, and record its steps: for `gpu_check` and `gpu_bench`.
 
 Needs transformers and what `vajra_py` needs besides torch; `unavailable` says what is missing.
 """
@@ -91,7 +91,7 @@ SLOTS, CHECKED_STEPS = 21, 24
 
 
 def unavailable() -> str | None:
-    """Why the engine cannot be imported here, or None."""
+    """Return the reason that the engine cannot be imported here, or None."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     try:
@@ -102,7 +102,7 @@ def unavailable() -> str | None:
 
 
 def write_model(folder: str, shape: Shape, longest: int) -> None:
-    """The configuration of such a model, which is all that random weights need."""
+    """Write the configuration of such a model, which suffices for random weights."""
     import transformers
 
     facts = asdict(shape) | {"max_position_embeddings": longest, "initializer_range": 0.1}
@@ -212,11 +212,11 @@ def floor_s(shape: Shape, facts: ModelFacts, num_kv_tokens: int, limits: dict[st
 
 @dataclass(slots=True)
 class Watch:
-    """What an engine's only runner was told, and how long the device took.
+    """Records the steps submitted to an engine's only runner, and the device's durations.
 
     Attributes:
         runner: it.
-        counts: steps, rows that were begun ahead and used, blocks that were swapped.
+        counts: steps, rows that were started ahead and used, blocks that were swapped.
         device_s: of all steps.
         decode_s: of each step of so many decodes and nothing else.
     """
@@ -227,7 +227,7 @@ class Watch:
     decode_s: dict[int, list[float]] = field(default_factory=dict)
 
     def load(self, options: RunnerOptions) -> TorchRunner:
-        """For `LLM(..., load=…)`: a runner that is watched."""
+        """Load a recorded runner, for `LLM(..., load=…)`."""
         from vajra_py.engine.compute.step.runner import TorchRunner
 
         self.runner = runner = TorchRunner.load(options)

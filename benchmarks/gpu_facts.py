@@ -1,4 +1,4 @@
-"""Which GPU, driver, versions and day do measured figures belong to?"""
+"""GPU, driver, versions and date of measured figures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def use_checkout() -> None:
-    """Lets a machine on which nothing was installed import the kernels from this checkout."""
+    """Make the kernels of this checkout importable without installation."""
     sys.path.insert(0, str(ROOT / "kernels"))
 
 
 def require_gpu(program: str) -> None:
-    """Ends the program with code 2 and one line where torch sees no CUDA device."""
+    """Exit with code 2 and one line if torch finds no CUDA device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -34,7 +34,7 @@ def require_gpu(program: str) -> None:
 
 
 def output_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Lets a program be told where its results go: by default to a file that is not tracked."""
+    """Add the argument for the output file; by default an untracked file."""
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / name, help="where the JSON goes")
     record = f"write it to {RESULTS.relative_to(ROOT)}/{name} instead, which is tracked"
     parser.add_argument("--record", dest="output", action="store_const", const=RESULTS / name, help=record)
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(path: Path, content: dict[str, Any]) -> None:
-    """Writes one JSON file, making its folder."""
+    """Write one JSON file and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path}")

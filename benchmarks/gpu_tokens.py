@@ -28,7 +28,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 """In float32 torch computes their experts one by one and asks the device which: that cannot be captured."""
 NUM_REQUESTS, NUM_OUTPUTS = 24, 24
 NUM_BLOCKS = 20
-"""Of 16 tokens, where eight requests of up to 84 tokens want 48."""
+"""KV blocks of 16 tokens; eight requests of up to 84 tokens would need 48."""
 TOLERANCES = {"float32": 0.003, "bfloat16": 0.4}
 """Share of tokens that may differ: one of all, where additions in another order decide. With 8 bits a sixth differs on a CPU,
 of mixtures of experts a quarter; of wrong tokens nearly all would."""
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def captures(self) -> bool:
-        """Whether its decodes must be replayed."""
+        """True if its decodes must be replayed from graphs."""
         return self.graphs and (self.dtype != "float32" or self.family not in MIXTURES)
 
 
@@ -107,7 +107,7 @@ def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
 
 @contextmanager
 def notes() -> Iterator[list[str]]:
-    """What the engine logs meanwhile."""
+    """Collect the engine's log messages within the context."""
     said: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("vajra_py.engine")
     handler.emit = lambda record: said.append(record.getMessage())
@@ -150,7 +150,7 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
     kinds, stream, watch = _kinds(), random.Random(0), Watch()
     vocab_size = SHAPE["vocab_size"]
     prompts = [[stream.randrange(3, vocab_size) for _ in range(stream.randint(1, 60))] for _ in range(NUM_REQUESTS)]
-    # Penalties are never begun ahead: they come last, when the others have had their turn.
+    # Requests with penalties are never started ahead, so they come last.
     params = [
         replace(kinds[index * len(kinds) // NUM_REQUESTS], seed=index, max_tokens=NUM_OUTPUTS, ignore_eos=True)
         for index in range(NUM_REQUESTS)
@@ -190,7 +190,7 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
 
 @torch.inference_mode()
 def _different(folder: str, case: Case, outputs: Sequence[tuple[RequestOutput, SamplingParams]], device: str) -> int:
-    """How many tokens are not what the sampler of the host chooses from transformers' logits."""
+    """Return the number of tokens that differ from the host sampler's choice from transformers' logits."""
     import numpy as np
     from transformers import AutoModelForCausalLM
 

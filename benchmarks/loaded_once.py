@@ -24,7 +24,7 @@ class LoadedOnce:
         """Slots that the last run left behind."""
 
     def loader(self, config: ExperimentConfig) -> Callable[[RunnerOptions], ModelRunner]:
-        """How a profile or a run of this experiment loads it."""
+        """Return the loader for a profile or a run of this experiment."""
 
         def load(options: RunnerOptions) -> ModelRunner:
             if self._runner is None:
@@ -45,10 +45,10 @@ class LoadedOnce:
         return self._kv_tokens // self.facts.block_size
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """It is done already."""
+        """Do nothing, since memory is allocated already."""
 
     def submit(self, step: StepInput) -> PendingStep:
-        """See `ModelRunner`; it is done at once."""
+        """See `ModelRunner`; computed at submission."""
         return DoneStep(self.run(step))
 
     def run(self, step: StepInput) -> StepOutput:
@@ -60,6 +60,6 @@ class LoadedOnce:
         return self._runner.run(step)
 
     def close(self) -> None:
-        """The model stays; the slots that are in use are free again with the next step."""
+        """Keep the model; slots in use are freed in the next step."""
         self._left += self._slots
         self._slots.clear()

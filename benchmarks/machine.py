@@ -1,4 +1,4 @@
-"""What a benchmark's figures belong to."""
+"""Machine and versions of a benchmark's figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The CPU's name, or its architecture where the system does not tell the name."""
+    """Return the CPU's name, or its architecture if the name is not available."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -23,7 +23,7 @@ def tree_cpu_s() -> float:
     ticks: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # ended meanwhile
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 parents[int(entry.name)], ticks[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
 

@@ -1,4 +1,4 @@
-"""Which of transformers' causal language models run on this engine?
+"""Find the causal language models of transformers that run on this engine.
 
 Makes a very small model of every type with random weights, loads it as the engine would, and prints what the self-check says:
 `python benchmarks/model_types.py [TYPE ...]`; `--write docs/reference/models.md` makes the page of it. Takes some ten minutes.
@@ -60,16 +60,16 @@ SMALL: dict[str, Any] = {
     "word_embed_proj_dim": 64,
     "vocab_size_per_layer_input": 128,
 }
-"""What keeps a model small. A type takes those of these that its configuration has."""
+"""Settings that keep a model small; only those that a type's configuration has are used."""
 USUAL: dict[str, dict[str, Any]] = {
     name: {"layer_types": ["conv", "full_attention", "conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
 } | {
-    "phi4_multimodal": {  # encoders that its text never meets: 850 million parameters by default
+    "phi4_multimodal": {  # encoders that are not used for text: 850 million parameters by default
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
     }
 }
-"""What published models of a type have and its defaults have not."""
+"""Settings of published models of a type that differ from its defaults."""
 CPU_LIMIT_S = 60
 FUSED, MODULES, REFUSED, UNTRIED = "fused", "transformers", "refused", "untried"
 _NOT_MADE = ("transformers cannot make this model", "transformers cannot read this configuration")
@@ -81,7 +81,7 @@ class OutOfTimeError(BaseException):
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises `OutOfTimeError` when the block takes more processor time than this."""
+    """Raise `OutOfTimeError` if the block takes more processor time than this."""
 
     def stop(*_: object) -> None:
         raise OutOfTimeError
@@ -113,7 +113,7 @@ def small_config(model_type: str) -> Any:
 
 
 def takes(config: Any, name: str) -> bool:
-    """Whether a configuration has a setting of that name."""
+    """Return True if a configuration has a setting of that name."""
     try:
         getattr(config, name)
     except AttributeError:
@@ -124,7 +124,7 @@ def takes(config: Any, name: str) -> bool:
 
 
 def attempt(model_type: str) -> tuple[str, str]:
-    """What becomes of a type (one of the four), and why."""
+    """Return the outcome for a type (one of the four), and its reason."""
     try:
         with quiet(), limited(CPU_LIMIT_S), tempfile.TemporaryDirectory() as folder:
             try:

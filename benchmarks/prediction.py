@@ -94,7 +94,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What computes: a section of `backend`, a model's size that it has kernels for, and how long its KV blocks are."""
+    """A backend: its section of `backend`, a model size that it has kernels for, and its KV block size."""
 
     kind: str
     section: Mapping[str, Any]
@@ -152,7 +152,7 @@ def experiment(computing: Computing, model: Path, load_name: str, policy: str) -
 
 
 class _Enough(Exception):
-    """So much of the profile is measured for now."""
+    """Ends a profile's measurement at the part that is due."""
 
 
 class Profiles:
@@ -170,7 +170,7 @@ class Profiles:
             settings = ProfileSettings(self._config, FIRST_PASSES)
             profile_model(settings, self.model / FIRST_PROFILE, load=self._load)
         self.reference_s = float(read_profile(self.model / FIRST_PROFILE).facts["reference_s"])
-        """What the reference takes at the pace that counts, in the profile and in the runs."""
+        """Duration of the reference computation at the profile's pace, for profile and runs."""
         paced = None if wall else self.reference_s
         self._settings = ProfileSettings(self._config, passes, seed=1, reference_s=paced)
         self.file = self.model / (("wall-" if wall else "steady-") + PROFILE)
@@ -192,7 +192,7 @@ class Profiles:
             print(f"profile: errors {json.dumps(profile.errors)}")
 
 
-# One workload
+# Results of one workload
 
 
 Figures: TypeAlias = Mapping[tuple[str, str], float]
@@ -209,7 +209,7 @@ class Compared:
     simulations: Sequence[Figures]
     num_preemptions: int
     slowness: Sequence[float]
-    """How slow the machine was in each run, as a multiple of its pace in the profile."""
+    """Slowdown of the machine in each run, relative to the profile."""
 
     @property
     def measured(self) -> Figures:
@@ -245,11 +245,11 @@ class Engines:
 
     @staticmethod
     def is_there(folder: Path) -> bool:
-        """Whether the run was made and counts."""
+        """Return True if the run is complete and valid."""
         return (folder / _NOTE).exists()
 
     def run(self, config: ExperimentConfig, folder: Path) -> None:
-        """Make the run of a folder, with a note of how slow the machine was."""
+        """Execute the run of a folder, and record the machine's slowdown."""
         note = folder / _NOTE
         for _ in range(_MOST_TRIES):
             if note.exists():
@@ -275,7 +275,7 @@ class Engines:
             for batch in WARM:
                 bench.time_s(batch)
             if self._wall:
-                runner.close()  # leaves it as a run finds it
+                runner.close()  # restores the state at the start of a run
                 return runner
             reference.frees(bench)
             clock = NormalizedClock(reference.time_s, self._typical_s)
@@ -336,7 +336,7 @@ def compare(computing: Computing, load_name: str, policy: str, folders: Sequence
 
 
 def figures(run: RunData) -> Figures:
-    """What is compared."""
+    """Return the figures to compare."""
     assert run.summary is not None
     return {key: float(run.summary.value(f"overall.{key[0]}.{key[1]}")) for key in KEYS}
 
@@ -349,7 +349,7 @@ class Pair:
     second: str
     apart: float
     is_kept: bool
-    """Whether the simulation orders them so too."""
+    """True if the simulation gives the same order."""
 
 
 def ordered(compared: Sequence[Compared], key: tuple[str, str]) -> Iterator[Pair]:
@@ -361,7 +361,7 @@ def ordered(compared: Sequence[Compared], key: tuple[str, str]) -> Iterator[Pair
             yield Pair(one.policy, other.policy, apart, (one.simulated[key] < other.simulated[key]) in signs)
 
 
-# What is shown and kept
+# Output
 
 
 def tables(compared: Sequence[Compared]) -> list[str]:
@@ -397,7 +397,7 @@ def tables(compared: Sequence[Compared]) -> list[str]:
 def write(
     folder: Path, profiles: Profiles, compared: Sequence[Compared], printed: str, options: argparse.Namespace
 ) -> None:
-    """All figures as JSON, and what is printed with where it comes from."""
+    """Write all figures as JSON, and the printed tables with their provenance."""
     profile = read_profile(profiles.file)
 
     def named(values: Figures) -> dict[str, float]:

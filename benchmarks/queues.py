@@ -1,4 +1,4 @@
-"""What do the request queues cost (CPU time), as ratios taken in one run?
+"""Measure the CPU time of the request queues, as ratios within one run.
 
 - add, pop and abort of one request with 100,000 waiting, over the same with 100 waiting;
 - a step (look at the head, admit it, take an arrival, let time pass) with 100,000 waiting under time-linear keys, over

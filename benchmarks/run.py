@@ -1,4 +1,4 @@
-"""Every benchmark in one run: `make bench` prints the figures, writes `latest.json` and keeps a history, in `runs/bench` or where told.
+"""Every benchmark in one run: `make bench` prints the figures, writes `latest.json` and keeps a history, in `runs/bench` or a given folder.
 
 Figures named `_x_` are ratios taken in this run and may be compared between machines; the others belong to this machine.
 """
@@ -41,7 +41,7 @@ TARGETS: Mapping[str, tuple[float, str]] = {
     "startup_import_s": (0.2, "import vajra_py, seconds"),
     "startup_first_event_s": (1.0, "first event of a small simulation, seconds"),
 }
-"""What a figure should at most be, and what it is."""
+"""Upper bound of each figure, and its description."""
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ OUTPUT_TOKENS = range(64, 193)
 ROUNDS = 5
 NUM_LONE = 40
 READ_EVERY_S = 0.01
-"""So often the clients read what has come, so that they take little of the cores that they share with the server."""
+"""Interval between reads of the clients; long, so that they use little of the cores that they share with the server."""
 FLAGS = {"max-num-seqs": NUM_STREAMS, "max-model-len": 512, "num-gpu-blocks-override": 1024, "block-size": 16}
 MAIN = "from vajra_py.cli.main import main; main()"
 
@@ -51,7 +51,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of the server."""
         return f"http://{self.host}:{self.port}"
 
 
@@ -97,7 +97,7 @@ def asked(round_number: int, num_requests: int) -> list[Asked]:
 
 
 def engine_alone(model: Path, num_streams: int, num_requests: int) -> None:
-    """A process of its own: for each line on standard input, the round's requests; says how long they took."""
+    """Run in a separate process: for each line on standard input, run the round's requests and print their duration."""
     from vajra_py.engine.compute import SamplingParams
     from vajra_py.engine.llm import LLM
     from vajra_py.serve.session.configure import ModelFlags
@@ -189,7 +189,7 @@ def engine_ttft(served: Served) -> tuple[float, float]:
 
 
 def lone_requests(served: Served) -> float:
-    """What HTTP adds to the mean TTFT of requests that come one by one, seconds."""
+    """Return the seconds that HTTP adds to the mean TTFT of sequential requests."""
     first_token_s(served, [7] * PROMPT_TOKENS)
     total, count = engine_ttft(served)
     measured = [first_token_s(served, [9 + number] * PROMPT_TOKENS) for number in range(NUM_LONE)]
@@ -199,7 +199,7 @@ def lone_requests(served: Served) -> float:
 
 
 def measure(model: Path, num_streams: int, num_requests: int, rounds: int) -> dict[str, Any]:
-    """The figures."""
+    """Return the figures."""
     served = start_server(model, num_streams)
     command = [sys.executable, "-P", __file__, "--engine", str(model)]
     command += ["--streams", str(num_streams), "--requests", str(num_requests)]
@@ -238,7 +238,7 @@ def measure(model: Path, num_streams: int, num_requests: int, rounds: int) -> di
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="model directory; without one a model is made")
     parser.add_argument("--size", default="10m", help="of the model that is made: 1m, 10m or 30m")

@@ -1,4 +1,4 @@
-"""How much CPU time does a streamed token take of everything but the model?
+"""Measure the CPU time per streamed token of everything except the model.
 
 `python benchmarks/serving_cpu.py MODEL` starts a server whose model only waits, 15 ms a step, and reads 64 streams of it, in
 rounds. For each round: µs of CPU a token that the event loop's thread, the engine's and the worker's took, and the client.
@@ -19,7 +19,7 @@ import httpx
 from serving import FLAGS, NUM_STREAMS, Served, asked, over_http
 
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, StepOutput
-from vajra_py.engine.worker import calm_threads
+from vajra_py.engine.worker import set_passive_omp_wait
 
 STEP_S = 0.015
 ROUNDS = 6
@@ -36,14 +36,14 @@ class WaitingRunner:
         )
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """A few."""
+        """Return a small number."""
         return 1024
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Nothing to make."""
+        """Do nothing."""
 
     def run(self, step: StepInput) -> StepOutput:
-        """Any tokens, after a while."""
+        """Return arbitrary tokens after a delay."""
         time.sleep(STEP_S)
         slots = list(step.decodes)
         for slot in slots:
@@ -55,12 +55,12 @@ class WaitingRunner:
         return StepOutput(slots, [20 + (7 * self._lengths[slot] + 13 * slot) % 900 for slot in slots], STEP_S, {})
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 def serve_waiting(model: str) -> None:
-    """The server's process; it says on standard error where it listens, and then the names of its threads."""
-    calm_threads()
+    """Run the server's process; it prints its address and then its threads' names on standard error."""
+    set_passive_omp_wait()
     from vajra_py.plugins import load_registry
     from vajra_py.serve.app import Service
     from vajra_py.serve.http.options import ServeOptions
@@ -92,7 +92,7 @@ def thread_times(pid: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     if len(sys.argv) == 3 and sys.argv[1] == "--serve":
         serve_waiting(sys.argv[2])
         return

@@ -32,7 +32,7 @@ MODELS = {"Llama-3.1-70B": "Llama-3.1-70B", "Llama-3.1-8B": "Llama-3.1-8B", "Qwe
 STEP_TOKENS = 8192
 """Prompt tokens a step: InferenceMAX's (its README), and the default of SGLang's server on GPUs of this size."""
 SPARE_TOKENS = 1500
-"""What aiconfigurator's generator adds to the longest prompt where it sets the tokens of a step (generator/rule_plugin/*.rule)."""
+"""Tokens that aiconfigurator's generator adds to the longest prompt to get the token budget of a step (generator/rule_plugin/*.rule)."""
 TURNS = 10
 """Requests of each user: InferenceMAX's `--num-prompts`, and the request count of aiconfigurator's own benchmark runner."""
 BLOCK = 16
@@ -91,7 +91,7 @@ def points(path: Path) -> Iterator[Point]:
 
 
 def latency_of(point: Point, folder: Path) -> dict[str, Any]:
-    """What stands under `latency:`.
+    """Return the `latency:` section.
 
     Caches are of 8 bits where the weights have 8 or 4. Activation scales are known (the checkpoints say them); TensorRT-LLM, and vLLM as
     InferenceMAX starts it on Blackwell, convert within the operator before. TensorRT-LLM's all-reduce computes the norm.
@@ -113,7 +113,7 @@ def latency_of(point: Point, folder: Path) -> dict[str, Any]:
 
 
 def is_synchronous(point: Point) -> bool:
-    """Whether the engine schedules a step after the one before.
+    """Return True if the engine schedules a step only after the previous one has ended.
 
     vLLM does until 0.14, whose release notes turn asynchronous scheduling on; InferenceMAX turns it on. TensorRT-LLM and SGLang overlap.
     """
@@ -121,7 +121,7 @@ def is_synchronous(point: Point) -> bool:
 
 
 def limits_of(point: Point) -> dict[str, Any]:
-    """What stands under `replica:` and `scheduling:`, as the servers were set up.
+    """Return the `replica:` and `scheduling:` sections of the servers' setup.
 
     aiconfigurator's generator has vLLM and TensorRT-LLM compute as many tokens in a step as the longest prompt has, 1,500 more, and one for
     each request; SGLang as many prompt tokens, beside decodes (`--enable-mixed-chunk`), and no more than 8,192. TensorRT-LLM does not cut

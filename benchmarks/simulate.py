@@ -1,4 +1,4 @@
-"""How fast is the simulator? Times the event loop, per-request metrics included, on a CSV of requests or on drawn ones.
+"""Measure the speed of the simulator: times the event loop, per-request metrics included, on a CSV of requests or on drawn ones.
 
 python benchmarks/simulate.py --workload file.csv --replicas 4
 """
@@ -70,7 +70,7 @@ def measure_run(mapping: dict[str, Any]) -> dict[str, float]:
 
 
 def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int = 5) -> dict[str, float]:
-    """What decision log and steps table cost: time and CPU time of a whole run with both, over one without, in alternating rounds.
+    """Measure the cost of decision log and steps table: time and CPU time of a whole run with both, over one without, in alternating rounds.
 
     As many requests at the rate of the Azure conversation trace of 2023 on four replicas, as in `examples/azure.yaml`.
     """
@@ -95,7 +95,7 @@ def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int =
 
 
 def _peak_memory_mb() -> float:
-    """Most memory that this process held; what the process held that started it does not count, where the system tells."""
+    """Return the peak memory of this process, without that of its parent where the system reports it."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
     found = re.search(r"VmHWM:\s*(\d+) kB", text)
@@ -120,7 +120,7 @@ def _has_dates(path: Path) -> bool:
         with path.open(encoding="utf-8") as file:
             return bool(re.search(r"\d{4}-\d\d-\d\d", "".join(file.readline() for _ in range(2))))
     except (OSError, UnicodeError):
-        return False  # the reader says what is wrong with it
+        return False  # the reader raises the error
 
 
 CASES = {

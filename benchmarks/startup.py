@@ -1,4 +1,4 @@
-"""How long does it take until something happens? Whole processes, the fastest of several, with compiled bytecode as after a first start."""
+"""Measure start-up time: whole processes, the fastest of several, with compiled bytecode as after a first start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does one steady decode step cost: schedule and apply, prefix cache on, priorities on, nobody watching?
+"""Measure the cost of one steady decode step: schedule and apply, with prefix cache and priorities, without observers.
 
 Figures are ratios to a bare loop that appends one token to each of as many lists, taken in the same run, alternately.
 """
@@ -41,14 +41,14 @@ class Case:
     num_running: int
     num_waiting: int = 0
     admits: bool = False
-    """Whether every step has room for one more, which ends with its prompt; else nobody is admitted."""
+    """True if every step admits one request, which ends with its prompt; else no request is admitted."""
     prioritizer: str = "edf"
     scheduler: str = "fixed_chunk"
     params: tuple[tuple[str, Any], ...] = (("chunk_size", 2048),)
 
 
 def affine_latency() -> LatencyModel:
-    """A latency model that costs nothing to ask."""
+    """Return a latency model of negligible cost."""
     return AffineConfig(type="affine", base_s=0.005, per_token_s=1e-5).build()
 
 
@@ -102,7 +102,7 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
 def submit(
     controller: Controller, executor: SimulatedExecutor, request_id: str, num_tokens: int, now: int, num_outputs: int
 ) -> None:
-    """One request that puts out as much as it may."""
+    """Submit one request that generates its maximum number of tokens."""
     facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
     request, _, _ = controller.submit(facts, lambda size: PrivateBlockHashes(request_id), now)
     executor.expect(request, 900_000)

@@ -1,4 +1,4 @@
-"""How do the schedulers of other systems behave on the same requests? Draws the figure and fills the tables of docs/evidence/systems.md.
+"""Compare the schedulers of other systems on the same requests; draw the figure and fill the tables of docs/evidence/systems.md.
 
 python benchmarks/systems.py --trace AzureLLMInferenceTrace_conv.csv
 
@@ -19,7 +19,7 @@ from vajra_py.config import config_from_mapping
 from vajra_py.metrics import RunData
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "evidence" / "systems.md"
+DOCUMENT = ROOT / "docs" / "systems.md"
 FIGURE = ROOT / "docs" / "figures" / "systems-batch-composition.svg"
 
 PRESETS = (

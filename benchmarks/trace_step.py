@@ -25,7 +25,7 @@ STEP = 25
 
 
 def entered(step: int = STEP) -> Counter[tuple[str, str]]:
-    """How often each function of the framework and the policies is entered: (file, qualified name)."""
+    """Count the calls of each function of the framework and the policies by (file, qualified name)."""
     options = HarnessOptions(
         num_blocks=200,
         max_batch_size=8,

@@ -67,7 +67,7 @@ def waves(rng: np.random.Generator) -> list[dict[str, Any]]:
 
 
 def measure(place: Path, python: str, seed: int) -> dict[str, Any]:
-    """What vLLM did with the three workloads."""
+    """Return vLLM's results on the three workloads."""
     rng = np.random.default_rng(seed)
     job = {
         "engine": ENGINE,

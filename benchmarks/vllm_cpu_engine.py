@@ -66,16 +66,16 @@ class SteadyClock:
         return self._told + (time.process_time() - self._since) / self._pace.slowness
 
     def settle(self):
-        """What has passed stays as it was counted."""
+        """Freeze the counts so far."""
         self._told, self._since = self.now(), time.process_time()
 
     def skip_to(self, at):
-        """Nothing happens until then."""
+        """Advance the clock over an idle span."""
         self.settle()
         self._told = max(self._told, at)
 
     def measure(self):
-        """Stop, see how slow the machine is, and count what passed since `settle` accordingly."""
+        """Stop, measure the machine's slowdown, and scale the time since `settle` accordingly."""
         passed = time.process_time() - self._since
         self._pace.note(self._reference_s())
         self.slowness.append(self._pace.slowness)
@@ -84,7 +84,7 @@ class SteadyClock:
 
 
 class Steps:
-    """Notes what each step of a scheduler computes."""
+    """Records the batch of each step of a scheduler."""
 
     def __init__(self, scheduler, prompts):
         self.last = None
@@ -94,7 +94,7 @@ class Steps:
         scheduler.schedule = self.schedule
 
     def schedule(self, *given, **named):
-        """The scheduler's own answer, noted as (decodes, their context, chunks with their context)."""
+        """Return the scheduler's output, and record it as (decodes, their context, chunks with their context)."""
         output = self._schedule(*given, **named)
         computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

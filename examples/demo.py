@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def what_to_see(comparison: vajra.Comparison) -> list[str]:
-    """How long chats wait under each policy at the highest rate, with intervals over the seeds."""
+    """Describe the chats' waiting times under each policy at the highest rate, with intervals over the seeds."""
     metric, scope = BY_KEY["ttft_p99_s"], comparison.scope("chat")
     position = comparison.by_load()[-1]
     lines = [f"P99 time to first token of chats under the highest load ({comparison.loads[position]} requests/s):"]

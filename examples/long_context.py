@@ -42,7 +42,7 @@ def table(runs: list[RunData]) -> str:
 
 
 def ratios(runs: list[RunData]) -> str:
-    """How much lower the last run's chat latencies are than the first's."""
+    """Describe the reduction of the chats' latencies from the first run to the last."""
     first, last = runs[0], runs[-1]
     parts = []
     for title, path in COLUMNS[:4]:

@@ -146,7 +146,7 @@ class HalfForPrompts:
 
 
 def order_of_first_tokens(harness: Harness) -> Sequence[str]:
-    """Who is admitted when, as the harness saw it."""
+    """Return the requests in the order of their first tokens in the harness."""
     return [name for step in harness.steps_until_idle() for name in step.admitted]
 
 

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def vajra(*arguments: str) -> None:
-    """A command as one would type it."""
+    """Run a `vajra` command."""
     print(f"\n$ vajra {' '.join(arguments)}", flush=True)
     try:
         main(list(arguments))

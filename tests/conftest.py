@@ -1,4 +1,4 @@
-"""What every test may rely on: repeatable hypothesis runs, the reference data where present, a GPU where asked for."""
+"""Shared configuration of all tests: repeatable hypothesis runs, optional reference data, optional GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # `ci` (the default): the same examples in every run, no deadline, since a shared machine stalls now and then.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-# `explore`: new examples each time, and more of them; what it finds becomes an explicit @example.
+# `explore`: new examples each time, and more of them; add each failure as an explicit @example.
 settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -39,13 +39,13 @@ OPENS_SOCKETS = ("serve", "engine")
 
 
 def pytest_report_header() -> str | None:
-    """The order of the tests, where it is not the usual one."""
+    """Report the order of the tests, if it is not the default."""
     seed = os.environ.get(ORDER_SEED)
     return None if seed is None else f"random order: {ORDER_SEED}={seed}"
 
 
 def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """The tests in random order, those of a module side by side, so that what a module shares is made once."""
+    """The tests in random order, those of a module side by side, so that module-scoped fixtures are created once."""
     stream = random.Random(seed)
     by_module: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -59,9 +59,9 @@ def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
 
 @pytest.fixture(autouse=True)
 def _closes_what_it_opens(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Collect what a test has left behind while it is still this test's, so that what it leaked is its own failure.
+    """Collect garbage after each test, so that leaked resources fail the test that leaked them.
 
-    What existed before is not gone through, which would take a quarter of a second beside the tensor libraries.
+    Older objects are frozen, since traversing those of the tensor libraries would take a quarter of a second.
     """
     folder = request.path.relative_to(ROOT / "tests").parts[0] if request.path.is_relative_to(ROOT / "tests") else ""
     if folder not in OPENS_SOCKETS:
@@ -76,7 +76,7 @@ def _closes_what_it_opens(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests in the order asked for, and skip what needs a GPU where torch, imported only for such tests, sees none."""
+    """Apply the requested order, and skip GPU tests if torch, imported only for such tests, finds none."""
     if ORDER_SEED in os.environ:
         items[:] = shuffled(items, int(os.environ[ORDER_SEED]))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
@@ -121,7 +121,7 @@ def with_observer() -> Callable[[str, Observer], Registry]:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Reference traces and recorded decisions that are not shipped: `../shared`, or what VAJRA_SHARED_DIR names."""
+    """Reference traces and recorded decisions that are not shipped: `../shared`, or the folder in VAJRA_SHARED_DIR."""
     folder = Path(os.environ.get("VAJRA_SHARED_DIR", ROOT.parent / "shared")).resolve()
     if not folder.is_dir():
         pytest.skip(f"reference data absent: no folder {folder} (VAJRA_SHARED_DIR names another)")

@@ -58,7 +58,7 @@ __all__ = [
 
 
 Experiment: TypeAlias = ExperimentConfig | str | Path | Mapping[str, Any]
-"""An experiment that was loaded, or what `load` takes."""
+"""Loaded experiment, or anything that `load` accepts."""
 
 
 def load(
@@ -67,10 +67,11 @@ def load(
     *,
     policies: Iterable[PolicySpec] = (),
 ) -> ExperimentConfig:
-    """An experiment from a YAML file, or from a mapping that reads like one; `overrides` maps dotted paths to values.
+    """Load an experiment from a YAML file or from a mapping of the same form; `overrides` maps dotted paths to values.
 
-    `policies` may be named in it beside the installed ones; give the same ones to `run` or `sweep`. Raises `ConfigError` with
-    every mistake, as `vajra check` does: files of the workload are read, replicas and policies put together once.
+    The experiment may name `policies` as well as installed ones; pass the same ones to `run` or `sweep`. Raises
+    `ConfigError` listing every mistake, as `vajra check` does: workload files are read, and replicas and policies are
+    built once.
     """
     registry = _registry(policies)
     config = _read(source, overrides, registry)
@@ -84,7 +85,7 @@ def load(
 def _read(
     source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None, registry: Registry
 ) -> ExperimentConfig:
-    """An experiment whose settings are right; whether its parts can be made shows when they are."""
+    """Load an experiment and validate its settings, without building its parts."""
     texts = [f"{path}={_yaml(str(path), value)}" for path, value in (overrides or {}).items()]
     if isinstance(source, Mapping):
         return config_from_mapping(source, texts, registry)
@@ -104,12 +105,14 @@ def run(
     policies: Sequence[PolicySpec] = (),
     on: str = "local",
 ) -> RunData:
-    """Run one experiment (loaded, or what `load` takes) and open its results; see `vajra_py.experiment.runs.run.run_experiment` for folders and errors.
+    """Run one experiment (loaded, or anything that `load` accepts) and open its results; see
+    `vajra_py.experiment.runs.run.run_experiment` for folders and errors.
 
-    `on`: where, as for `vajra run --on`: a Ray cluster takes the whole of a simulation, or the replicas of an engine.
+    `on`: place of execution, as for `vajra run --on`: a Ray cluster executes a whole simulation, or the replicas of an
+    engine.
 
-    `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of them is
-    always run anew, since no version tells whether its code has changed.
+    `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of
+    them is always rerun, because no version tracks changes of its code.
     """
     config = _loaded(config, policies)
     place = config.output_dir / config.name if folder is None else Path(folder)
@@ -134,10 +137,11 @@ def sweep(
     policies: Sequence[PolicySpec] = (),
     on: str = "local",
 ) -> SweepResult:
-    """Run every point of the experiment's sweep; finished points are kept. `.runs` are the results, in order.
+    """Run every point of the experiment's sweep and keep finished points. `.runs` holds the results, in order.
 
-    With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard. `policies` are as for
-    `run`: with some, points run one after the other in this process, all anew when any of them names one. `on`: see `run`.
+    With more than one worker, the calling script needs the usual `if __name__ == "__main__":` guard. `policies` are as
+    for `run`: if there are any, points run one after the other in this process, and all are rerun if any point names
+    one. `on`: see `run`.
     """
     config = _loaded(config, policies)
     registry, workers = _in_process(policies, workers)
@@ -162,9 +166,11 @@ def capacity(
     policies: Sequence[PolicySpec] = (),
     on: str = "local",
 ) -> list[CapacityAnswer]:
-    """Answer the experiment's `capacity:` question for every setting of its sweep, in order: `.answer`, `.curve`, `.sentence`.
+    """Run the experiment's `capacity:` search for every setting of its sweep, in order: `.answer`, `.curve`,
+    `.sentence`.
 
-    Runs that are there are read and not made again. Workers, `policies` and `on` are as for `sweep`. Raises `ConfigError` where nothing is asked that can be answered.
+    Existing runs are read instead of repeated. Workers, `policies` and `on` are as for `sweep`. Raises `ConfigError` if
+    the experiment has no valid `capacity:` section.
     """
     from vajra_py.experiment.capacity.study import find_capacity
 
@@ -176,12 +182,15 @@ def capacity(
 
 
 def open_runs(paths: str | Path | Iterable[str | Path]) -> list[RunData]:
-    """The runs at a path or several: run folders, or folders that hold some; each once. Raises `RunError`."""
+    """Open the runs at one or several paths: run folders, or folders that contain some; each run once. Raises
+    `RunError`.
+    """
     return load_runs(find_all_runs(map(Path, [paths] if isinstance(paths, str | Path) else paths)))
 
 
 def compare(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> Comparison:
-    """The runs side by side; `.frame()` and `.difference_frame()` are pandas frames, `.to_markdown()`, `.to_csv()` and `.to_json()` are texts.
+    """Compare runs; `.frame()` and `.difference_frame()` return pandas frames, `.to_markdown()`, `.to_csv()` and
+    `.to_json()` return text.
 
     `metrics` names the primary ones, whose differences are tested together; by default P99 TTFT, P99 TBT and SLO attainment. Raises `RunError` for an unknown name.
     """
@@ -198,7 +207,8 @@ def validate_measured(
 ) -> Accuracy:
     """Simulate a real engine's run with a profile bundle and compare: `.errors`, `.series`, `.passes`, `.table()`.
 
-    The simulation goes below `folder`; `engine` says what the measured file does not, by vLLM's argument names. Raises `ConfigError`.
+    Results of the simulation are written below `folder`; `engine` sets engine arguments that the measured file lacks,
+    by vLLM's names. Raises `ConfigError`.
     """
     from vajra_py.experiment.measured.accuracy import compare_with_measured
     from vajra_py.experiment.measured.files import read_measured
@@ -211,7 +221,7 @@ def validate_measured(
 
 
 def report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> Path:
-    """Write the runs' report as one self-contained HTML file; returns its path."""
+    """Write the runs' report as one self-contained HTML file and return its path."""
     from vajra_py.metrics.report.report import write_report
 
     write_report(runs, path, title)
@@ -227,14 +237,16 @@ def figures(
     only: Sequence[str] = (),
     panels: Sequence[str] = (),
 ) -> list[Path]:
-    """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), their numbers as CSV, and the table as LaTeX, Markdown and CSV; returns the paths."""
+    """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), with their data as
+    CSV and the table as LaTeX, Markdown and CSV; return the paths.
+    """
     from vajra_py.metrics.report.figure_files import write_figures
 
     return write_figures(runs, folder, formats=formats, width_in=width_in, only=only, panels=panels)
 
 
 def __getattr__(name: str) -> Any:
-    """`plots` loads matplotlib when it is first used, `CapacityAnswer` the search for it."""
+    """Import `plots` (matplotlib) and `CapacityAnswer` on first use."""
     if name == "CapacityAnswer":
         from vajra_py.experiment.capacity.answers import CapacityAnswer
 
@@ -254,7 +266,7 @@ def _loaded(config: Experiment, policies: Iterable[PolicySpec]) -> ExperimentCon
 def _pool(
     on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[PolicySpec]
 ) -> Iterator[MakePool | None]:
-    """What executes runs at this place; None on this machine. Raises as `ray_cluster` does."""
+    """Yield the pool factory of this place; None for this machine. Raises like `ray_cluster`."""
     from vajra_py.cluster.connect import LOCAL, ray_cluster
     from vajra_py.cluster.places import pool_on
 
@@ -270,7 +282,9 @@ def _registry(policies: Iterable[PolicySpec]) -> Registry:
 
 
 def _in_process(policies: Sequence[PolicySpec], workers: int | None) -> tuple[Registry, int | None]:
-    """The registry, and how many workers: one where policies are not installed, which other processes would not find."""
+    """Return the registry and number of workers: one worker if there are policies that are not installed, because other
+    processes cannot import them.
+    """
     asked: Any = workers
     if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise ConfigError(Problem("workers", f"must be a whole number of at least 1 (got {asked!r})"))
@@ -283,25 +297,25 @@ def _in_process(policies: Sequence[PolicySpec], workers: int | None) -> tuple[Re
 
 
 def _names_any(config: ExperimentConfig, policies: Iterable[PolicySpec]) -> bool:
-    """Whether one of these policies is chosen anywhere in the experiment."""
+    """Return whether the experiment selects one of these policies anywhere."""
     given = {(spec.layer, name) for spec in policies for name in (spec.name, *spec.aliases)}
     settings = config.effective_replicasets.values()
     return any((layer, one.scheduling.choice(layer).policy) in given for one in settings for layer in Layer)
 
 
 def _yaml(path: str, value: Any) -> str:
-    """A value as YAML on one line; JSON is YAML. Raises `ConfigError` for what is not plain data."""
+    """Return a value as YAML on one line; JSON is YAML. Raises `ConfigError` if it is not plain data."""
     import json
 
     def plain(other: Any) -> Any:
         if isinstance(other, os.PathLike):
             return os.fspath(other)
-        if hasattr(other, "tolist"):  # numbers and arrays of numpy
+        if hasattr(other, "tolist"):  # numpy scalars and arrays
             return other.tolist()
         message = f"is not plain data (got {type(other).__name__})"
         raise ConfigError(Problem(path, message, "Allowed: numbers, text, paths, lists and mappings of them"))
 
     try:
         return json.dumps(value, default=plain, allow_nan=False)
-    except ValueError:  # NaN or infinite, or a list that holds itself
+    except ValueError:  # NaN, infinity, or a list that contains itself
         raise ConfigError(Problem(path, f"must be made of finite numbers (got {value!r})")) from None

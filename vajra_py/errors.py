@@ -51,10 +51,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, at one place.
+    """One problem at one place.
 
-    `where` is a place the user can go to (`file.yaml:12 scheduling.replica_scheduler.policy`, `trace.csv:7`, `--set seed`); `message` is
-    what is wrong with the value given in brackets; `allowed` is a full sentence without its closing stop, or None when nothing helps.
+    `where` is a place that the user can open (`file.yaml:12 scheduling.replica_scheduler.policy`, `trace.csv:7`, `--set
+    seed`); `message` describes what is wrong with the value given in brackets; `allowed` is a full sentence without its
+    final full stop, or None if there is no advice.
     """
 
     where: str
@@ -62,7 +63,7 @@ class Problem:
     allowed: str | None = None
 
     def __str__(self) -> str:
-        """The problem on one line, whatever line breaks its parts carry."""
+        """Return the problem on one line, even if its parts contain line breaks."""
         parts = [f"{self.where}: {self.message.rstrip('.')}."]
         if self.allowed:
             parts.append(f"{self.allowed.rstrip('.')}.")
@@ -70,13 +71,15 @@ class Problem:
 
 
 class VajraError(Exception):
-    """The root of everything this package raises on purpose: its text is made for the user, without a stack trace."""
+    """Base class of all errors raised on purpose by this package: the text is meant for the user, without a stack
+    trace.
+    """
 
     exit_code: ClassVar[int] = 1
 
 
 class ConfigError(VajraError):
-    """What the user wrote is wrong; carries every problem found, in the order of the file."""
+    """Error in the user's input; carries every problem found, in file order."""
 
     exit_code: ClassVar[int] = 2
 
@@ -87,12 +90,12 @@ class ConfigError(VajraError):
         super().__init__(self.problems)
 
     def __str__(self) -> str:
-        """One line per problem."""
+        """Return one line per problem."""
         return "\n".join(map(str, self.problems))
 
 
 class WorkloadError(ConfigError):
-    """A trace or length file is broken at a known line (1 is the first line of the file; None means the file as a whole)."""
+    """Malformed trace or length file, at a known line (1 is the first line; None means the whole file)."""
 
     def __init__(self, file: str | Path, line: int | None, message: str, allowed: str | None = None) -> None:
         self.file = Path(file)
@@ -102,14 +105,14 @@ class WorkloadError(ConfigError):
         self._arguments = (file, line, message, allowed)
 
     def __reduce__(self) -> tuple[type[WorkloadError], tuple[str | Path, int | None, str, str | None]]:
-        """Rebuilt from its own arguments when it crosses a process boundary."""
+        """Pickle the error by its own arguments."""
         return (type(self), self._arguments)
 
 
 class PluginError(VajraError):
-    """An installed package fails to import, clashes with another, or does not implement the hooks as specified.
+    """Installed package that fails to import, clashes with another, or does not implement the hooks as specified.
 
-    `plugin` names the package or entry point, with its version where known.
+    `plugin` names the package or entry point, with its version if known.
     """
 
     exit_code: ClassVar[int] = 2
@@ -120,12 +123,12 @@ class PluginError(VajraError):
         super().__init__(plugin, message)
 
     def __str__(self) -> str:
-        """The plug-in, then what is wrong with it."""
+        """Return the plug-in and its problem."""
         return f"plug-in {self.plugin}: {self.message}"
 
 
 class UnknownNameError(VajraError):
-    """No installed package offers something of this kind (`replica scheduler`, `latency model`, …) by this name."""
+    """Name of a given kind (`replica scheduler`, `latency model`, …) that no installed package provides."""
 
     exit_code: ClassVar[int] = 2
 
@@ -136,39 +139,42 @@ class UnknownNameError(VajraError):
         super().__init__(kind, name, self.choices)
 
     def __str__(self) -> str:
-        """The name, the nearest installed one, and all of them."""
+        """Return the unknown name, the nearest installed one, and all installed names."""
         message = f"no installed package offers that name ({self.name!r})"
         return str(Problem(self.kind, message, did_you_mean(self.name, self.choices)))
 
 
 class DidNotReturn(BaseException):
-    """Raised inside a plug-in's call that has not returned for too long; no `except Exception` of the plug-in's own stops it.
+    """Raised inside a plug-in's call that exceeds its time limit; a plug-in's own `except Exception` does not catch it.
 
-    Whoever asked a policy catches it beside `Exception` (`POLICY_EXCEPTIONS`) and makes a `PolicyError` of it.
+    Callers of policies catch it with `Exception` (`POLICY_EXCEPTIONS`) and convert it to `PolicyError`.
     """
 
     message: ClassVar[str] = "did not return"
 
     def __str__(self) -> str:
-        """What is wrong with the call, after its subject."""
+        """Return a description of the call's problem, to follow its subject."""
         return self.message
 
 
 POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn, SystemExit, KeyboardInterrupt)
-"""What may escape from a policy and is its own fault, unless a signal raised it: see `check_is_own_fault`."""
+"""Exceptions that can escape from a policy through its own fault, unless a signal raised them: see
+`check_is_own_fault`.
+"""
 
 
 def check_is_own_fault(error: BaseException) -> None:
-    """Raise the exception itself where a signal interrupted the policy: that is for whoever started the process."""
+    """Re-raise the exception if a signal interrupted the policy: the process's starter handles it."""
     if _is_of_a_signal(error):
         raise error
 
 
 class PolicyError(VajraError):
-    """A policy broke the contract: a non-finite key, more tokens than remain, an unknown request, an exception of its own.
+    """Breach of the contract by a policy: a non-finite key, more tokens than remain, an unknown request, an exception
+    of its own.
 
-    `policy` is the registered name; `replica_id`, `request_id` and `step` say where in the run, None when the violation is not
-    tied to one; `place` says where in the policy's code (`fair.py:41 in key`), None when that is not known.
+    `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run, None if it
+    is not tied to one; `place` locates it in the policy's code (`fair.py:41 in key`), None if unknown.
     """
 
     exit_code: ClassVar[int] = 3
@@ -200,9 +206,10 @@ class PolicyError(VajraError):
         request_id: str | int | None = None,
         step: int | None = None,
     ) -> PolicyError:
-        """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own.
+        """Return the error for an exception that escaped from a policy; raise it `from` that exception. `message`
+        replaces the exception's own.
 
-        Raises the exception itself where a signal interrupted the policy: that is for whoever started the process.
+        Re-raises the exception if a signal interrupted the policy: the process's starter handles it.
         """
         check_is_own_fault(error)
         if isinstance(error, DidNotReturn):
@@ -212,13 +219,13 @@ class PolicyError(VajraError):
         return cls(policy, message, request_id=request_id, step=step, place=_place_in_policy(error.__traceback__))
 
     def at(self, replica_id: int, step: int) -> PolicyError:
-        """The same error, with the replica and the step in which it came up, unless it has a step already."""
+        """Set the replica and step of the error, unless it has a step already, and return it."""
         if self.step is None:
             self.replica_id, self.step = replica_id, step
         return self
 
     def __str__(self) -> str:
-        """The policy, where it happened, what it did, and where in its code."""
+        """Return the policy, the place in the run, the message, and the place in the policy's code."""
         places = [f"policy {self.policy}"]
         if self.replica_id is not None:
             places.append(f"replica {self.replica_id}")
@@ -231,7 +238,9 @@ class PolicyError(VajraError):
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a signal's handler raised it in the midst of what a policy was doing, and no statement of the policy's."""
+    """Return whether a signal handler raised the exception while a policy was running, and not a statement of the
+    policy.
+    """
     if not isinstance(error, SystemExit | KeyboardInterrupt) or error.__traceback__ is None:
         return False
     handlers = {getattr(signal.getsignal(one), "__code__", None) for one in (signal.SIGINT, signal.SIGTERM)} - {None}
@@ -249,9 +258,10 @@ _FRAMEWORK = "vajra_py"
 
 
 def _place_in_policy(traceback: TracebackType | None) -> str | None:
-    """The line of the policy's own package at which an exception left it.
+    """Return the last line of the policy's own package through which an exception passed.
 
-    A policy may call others (numpy, the shared fill loop): the last line of the package that the mechanism called counts.
+    A policy may call other packages (numpy, the shared fill loop), so the last line of the package that the mechanism
+    called counts.
     """
     package: str | None = None
     found: TracebackType | None = None
@@ -269,40 +279,45 @@ def _place_in_policy(traceback: TracebackType | None) -> str | None:
 
 
 def place_of_frame(frame: FrameType) -> str:
-    """Where a call stands now (`fair.py:41 in key`)."""
+    """Return the current source location of a call (`fair.py:41 in key`)."""
     return f"{_short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def place_of_definition(method: Callable[..., Any]) -> str | None:
-    """Where a method is written (`fair.py:38 in key`); None for what is not written in Python."""
+    """Return the source location of a method (`fair.py:38 in key`); None if it is not written in Python."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return None if code is None else f"{_short_path(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _short_path(path: str) -> str:
-    """The path from the working directory where it lies below it, else in full."""
+    """Return the path relative to the working directory if it lies below it, else the full path."""
     below = os.path.join(os.getcwd(), "")
     return path.removeprefix(below)
 
 
 class ExecutorError(VajraError):
-    """A step could not be executed (a worker died, a kernel failed) or its duration could not be predicted."""
+    """Step that could not be executed (a worker died, a kernel failed) or whose duration could not be predicted."""
 
     exit_code: ClassVar[int] = 4
 
 
 class RunError(VajraError):
-    """A run cannot start, resume or be read as asked: its folder is taken, incomplete, or written by another version."""
+    """Run that cannot start, resume or be read as requested: its folder is taken, incomplete, or written by another
+    version.
+    """
 
 
 class RunInterrupted(VajraError):
-    """The user stopped the run; the tables written so far are whole, and the manifest says that the run was interrupted."""
+    """Interruption of the run by the user; the tables written so far are complete, and the manifest marks the run as
+    interrupted.
+    """
 
     exit_code: ClassVar[int] = 130
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Suggest the `choices` nearest to `name` and list them all. One sentence without its stop, made for `Problem.allowed`.
+    """Suggest the `choices` nearest to `name` and list them all, as one sentence without its final full stop, for
+    `Problem.allowed`.
 
     >>> did_you_mean("fcsf", ["edf", "fcfs"])
     "Did you mean 'fcfs'? Allowed: edf, fcfs"

@@ -59,7 +59,7 @@ class CompiledFigures:
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledFigures:
-    """Compiles a launch for compute capability ``capability`` and reads the figures off PTX and machine code."""
+    """Compile a launch for compute capability ``capability`` and read the figures off PTX and machine code."""
     compiled = triton.compile(
         ASTSource(fn=launch.kernel, **_signature(launch)),
         target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),

@@ -3,8 +3,8 @@
 The cases that the tests run in Triton's interpreter and ``benchmarks/gpu_check.py`` runs on a GPU.
 
 Invariants:
-    - Every slot that no token was written to holds NaN, and so do outputs before the launch: what is read or left
-      unwritten by mistake shows.
+    - Every slot that no token was written to holds NaN, and so do outputs before the launch: stray reads and missing
+      writes show.
     - Blocks are handed out in random order, with unused blocks between them.
 """
 
@@ -88,7 +88,7 @@ def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.d
     caches = [_poisoned_cache(case, dim, tables, num_blocks, generator).to(device) for dim in case.dims]
     if case.head_major:
         caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
-    # As the front of a fused projection's rows, so that q's rows do not touch.
+    # As the first columns of a fused projection's rows, so that q is not contiguous.
     fused = torch.full(
         (sum(query_lens), case.heads[0] + 2 * case.heads[1], case.dims[0]), float("nan"), dtype=case.dtype
     )
@@ -153,7 +153,7 @@ def worst_errors(
 
 
 def run_case(case: AttentionCase, inputs: AttentionInputs, device: DeviceFacts) -> tuple[float, float, list[Launch]]:
-    """Runs the launches that ``device`` would get on the inputs: (worst output error, worst lse error, launches)."""
+    """Run the launches that ``device`` would get on the inputs: (worst output error, worst lse error, launches)."""
     call = poisoned_call(case, inputs)
     launches = attention_launches(call, device)
     for launch in launches:
@@ -249,7 +249,7 @@ def sampling_inputs(
 def sampling_mismatches(
     tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """(Row, token) pairs that no rounding explains: other tokens than with numbers and limits that differ by 1e-5."""
+    """(Row, token) pairs that rounding cannot explain: tokens not obtained with draws and limits changed by up to 1e-5."""
     possible = []
     for slack in (0.0, 1e-5, -1e-5):
         for column in (Column.NUMBER, Column.TOP_P, Column.MIN_P):

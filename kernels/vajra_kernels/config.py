@@ -71,7 +71,7 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
 def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """The tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
-    128 rows by 8 warps is what ``wgmma`` wants; with 64 positions the accumulators leave room for two loads in flight.
+    128 rows by 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight.
     On Ampere the same rows take 32 positions: with 64 the registers spill.
     """
     rows = group * max_query_len
@@ -96,21 +96,21 @@ def _is_large(device: DeviceFacts) -> bool:
 
 
 def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
-    """64 rows: short chunks, wide groups, and head dimension 256 where 128 rows would spill."""
+    """Tile of 64 rows: short chunks, wide groups, and head dimension 256 where 128 rows would spill."""
     if head_pad <= 128:
         return TileConfig(64, 64 if _is_large(device) or head_pad <= 64 else 32, 4, 5)
     return TileConfig(64, 32 if device.shared_limit_bytes > 110 * 1024 else 16, 8, 5)
 
 
 def _widest_config(rows: int, device: DeviceFacts) -> TileConfig:
-    """Head dimension 512: what two buffers of K and V leave of the shared memory holds few rows of queries."""
+    """Tile for head dimension 512: two buffers of K and V leave shared memory for few query rows."""
     if rows > 16 and device.shared_limit_bytes > 150 * 1024:
         return TileConfig(64, 16, 8, 5)
     return TileConfig(16, 16, 4, 5)
 
 
 def _float32_config(rows: int, head_pad: int) -> TileConfig:
-    """float32 is multiplied exactly, on the scalar units: small tiles, which the registers can hold."""
+    """Tile for float32, which is multiplied exactly on the scalar units: small, so that it fits the registers."""
     if rows <= 16 and head_pad <= 128:
         return TileConfig(16, 32, 4, 3)
     if head_pad > 256:

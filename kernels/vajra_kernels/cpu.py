@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vajra_kernels.cpu_plan import Chunk, DecodeGroup, KeyRange
 from vajra_kernels.metadata import AttentionMetadata
 
-# What scaled_dot_product_attention runs on the CPU, called by name where its second result, the log-sum-exp, is wanted.
+# The CPU implementation of scaled_dot_product_attention, called by name for its second result, the log-sum-exp.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -34,7 +34,7 @@ class _Workspace(threading.local):
         size = shape[0] * shape[1]
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # else nobody could write to it outside of inference mode
+            with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
                 buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
         return buffer[:size].view(shape)
 
@@ -78,7 +78,7 @@ class CpuAttention:
         return out.reshape(n, num_heads, v.shape[3]), None if lse is None else lse.reshape(n, num_heads)
 
     def chunks(self, chunks: tuple[Chunk, ...], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Writes the rows of the chunks into ``out`` [T, Hq, Dv] and ``lse`` [T, Hq]."""
+        """Write the rows of the chunks into ``out`` [T, Hq, Dv] and ``lse`` [T, Hq]."""
         num_tokens, _, dim = self.q.shape
         heads = (self.num_kv_heads, self.group)
         q_by_head = self.q.view(num_tokens, *heads, dim).permute(1, 2, 0, 3)
@@ -171,20 +171,20 @@ def write_kv_cpu(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Writes key [T, Hkv, Dk] and value [T, Hkv, Dv] to non-negative slots int64 [T] of the caches."""
+    """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] to non-negative slots int64 [T] of the caches."""
     for new, cache in ((key, k_cache), (value, v_cache)):
         rows = new.reshape(new.shape[0], -1).to(cache.dtype)
         _token_rows(cache).index_copy_(0, slot_mapping, rows)
 
 
 def copy_blocks_cpu(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks ``pairs`` int64 [n, 2] from ``src`` to ``dst``; the block dimension is the fourth from last."""
+    """Copy blocks ``pairs`` int64 [n, 2] from ``src`` to ``dst``; the block dimension is the fourth from last."""
     axis = src.dim() - 4
     dst.index_copy_(axis, pairs[:, 1], src.index_select(axis, pairs[:, 0]).to(dst.device))
 
 
 def merge_partials_cpu(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges outputs [P, T, H, D] of disjoint KV parts by their natural lse float32 [P, T, H]: (out, lse)."""
+    """Merge outputs [P, T, H, D] of disjoint KV parts by their natural lse float32 [P, T, H]: (out, lse)."""
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - torch.where(lse == float("-inf"), 0.0, lse)).unsqueeze(-1)
     out = torch.where(weights > 0, parts * weights, 0.0).sum(0)

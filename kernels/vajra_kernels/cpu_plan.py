@@ -5,8 +5,8 @@ chunks are cut into row pieces so that a causal chunk does not pay for its upper
 and masks alone, is built once per step, and serves all layers with the same window and KV row size.
 
 Invariants:
-    - A sequence's keys are gathered token by token, from its own slots only: padding repeats its first token, so what
-      another request left in a block's unused slots is never touched.
+    - A sequence's keys are gathered token by token, from its own slots only: padding repeats its first token, so
+      stale contents of a block's unused slots are never read.
     - Every row with a KV length above 0 is in exactly one group or chunk.
 """
 
@@ -87,7 +87,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """One step's attention calls; ``covers_all`` says that no output row stays unwritten."""
+    """Attention calls of one step; ``covers_all`` is True if they write every output row."""
 
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -104,7 +104,7 @@ class CpuPlans:
     """The step's plans by (window, bytes of one token's K, mask dtype), made on first use.
 
     Attributes:
-        query_lens: the batch's query lengths where the builder knew them, else None (read off the tensors).
+        query_lens: the batch's query lengths if given by the builder, else None (read from the tensors).
         kv_lens: likewise.
     """
 
@@ -183,7 +183,7 @@ class _Planner:
         return DecodeGroup(None if consecutive else torch.tensor(rows), rows[0], keys, mask)
 
     def _slots(self, seqs: list[int], counts: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
-        """int32 [n, length of lane]: each sequence's last ``counts`` slots in order, then whatever follows."""
+        """int32 [n, length of lane]: each sequence's last ``counts`` slots in order; further entries are arbitrary."""
         block_size = self.metadata.block_size
         table = self.metadata.block_table
         is_run = seqs[-1] - seqs[0] == len(seqs) - 1
@@ -210,7 +210,7 @@ class _Planner:
         return KeyRange(slots.reshape(-1)[offset : offset + end - begin], 0, 1, end - begin)
 
     def _band(self, max_query_len: int, max_kv_len: int) -> torch.Tensor:
-        """Additive mask [R, max_kv_len + R] whose column ``max_kv_len + t`` is what row r sees at distance t from row 0.
+        """Additive mask [R, max_kv_len + R] whose entry at row r, column ``max_kv_len + t`` masks the key at distance t from row 0.
 
         Row r sees t <= r, and with a window t > r - window. Every piece's mask is a slice of it.
         """
@@ -224,7 +224,7 @@ class _Planner:
         return mask
 
     def _uncut_chunk(self, seq: int, first_row: int) -> Chunk:
-        """A chunk whose every row sees every key."""
+        """Chunk in which every row attends every key."""
         kv_len = self.kv_lens[seq]
         piece = ChunkPiece(first_row, first_row + self.query_lens[seq], 0, kv_len, None)
         return Chunk(self._keys(seq, 0, kv_len), (piece,))
@@ -259,7 +259,7 @@ def _row_of(member: tuple[int, int, int]) -> int:
 
 
 def _similar(decodes: list[tuple[int, int, int]], token_bytes: int) -> list[list[tuple[int, int, int]]]:
-    """Cuts decodes into groups of similar length: little padding, gathers that stay in the cache."""
+    """Divide decodes into groups of similar length: little padding, gathers that stay in the cache."""
     groups: list[list[tuple[int, int, int]]] = []
     longest = waste = 0
     for member in sorted(decodes, reverse=True):

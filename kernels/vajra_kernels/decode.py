@@ -83,7 +83,7 @@ def decode_kernel(
     """Grid (num_kv_heads * HEAD_TILES, num_pieces with SPLIT, else num_seqs).
 
     q [B, Hq, K_DIM]; out [B, Hq, V_DIM]; lse float32 [B, Hq]; with SPLIT, parts float32 [num_pieces, Hq, V_DIM] and
-    part_lses float32 [num_pieces, Hq] take what sequences of several pieces give. Caches [num_blocks, KV_BLOCK, Hkv, dim] by strides, the last dimension dense.
+    part_lses float32 [num_pieces, Hq] receive the partial results of split sequences. Caches [num_blocks, KV_BLOCK, Hkv, dim] by strides, the last dimension dense.
     """
     kv_head = tl.program_id(0) // HEAD_TILES
     head_in_group = (tl.program_id(0) % HEAD_TILES) * TILE_M + tl.arange(0, TILE_M)

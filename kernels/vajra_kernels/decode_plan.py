@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Division of a batch of decodes into pieces of even work, made on the device from the actual lengths.
+"""Divide a batch of decodes into pieces of even work, on the device and by the actual lengths.
 
-A piece is a range of one sequence's KV positions. The number of pieces that there can be is bounded on the host by the
+A piece is a range of one sequence's KV positions. The number of pieces is bounded on the host by the
 number of sequences and the size of the chip, whatever the longest sequence may be, so that a captured launch has a grid of
 that size and its programs have work.
 
@@ -24,9 +24,9 @@ from vajra_kernels.launch import Launch, next_power_of_2
 from vajra_kernels.metadata import AttentionMetadata
 
 _COMPARISONS = 4096
-"""Of one program, between its pieces and all sequences."""
+"""Largest number of comparisons of one program, between its pieces and all sequences."""
 _MOST_PIECES = 128
-"""Of one program, where sequences are few."""
+"""Largest number of pieces planned by one program, if there are few sequences."""
 
 
 @triton.jit(

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
 """Sample one token a row from its logits in one launch: penalties, temperature, top-k, top-p, min-p and the draw.
 
-Nothing is sorted. What top-k and top-p keep is everything up to some distance from the largest logit, and that distance, a
+Nothing is sorted. Top-k and top-p keep all tokens up to some distance from the largest logit, and that distance, a
 float32 of which there are 2^31, is found by counting: each pass over the row compares it with 8 distances and leaves an
 eighth of them, so eleven passes find it exactly.
 
 Invariants:
-    - A row depends on nothing but its logits, its parameters and its history.
+    - A row depends only on its logits, its parameters and its history.
     - Logits are read, never written: each pass applies the penalties again, which costs less than writing them out.
     - A row with a logit that is not a number, or whose largest one is infinite, gives -1.
     - Tokens of equal logits are kept or dropped together.
@@ -49,7 +49,7 @@ def load_adjusted(
     seen = tl.load(seen_ptr + token, mask=token < num_seen, other=0)
     count = (seen >> 1).to(tl.float32)
     scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
-    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # an infinite one has no differences
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # differences to an infinite logit are not defined
     is_finite = (logit == logit) & (tl.abs(logit) <= _LARGEST)
     lowered = frequency * count + tl.where(count > 0, presence, 0.0)
     return tl.where((seen != 0) & is_finite, scaled, logit) - lowered
@@ -122,7 +122,7 @@ def find_largest(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(largest adjusted logit, first token that has it, whether the row cannot be sampled)."""
+    """(largest adjusted logit, first token that has it, True if the row cannot be sampled)."""
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], float("-inf"), tl.float32)
     place = tl.zeros([TILE], tl.int32)
@@ -183,7 +183,7 @@ def sample_kernel(
             limit = tl.minimum(limit, within)
         if min_p > 0.0:
             farthest = -tl.log(min_p) * temperature
-            farthest = tl.where(farthest > 0.0, farthest, 0.0)  # and not -0, whose bits are others
+            farthest = tl.where(farthest > 0.0, farthest, 0.0)  # not -0, whose bits differ
             limit = tl.minimum(limit, farthest.to(tl.int32, bitcast=True))
         total = number * 0.0
         for start in tl.range(0, VOCAB, TILE, num_stages=4):

@@ -41,6 +41,6 @@ def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]
 
 
 def run_attention(call: AttentionCall) -> None:
-    """Computes ``call`` with Triton, writing its ``out`` and ``lse``."""
+    """Compute ``call`` with Triton, writing its ``out`` and ``lse``."""
     for launch in attention_launches(call, device_facts(call.q.device)):
         launch.run()

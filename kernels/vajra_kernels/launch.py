@@ -31,14 +31,14 @@ class Launch:
     tile: TileConfig
 
     def run(self) -> None:
-        """Starts the kernel on the arguments' device; a grid without programs starts nothing."""
+        """Start the kernel on the arguments' device; an empty grid starts nothing."""
         if 0 in self.grid:
             return
         self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compiler options; multiply-add fusion is asked for, since its default differs between Triton versions."""
+        """Compiler options; multiply-add fusion is enabled explicitly, since its default differs between Triton versions."""
         return {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages, "enable_fp_fusion": True}
 
 

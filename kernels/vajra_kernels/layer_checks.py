@@ -15,12 +15,12 @@ from vajra_kernels.layer_ops import Rotation, add_norm, gated_activation, rotate
 from vajra_kernels.reference import write_kv_reference
 
 LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest error by the type of what is computed."""
+"""Largest error by dtype of the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotationCase:
-    """Heads of one token: (query heads, KV heads), their width, how much of it is rotated, whether heads are normalised."""
+    """Heads of one token: (query heads, KV heads), head dimension, rotated dimensions, True if heads are normalised."""
 
     heads: tuple[int, int]
     dim: int
@@ -30,7 +30,7 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Rows of a wider tensor, weights wider than the rows (Gemma's), and a residual that is changed in place.
+    """Error of a norm over rows of a wider tensor, with weights of a wider dtype (Gemma's) and an in-place residual.
 
     ``kind`` is "norm", "add" (a part is added before) or "add normed" (and normalised before that).
     """
@@ -52,7 +52,7 @@ def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator:
 
 
 def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Queries, and what lies in both caches; values must be there to the bit, and nothing of a row without a slot."""
+    """Error of queries and of both caches; values must be bit-identical, and rows without a slot must not be written."""
     num_query, num_kv = case.heads
     num_tokens, dim, eps = 7, case.dim, 1e-5
     caches = [torch.full((6, 4, num_kv, dim), 9.0, dtype=dtype, device=device) for _ in range(2)]
@@ -91,7 +91,7 @@ def rotation_error(case: RotationCase, dtype: torch.dtype, generator: torch.Gene
 def gated_error(
     activation: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> float:
-    """act(gate) * up of both in one row of 2 * width."""
+    """Error of act(gate) * up, with gate and up in one row of 2 * width."""
     num_rows, width = shape
     gate_up = (torch.randn((num_rows, 2 * width), generator=generator) * 3).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)

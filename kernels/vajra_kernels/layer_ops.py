@@ -11,9 +11,9 @@ from typing import TypeAlias
 import torch
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""Those that ``gated_activation`` knows; ``gelu_tanh`` is the approximation by tanh (Hendrycks and Gimpel 2016)."""
+"""Activations that ``gated_activation`` supports; ``gelu_tanh`` is the approximation by tanh (Hendrycks and Gimpel 2016)."""
 Norm: TypeAlias = tuple[torch.Tensor, float]
-"""(weight, epsilon) of a root-mean-square norm; the weight may be wider than what it multiplies."""
+"""(weight, epsilon) of a root-mean-square norm; the weight may have a wider dtype than its operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def rotate_and_write(
     Args:
         qkv: heads of queries, keys and values, rows dense.
         caches: (K, V), each [num_blocks, block_size, Hkv, D], in qkv's dtype.
-        slot_mapping: int64 [T], -1 for nowhere.
+        slot_mapping: int64 [T]; a token with slot -1 is not written.
         rotation: of queries and keys.
         norm: over each query and key head before, with a weight [Hq + Hkv, D].
     """

@@ -5,7 +5,7 @@ With outputs o_p and natural log-sum-exps l_p of disjoint parts: l = log(sum_p e
 Used for the splits of a decode and for the ranks of a KV-parallel group (Flash-Decoding; Medha, section 4).
 
 Invariants:
-    - A part with l_p = -inf saw no position; its o_p is not read and may hold anything.
+    - A part with l_p = -inf attended no position; its o_p is not read.
     - Where every part is empty, the result is 0 with lse -inf.
 """
 

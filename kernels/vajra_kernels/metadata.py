@@ -36,7 +36,7 @@ class AttentionMetadata:
         num_kv_tokens: sum of the KV lengths.
         causal: False where the blocks hold an earlier part of the sequences (KV parallelism): every query then sees all
             ``kv_lens`` positions, and no window may be given.
-        memo: what is derived from the above once per step; not a fact of the batch.
+        memo: values derived from the above once per step.
     """
 
     query_start: torch.Tensor
@@ -59,13 +59,13 @@ class AttentionMetadata:
 
     @property
     def knows_lengths(self) -> bool:
-        """True if the host knows every sequence's length rather than bounds."""
+        """True if every sequence's exact length is available on the host, not only bounds."""
         return self.memo.cpu_plans.kv_lens is not None
 
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:
         """(the leading decodes, the rest) as batches of their own: views, made once.
 
-        The second one's ``query_start`` keeps counting rows of the whole batch. Where the lengths are not known on the
+        The second one's ``query_start`` keeps counting rows of the whole batch. If the lengths are not available on the
         host, both keep the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.
         """
         if self.memo.parts is None:
@@ -96,11 +96,11 @@ class AttentionMetadata:
 
 @dataclass(slots=True)
 class StepMemo:
-    """Derived once per step and read by every layer: plans of both paths, the two parts of a mixed batch."""
+    """Values derived once per step and read by every layer: plans of both paths, the two parts of a mixed batch."""
 
     cpu_plans: CpuPlans = field(default_factory=CpuPlans)
     decode_plans: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    """By programs a sequence, tile and window; to be cleared where the tensors' contents change."""
+    """Decode plans by (programs per sequence, tile, window); cleared when the tensors' contents change."""
     parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
 
 
@@ -118,12 +118,12 @@ def build_metadata(
         query_lens: new tokens per sequence (>= 0). Put decodes (1 token) first: the leading run of ones takes the
             split-KV decode kernel on a GPU.
         kv_lens: KV length per sequence with the new tokens (>= its query length); 1 new token and KV length 0 is a padding
-            row, which is written nowhere (slot -1) and attends nothing.
+            row, which is not written (slot -1) and attends nothing.
         block_tables: KV block ids per sequence, at least ceil(kv_len / block_size) of them; lists, or a padded integer
             tensor [B, max_blocks] on the host or on ``device`` (then nothing of it is copied).
         block_size: tokens per KV block.
         device: where the tensors go.
-        causal: see ``AttentionMetadata``. When False, KV lengths do not count the new tokens, which are written nowhere.
+        causal: see ``AttentionMetadata``. When False, KV lengths exclude the new tokens, which are not written.
 
     Raises:
         ValueError: lengths or tables that do not fit together.

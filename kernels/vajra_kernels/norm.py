@@ -3,7 +3,7 @@
 
 Invariants:
     - Everything is computed in float32 and rounded once; the sum is rounded to the residual's dtype before it is normalised,
-      as it is where both are computed apart.
+      as with separate operations.
 """
 
 from __future__ import annotations

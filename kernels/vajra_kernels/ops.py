@@ -1,7 +1,7 @@
 """Tensor operations around attention: cache writes, block copies, merging of partial results.
 
 Invariants:
-    - Each operation runs where its tensors live: Triton on CUDA, plain torch on the CPU.
+    - Each operation runs on its tensors' device: Triton on CUDA, plain torch on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def write_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Writes this step's keys [T, Hkv, D] and values [T, Hkv, Dv] into the cache.
+    """Write this step's keys [T, Hkv, D] and values [T, Hkv, Dv] into the cache.
 
     Args:
         key: any strides with a dense last dimension; converted to the cache's dtype.
@@ -46,7 +46,7 @@ def merge_partials(
 
     Args:
         parts: P outputs [T, Hq, D], stacked [P, T, Hq, D] or as a sequence.
-        lses: their natural log-sum-exps, float32 [P, T, Hq] or a sequence of [T, Hq]; -inf for a part that saw nothing.
+        lses: their natural log-sum-exps, float32 [P, T, Hq] or a sequence of [T, Hq]; -inf for a part that attended nothing.
 
     Returns:
         (out [T, Hq, D] in the parts' dtype, lse float32 [T, Hq]).
@@ -69,7 +69,7 @@ def merge_partials(
 
 
 def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies whole KV blocks between two caches of one device, or within one; on a GPU in one launch.
+    """Copy whole KV blocks between two caches of one device, or within one; on a GPU in one launch.
 
     Args:
         src: [num_blocks, block_size, Hkv, D], or with a leading dimension of layers; blocks dense in memory.
@@ -86,7 +86,7 @@ def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> No
 
 
 def copy_words(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks of words [num_layers, num_blocks, words], dense in the last dimension; ``pairs`` on their device."""
+    """Copy blocks of words [num_layers, num_blocks, words], dense in the last dimension; ``pairs`` on their device."""
     if pairs.shape[0] == 0:
         return
     if not uses_triton(src.device):

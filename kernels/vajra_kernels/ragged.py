@@ -2,7 +2,7 @@
 """Attention of a ragged batch of prefill chunks and decodes over paged context, in one launch.
 
 One program handles one tile of query rows of one sequence and one KV head. A row is a pair (query token, query head of
-the group), so grouped heads share the loaded K and V. Long chunks use 128 rows, which is what Hopper's ``wgmma`` wants;
+the group), so grouped heads share the loaded K and V. Long chunks use 128 rows, which suit Hopper's ``wgmma``;
 short ones 64 or 16.
 
 Invariants:
@@ -57,7 +57,7 @@ def seen_by(
     TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(last position that each row's token sees, that of the tile's first token, end of what any of them sees)."""
+    """(last position that each row's token attends, the same for the tile's first token, end of all attended positions)."""
     if CAUSAL:
         first_position = kv_len - query_len + first_token
         return kv_len - query_len + token, first_position, tl.minimum(first_position + TOKENS, kv_len)
@@ -182,7 +182,7 @@ def ragged_kernel(
 def ragged_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> list[Launch]:
     """The launches for sequences of any query length (0 included); ``tile`` overrides the built-in choice.
 
-    One launch, or where few programs would read a long context one whose programs share it, and the merge.
+    One launch, or, if few programs would read a long context, a launch with KV splits and the merge.
     """
     metadata = call.metadata
     num_heads = call.q.shape[1]
@@ -224,6 +224,6 @@ def ragged_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig |
     launch = Launch(ragged_kernel, (*grid, num_splits), arguments, constants, config)
     if num_splits == 1:
         return [launch]
-    own = slice(call.q.shape[0] - metadata.num_query_tokens, None)  # rows before are the decodes of a mixed batch
+    own = slice(call.q.shape[0] - metadata.num_query_tokens, None)  # earlier rows are the decodes of a mixed batch
     merged = None if call.lse is None else call.lse[own]
     return [launch, merge_launch(out[:, own], lse[:, own], call.out[own], merged)]

@@ -1,6 +1,6 @@
-"""Plain reference implementations of what the kernels compute.
+"""Plain reference implementations of the kernels.
 
-Each function states one kernel's result by loops over sequences or tokens, in the dtype of its inputs (float64 for tests).
+Each function computes one kernel's result by loops over sequences or tokens, in the dtype of its inputs (float64 for tests).
 Shapes are those of ``attention`` and ``ops``.
 
 Invariants:
@@ -59,7 +59,7 @@ def attention_reference(
 
 
 def write_kv_reference(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes ``new`` [T, Hkv, D] to ``cache``, skipping negative slots (one of ``ops.write_kv``'s two caches)."""
+    """Write ``new`` [T, Hkv, D] to ``cache``, skipping negative slots (one of ``ops.write_kv``'s two caches)."""
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             cache[slot // cache.shape[1], slot % cache.shape[1]] = new[row].to(cache.dtype)
@@ -76,7 +76,7 @@ def merge_reference(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tens
 
 
 def copy_blocks_reference(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks of ``src`` to ``dst`` (``ops.copy_blocks``)."""
+    """Copy blocks of ``src`` to ``dst`` (``ops.copy_blocks``)."""
     taken = [(target, src[..., source, :, :, :].clone()) for source, target in pairs.tolist()]
     for target, block in taken:
         dst[..., target, :, :, :] = block.to(dst.device)
@@ -96,7 +96,7 @@ def _sampled(logits: torch.Tensor, facts: torch.Tensor, seen: torch.Tensor) -> t
         counts = own >> 1
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(own > 0, scaled, logits) - frequency * counts - presence * (counts > 0)
-    if not logits.max().isfinite():  # a NaN is the largest
+    if not logits.max().isfinite():  # a maximum over a NaN is NaN
         return torch.tensor(-1)
     if temperature == 0:
         return logits.argmax()

@@ -19,7 +19,7 @@ from vajra_kernels.launch import Launch, next_power_of_2
 from vajra_kernels.layer_ops import Rotation
 
 _ELEMENTS = 1024
-"""Of one program."""
+"""Number of elements that one program handles."""
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 class Column(IntEnum):
     """Columns of a row's parameters, float64 [R, len(Column)].
 
-    A temperature of 0 takes the largest logit; a history of -1 is none; the number, in [0, 1), is what the draw is made with.
+    A temperature of 0 takes the largest logit; -1 means no history; the number, in [0, 1), is the draw's random number.
     """
 
     TEMPERATURE = 0
@@ -33,7 +33,7 @@ def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Te
     Args:
         logits: any float dtype, rows dense; not written.
         parameters: float64 [R, len(Column)].
-        seen: int32 [H, V], for each history twice how often a token was put out, and 1 more where the prompt has it.
+        seen: int32 [H, V], for each history, twice a token's count in the output, plus 1 if it is in the prompt.
     """
     from vajra_kernels.draw import sample_launch
 

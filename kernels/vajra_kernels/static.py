@@ -1,4 +1,4 @@
-"""Compiled properties of the built-in configurations, and the bounds that they must keep.
+"""Compiled properties of the built-in configurations, and their bounds.
 
 ``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be there) and prints the table of
 docs/evidence/kernels.md; the tests hold the same cases to their bounds.
@@ -41,12 +41,12 @@ from vajra_kernels.sampling import Column
 
 @dataclass(frozen=True, slots=True)
 class StaticCase:
-    """One launch on one device, and what its machine code must keep to.
+    """One launch on one device, and the bounds of its machine code.
 
     Attributes:
         name: kernel and shape.
         device: the GPU it is compiled for.
-        launch: what a launcher made.
+        launch: as made by a launcher.
         max_registers: per thread.
         max_shared_bytes: per program.
         wants_wgmma: the products must be Hopper's warp-group instructions.
@@ -216,7 +216,7 @@ def _sampling_cases() -> Iterator[StaticCase]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the figures of every case as a Markdown table, or JSON lines with ``--json``; 1 when a bound is broken."""
+    """Print the figures of every case as a Markdown table, or JSON lines with ``--json``; return 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(prog="python -m vajra_kernels.static", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per case instead of a table")
     options = parser.parse_args(arguments)

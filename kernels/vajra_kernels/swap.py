@@ -2,14 +2,14 @@
 
 A host block holds a KV block of all layers, K and V, as one run of words. On a GPU the blocks of a swap are gathered into a
 buffer on the device by one launch for each cache, and runs of consecutive host blocks cross in one copy each; the way back is
-the same in reverse. Only the gathering and scattering stands in the stream that computes: what crosses does so on a stream of
-its own, behind and before them by events.
+the same in reverse. Only gather and scatter run on the compute stream; transfers run on a stream of
+their own, ordered by events.
 
 Invariants:
-    - Copies of one direction that are asked for together have distinct destinations.
+    - Copies of one direction in one call have distinct destinations.
     - A copy to the host has the KV of everything that was submitted before it, and nothing that is submitted later changes it.
       What is submitted after a copy to the device finds the blocks there.
-    - Nothing waits on the host. It may be read only when both streams have got there (``torch.cuda.synchronize``).
+    - The host never waits. Its memory may be read only after both streams have completed (``torch.cuda.synchronize``).
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from vajra_kernels.ops import copy_words
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 32 * 2**20
-"""Of each of the buffers on the device: what crosses in a millisecond, about."""
+"""Bytes of each buffer on the device: about one millisecond of transfer."""
 
 Pairs = Sequence[tuple[int, int]]
 """(Device block, host block)."""
 
 
-class Lane(Enum):
-    """In what order work happens: that of one lane one after another, that of two only as events say."""
+class StreamKind(Enum):
+    """Kind of stream: work of one stream runs in order, work of two streams is ordered by events only."""
 
     COMPUTE = "compute"
     TRANSFER = "transfer"
 
 
-class Lanes(Protocol):
-    """Two queues of work on one device."""
+class Streams(Protocol):
+    """Compute and transfer stream of one device."""
 
-    def run(self, lane: Lane, work: Callable[[], None]) -> None:
-        """Submit work to a lane."""
+    def run(self, kind: StreamKind, work: Callable[[], None]) -> None:
+        """Submit work to a stream."""
 
-    def mark(self, lane: Lane) -> Any:
-        """An event of the present end of a lane."""
+    def mark(self, kind: StreamKind) -> Any:
+        """Record an event at the current end of a stream."""
 
-    def wait(self, lane: Lane, event: Any) -> None:
-        """Let what is submitted to a lane from now on wait for an event."""
+    def wait(self, kind: StreamKind, event: Any) -> None:
+        """Make later work of a stream wait for an event."""
 
 
-class CudaLanes:
-    """The stream that is current, and one of its own for transfers."""
+class CudaStreams:
+    """The current stream, and a separate one for transfers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(self, lane: Lane, work: Callable[[], None]) -> None:
-        """See ``Lanes``."""
-        with torch.cuda.stream(self._stream(lane)):
+    def run(self, kind: StreamKind, work: Callable[[], None]) -> None:
+        """See ``Streams``."""
+        with torch.cuda.stream(self._stream(kind)):
             work()
 
-    def mark(self, lane: Lane) -> torch.cuda.Event:
-        """See ``Lanes``."""
-        return self._stream(lane).record_event()  # type: ignore[no-any-return]
+    def mark(self, kind: StreamKind) -> torch.cuda.Event:
+        """See ``Streams``."""
+        return self._stream(kind).record_event()  # type: ignore[no-any-return]
 
-    def wait(self, lane: Lane, event: torch.cuda.Event) -> None:
-        """See ``Lanes``."""
-        self._stream(lane).wait_event(event)
+    def wait(self, kind: StreamKind, event: torch.cuda.Event) -> None:
+        """See ``Streams``."""
+        self._stream(kind).wait_event(event)
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if lane is Lane.COMPUTE else self._transfers
+    def _stream(self, kind: StreamKind) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if kind is StreamKind.COMPUTE else self._transfers
 
 
 class SwapSpace:
@@ -83,57 +83,63 @@ class SwapSpace:
         caches: Sequence[torch.Tensor],
         num_blocks: int,
         shared_file: str | None = None,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
     ) -> None:
-        """Allocates.
+        """Allocate host blocks and device buffers.
 
         Args:
             caches: [num_layers, num_blocks, block_size, Hkv, D] each, all that move together.
             num_blocks: on the host.
-            shared_file: the host's memory is that file's, not pinned, which every process that names it has in common.
-            lanes: in the place of the device's streams, to see the order.
+            shared_file: back host memory by this file, shared by all processes that name it, instead of pinned memory.
+            streams: replaces the device's streams, for tests of the order.
         """
         device = caches[0].device
         self._caches = [block_words(cache) for cache in caches]
         widths = [words.shape[0] * words.shape[2] for words in self._caches]
         self._host = _host_words((num_blocks, sum(widths)), device, shared_file)
         self._widths = widths
-        self._lanes = CudaLanes(device) if lanes is None and device.type == "cuda" else lanes
+        self._streams = CudaStreams(device) if streams is None and device.type == "cuda" else streams
         self._buffers: list[_Buffer] = []
-        if self._lanes is not None:
+        if self._streams is not None:
             held = max(1, min(num_blocks, BUFFER_BYTES // (4 * sum(widths))))
             shape = (held, sum(widths))
             self._buffers = [
-                _Buffer(torch.empty(shape, dtype=torch.int32, device=device), self._lanes.mark(Lane.COMPUTE))
+                _Buffer(torch.empty(shape, dtype=torch.int32, device=device), self._streams.mark(StreamKind.COMPUTE))
                 for _ in range(NUM_BUFFERS)
             ]
 
     def to_host(self, pairs: Pairs) -> None:
         """Copy device blocks to host blocks."""
-        if self._lanes is None:
+        if self._streams is None:
             self._gather(self._host, pairs)
             return
         for buffer, piece, rows in self._pieces(pairs):
-            self._lanes.wait(Lane.COMPUTE, buffer.free)
-            self._lanes.run(Lane.COMPUTE, lambda buffer=buffer, rows=rows: self._gather(buffer.words, rows))  # type: ignore[misc]
-            self._lanes.wait(Lane.TRANSFER, self._lanes.mark(Lane.COMPUTE))
-            self._lanes.run(Lane.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True))  # type: ignore[misc]
-            buffer.free = self._lanes.mark(Lane.TRANSFER)
+            self._streams.wait(StreamKind.COMPUTE, buffer.free)
+            self._streams.run(StreamKind.COMPUTE, lambda buffer=buffer, rows=rows: self._gather(buffer.words, rows))  # type: ignore[misc]
+            self._streams.wait(StreamKind.TRANSFER, self._streams.mark(StreamKind.COMPUTE))
+            self._streams.run(
+                StreamKind.TRANSFER,
+                lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True),  # type: ignore[misc]
+            )
+            buffer.free = self._streams.mark(StreamKind.TRANSFER)
 
     def to_device(self, pairs: Pairs) -> None:
         """Copy host blocks to device blocks."""
-        if self._lanes is None:
+        if self._streams is None:
             self._scatter(self._host, pairs)
             return
         for buffer, piece, rows in self._pieces(pairs):
-            self._lanes.wait(Lane.TRANSFER, buffer.free)
-            self._lanes.run(Lane.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False))  # type: ignore[misc]
-            self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.TRANSFER))
-            self._lanes.run(Lane.COMPUTE, lambda buffer=buffer, rows=rows: self._scatter(buffer.words, rows))  # type: ignore[misc]
-            buffer.free = self._lanes.mark(Lane.COMPUTE)
+            self._streams.wait(StreamKind.TRANSFER, buffer.free)
+            self._streams.run(
+                StreamKind.TRANSFER,
+                lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False),  # type: ignore[misc]
+            )
+            self._streams.wait(StreamKind.COMPUTE, self._streams.mark(StreamKind.TRANSFER))
+            self._streams.run(StreamKind.COMPUTE, lambda buffer=buffer, rows=rows: self._scatter(buffer.words, rows))  # type: ignore[misc]
+            buffer.free = self._streams.mark(StreamKind.COMPUTE)
 
     def _pieces(self, pairs: Pairs) -> Iterator[tuple[_Buffer, Pairs, Pairs]]:
-        """(Buffer, (device block, host block) pairs that it takes, (device block, row of the buffer) pairs)."""
+        """Yield (buffer, (device block, host block) pairs copied through it, (device block, row of the buffer) pairs)."""
         held = self._buffers[0].words.shape[0]
         ordered = sorted(pairs, key=lambda pair: pair[1])
         for begin in range(0, len(ordered), held):
@@ -142,7 +148,7 @@ class SwapSpace:
             yield self._buffers[-1], piece, [(block, row) for row, (block, _) in enumerate(piece)]
 
     def _cross(self, piece: Pairs, rows: torch.Tensor, to_host: bool) -> None:
-        """Copy between the host blocks of `piece`, in ascending order, and a buffer's first rows: a copy a run of neighbours."""
+        """Copy between the host blocks of `piece`, in ascending order, and a buffer's first rows: one copy per run of consecutive blocks."""
         begin = 0
         for end in range(1, len(piece) + 1):
             if end < len(piece) and piece[end][1] == piece[end - 1][1] + 1:

@@ -7,7 +7,7 @@ The device functions shared by the decode and the ragged kernel: a running (flas
 Invariants:
     - Scores live in log2 units, so that the exponential is one ``ex2`` instruction.
     - Positions at or beyond ``end`` are never multiplied in: their scores become -inf and their V rows read as zero, so
-      stale or NaN contents of a block's unused slots cannot reach a result.
+      stale or NaN contents of a block's unused slots cannot affect a result.
     - Every tile starts at a multiple of ``TILE_N``; with ``KV_BLOCK % TILE_N == 0`` a tile lies in one KV block, and
       its block id is one scalar load.
 """
@@ -97,7 +97,7 @@ def softmax_update(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The running softmax after one more tile: (new max, new sum, weights, factor for what was accumulated)."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * multiplier)
-    # A row that has seen no position yet keeps -inf; exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN.
+    # A row that has attended no position yet keeps -inf; exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weights = tl.exp2(scores * multiplier - shift[:, None])
     factor = tl.exp2(row_max - shift)

@@ -29,7 +29,7 @@ class AttentionKind:
         scale: factor of the scores.
         window: sliding window, or None.
         softcap: soft cap, or None.
-        with_lse: whether the log-sum-exps are asked for.
+        with_lse: True if the log-sum-exps are computed too.
     """
 
     num_query_heads: int
@@ -41,7 +41,7 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest batches: sequences, tokens of one, positions of one; and whether parts of sequences are met (``causal``)."""
+    """The largest batches: sequences, tokens of one, positions of one; and ``causal``: False if parts of sequences occur."""
 
     max_seqs: int
     max_query_len: int
@@ -59,7 +59,7 @@ def warm_up_attention(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tens
     for metadata in _batches(limits, cache[0]):
         launches = attention_launches(_call(kind, cache, metadata), facts)
         keys = {specialization(launch) for launch in launches}
-        if not keys <= done:  # all of them, since one reads what the one before it has written
+        if not keys <= done:  # all of them, since each reads the output of the one before
             done |= keys
             _run(launches)
     return done
@@ -88,7 +88,7 @@ def _call(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tensor], metadat
 
 
 def _batches(limits: Limits, k_cache: torch.Tensor) -> Iterator[AttentionMetadata]:
-    """Batches whose bounds choose every launch there is: decodes alone, and chunks alone (a mixed batch is one or both)."""
+    """Yield batches whose bounds select every possible launch: decodes alone, and chunks alone (a mixed batch is one or both)."""
     contexts = _powers(limits.max_kv_len)
     for num_seqs in _powers(limits.max_seqs):
         for context in contexts:

@@ -1,4 +1,4 @@
-"""Commands as a user types them, and an experiment that takes a fraction of a second."""
+"""Fixtures to run commands, and an experiment that takes a fraction of a second."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def vajra(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(scope="session")
 def small_text() -> str:
-    """What the file of a small experiment says."""
+    """Text of a small experiment's file."""
     return SMALL
 
 

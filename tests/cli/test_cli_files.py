@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from vajra_py.config import load_system
+
 Vajra = Callable[..., Any]
 
 
@@ -35,7 +37,8 @@ def test_a_missing_file(command: str, vajra: Vajra) -> None:
         ("version: 1\n  a: b: c\n", "broken.yaml:2: is not valid YAML"),
         ("- a\n- b\n", "must be a mapping"),
         ("version: 1\nversion: 1\n", "broken.yaml:2:"),
-        ("", "workload: is missing"),
+        ("", "backend: is missing"),
+        ("version: 1\nsweep: {seed: [1, 2]}\n", "workload: is missing"),
     ],
 )
 def test_broken_yaml(text: str, expected: str, vajra: Vajra, tmp_path: Path) -> None:
@@ -62,6 +65,19 @@ def test_every_mistake_at_once_with_its_line(vajra: Vajra, small: Path) -> None:
     assert any(line.startswith(f"{small}:3: ") and "sed" in line for line in lines)
     assert any(line.startswith(f"{small}:5: ") and "Did you mean 'fcfs'?" in line for line in lines)
     assert any(line.startswith(f"{small}:7: ") and "chunk_size" in line for line in lines)
+
+
+def test_a_file_without_a_workload_is_a_system(vajra: Vajra, small: Path, tmp_path: Path) -> None:
+    system = tmp_path / "system.yaml"
+    system.write_text("version: 1\npreset: sarathi\nbackend: {engine: {model: models/any}}\n")
+    said = vajra("check", system, small)
+    assert said.code == 0
+    assert f"{system}: valid (a system" in said.out
+    assert f"{small}: valid (1 run)" in said.out
+    effective = tmp_path / "effective.yaml"
+    effective.write_text(vajra("check", system, "--effective").out)
+    assert load_system(effective) == load_system(system).model_copy(update={"name": "system"})
+    assert "workload: is missing" in vajra("run", system).err
 
 
 def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def test_a_workload_is_described(vajra: Vajra, small: Path) -> None:
 def test_the_schema_knows_every_policy(vajra: Vajra) -> None:
     text = vajra("schema").out
     schema = json.loads(text)
-    assert schema["required"] == ["version", "workload", "backend"]
+    assert schema["required"] == ["version", "backend"]
+    assert schema["dependentRequired"]["sweep"] == ["workload"]
     for layer in Layer:
         for name in load_registry().policies(layer):
             assert f'"{name}"' in text

@@ -1,4 +1,4 @@
-"""Tests on a Ray cluster; without Ray they are left out."""
+"""Fixtures of tests on a Ray cluster, which are skipped without Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What the sweep gives in this process."""
+    """Result files of the sweep in this process."""
     folder = tmp_path_factory.mktemp("expected")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -50,5 +50,5 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="session")
 def here(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """What two replicas of an engine on this machine compute."""
+    """Output tokens of two engine replicas on this machine."""
     return outputs(run_experiment(config_from_mapping(engine(model)), folder=tmp_path_factory.mktemp("here") / "run"))

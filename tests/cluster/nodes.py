@@ -14,7 +14,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 STORE_BYTES = 80_000_000
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
-"""A node that is gone refuses five checks in a row: noticed in seconds, and one that is slow is still given its time."""
+"""Health checks that detect a lost node within seconds, after five failures in a row, and tolerate a slow one."""
 
 SWEEP: dict[str, Any] = {
     "version": 1,
@@ -118,7 +118,7 @@ class LocalCluster:
         self.nodes = [self.add_node(), self.add_node()]
 
     def add_node(self, **options: Any) -> Any:
-        """One more node."""
+        """Add a node."""
         return self._cluster.add_node(**{"num_cpus": 1, "object_store_memory": STORE_BYTES} | options)
 
     def kill(self, node: Any) -> None:

@@ -1,4 +1,4 @@
-"""A registry and a kind of workload that stay as they are, whatever the installed packages offer."""
+"""A registry and a workload type that do not depend on installed packages."""
 
 from __future__ import annotations
 

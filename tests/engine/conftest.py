@@ -1,4 +1,4 @@
-"""What tests of the engine's control share: a model that nobody loads."""
+"""Shared fixture of tests of the engine's control: a model directory that is never loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
+    """Directory that is accepted as a model until it is loaded."""
     folder = tmp_path_factory.mktemp("hollow")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder

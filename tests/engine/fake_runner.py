@@ -1,8 +1,8 @@
-"""Model runner whose every token is known beforehand, for engine tests.
+"""Model runner with predictable tokens, for engine tests.
 
-`FakeRunner` keeps to the runner's protocol without computing anything: KV memory holds token ids, so a block table that is
-wrong, a copy that is missing, or a chunk that starts at the wrong place gives other tokens, or an error that says so. The
-token after a sequence is a hash of the sequence; `expected_output` says what must come out, however it was scheduled.
+`FakeRunner` implements the runner's protocol without a model: KV memory holds token ids, so a block table that is
+wrong, a missing copy, or a chunk that starts at the wrong position gives other tokens, or a specific error. The
+token after a sequence is a hash of the sequence; `expected_output` returns the tokens expected under every schedule.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int, stops_at_eos: bool = False) -> list[int]:
-    """What a prompt gives."""
+    """Return the output tokens for a prompt."""
     known = list(prompt)
     for _ in range(num_tokens):
         known.append(next_token(known))
@@ -73,7 +73,7 @@ class _Slot:
 
 
 class FakeRunner:
-    """A `ModelRunner` that checks what it is told; `fail_at_step` makes that step raise."""
+    """A `ModelRunner` that checks its input; `fail_at_step` makes that step raise."""
 
     def __init__(self, options: RunnerOptions, fail_at_step: int | None = None) -> None:
         self._options = options
@@ -81,12 +81,12 @@ class FakeRunner:
         self._num_steps = 0
         self._slots: dict[int, _Slot] = {}
         self._ahead: tuple[StepOutput, dict[int, _Slot], list[tuple[int, int, int]]] | None = None
-        """What was begun: its output, its rows before, and (slot, place in its table, spare block) of those that grew."""
+        """Step started ahead: its output, its previous rows, and (slot, place in its table, spare block) of those that grew."""
         self._device = self._host = np.empty((0, 0), np.int64)
 
     @property
     def facts(self) -> ModelFacts:
-        """A small model's."""
+        """Facts of a small model."""
         options = self._options
         return ModelFacts(
             "fake", 1, 0, 1, 1, 1, 8, 8, options.block_size, options.max_model_len or 2048, VOCAB_SIZE,
@@ -94,7 +94,7 @@ class FakeRunner:
         )  # fmt: skip
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """A few."""
+        """Return a small number."""
         return FREE_BLOCKS
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -109,14 +109,14 @@ class FakeRunner:
         return DoneStep(self.run(step))
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
-        """See `ForeseeingRunner`; what a row that was not wanted wrote into KV memory stays there."""
+        """See `ForeseeingRunner`; KV written by a row that was not needed is kept."""
         output = self._finish_begun(work.step, work.begun) if work.begun else self.run(work.step)
         if work.ahead is not None:
             self._begin(work.ahead)
         return output
 
     def begin_ahead(self) -> None:
-        """See `ForeseeingRunner`; everything was begun at once."""
+        """See `ForeseeingRunner`; a no-op, since `run_ahead` computes everything itself."""
 
     def _begin(self, ahead: Ahead) -> None:
         before = {slot: replace(self._slots[slot], table=[*self._slots[slot].table]) for slot in ahead.decodes}
@@ -176,7 +176,7 @@ class FakeRunner:
         return StepOutput([slot for slot, _ in sampled], [token for _, token in sampled], 1e-6, logprobs, scores)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def _take_changes(self, step: StepInput) -> None:
         for slot in step.freed:
@@ -229,7 +229,7 @@ class _Mortal(FakeRunner):
 
 
 def runner_that_dies_on_long_prompts(options: RunnerOptions) -> FakeRunner:
-    """Loads a runner whose process is killed by a chunk of more than 100 tokens. It lives here since a process must import it."""
+    """Load a runner whose process is killed by a chunk of more than 100 tokens. Defined here since a process must import it."""
     return _Mortal(options)
 
 
@@ -240,7 +240,7 @@ class _Paced(FakeRunner):
 
 
 def runner_that_takes_its_time(options: RunnerOptions) -> FakeRunner:
-    """Loads a runner whose steps take a few milliseconds, as a small model's do: long enough to be disturbed."""
+    """Load a runner whose steps take a few milliseconds, like a small model's: long enough to be interrupted."""
     return _Paced(options)
 
 
@@ -267,11 +267,11 @@ class SteppedWorld:
         self._runner = runner or (lambda replica, options: FakeRunner(options))
         self._now = 0
         self.on_read: Callable[[], None] | None = None
-        """Called whenever the clock is read: the place for clients that come and go by themselves."""
+        """Called whenever the clock is read; simulates clients that arrive and leave."""
         self._under_way: list[Callable[[], None]] = []
 
     def clock(self) -> SteppedWorld:
-        """This, as an `EngineClock`."""
+        """Return this object as an `EngineClock`."""
         return self
 
     def worker(self, replica: ReplicaKey, options: RunnerOptions) -> Worker:
@@ -342,7 +342,7 @@ class SteppedRestarter:
 
 
 class _SteppedWorker(InlineWorker):
-    """Computes when asked, and delivers when the world lets it."""
+    """Computes on submission and delivers when the world permits it."""
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner, under_way: list[Callable[[], None]]) -> None:
         super().__init__(replica, runner)

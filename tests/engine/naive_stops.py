@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class NaiveSearch:
-    """What a search does that compares every length of what is held back with every stop string."""
+    """Reference search that compares every suffix of the withheld text with every stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops

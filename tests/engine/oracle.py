@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Oracle:
-    """What transformers' own `generate` puts out, each prompt by itself."""
+    """Outputs of transformers' own `generate`, one prompt at a time."""
 
     model: Any
     known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)

@@ -155,7 +155,7 @@ def test_words_become_the_sequences_that_vllm_makes_of_them(tiny_model: Path) ->
     """The rule of vLLM's `SamplingParams.update_from_tokenizer`, computed here in its own way."""
     from transformers import AutoTokenizer
 
-    from vajra_py.engine.llm import load_tokenizer
+    from vajra_py.engine.requests import load_tokenizer
     from vajra_py.engine.tokenizer import with_bad_words
 
     own = AutoTokenizer.from_pretrained(tiny_model)

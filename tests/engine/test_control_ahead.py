@@ -148,8 +148,8 @@ def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path
 
 
 def num_begun_ahead(llm: LLM) -> int:
-    assert llm._engine is not None
-    return sum(one.ahead.num_used for one in llm._engine.replicas.values() if one.ahead)
+    assert llm.engine is not None
+    return sum(one.ahead.num_used for one in llm.engine.replicas.values() if one.ahead)
 
 
 @pytest.mark.parametrize("workers", ["in_process", "process"])

@@ -154,7 +154,7 @@ def test_an_engine_that_ended_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatc
     def broken(now: int) -> Any:
         raise PolicyError("some policy", "broke the contract")
 
-    monkeypatch.setattr(llm._loop.controller.replicas()[0], "next_plan", broken)
+    monkeypatch.setattr(llm.loop.controller.replicas()[0], "next_plan", broken)
     with pytest.raises(PolicyError, match="broke the contract"):
         llm.generate([1, 2])
     with pytest.raises(ExecutorError, match="closed"):
@@ -209,7 +209,7 @@ def test_who_stops_reading_takes_the_request_back(hollow_model: Path) -> None:
             await stream.aclose()
             # One that comes later is served after the other's memory is free, however short memory is.
             await llm.generate(list(range(190)), SamplingParams(max_tokens=5, ignore_eos=True))
-            controller = llm._engine.controller
+            controller = llm.engine.controller
             await llm.generate([7], SamplingParams(max_tokens=5, ignore_eos=True))
             counts = {reason.value: count for reason, count in controller.num_ended.items()}
             assert controller.num_alive == 0
@@ -225,7 +225,7 @@ def test_an_engine_that_ends_tells_its_readers(hollow_model: Path, monkeypatch: 
         def broken(now: int) -> Any:
             raise PolicyError("some policy", "broke the contract")
 
-        monkeypatch.setattr(llm._loop.controller.replicas()[0], "next_plan", broken)
+        monkeypatch.setattr(llm.loop.controller.replicas()[0], "next_plan", broken)
         for _ in range(2):
             with pytest.raises(PolicyError, match="broke the contract"):
                 await llm.generate([1])
@@ -264,23 +264,23 @@ class Words:
 
 def collect(text: str, stripped_blanks: int | None = None, **params: Any) -> tuple[list[str], OutputBuffer, bool]:
     stream = text_stream(Words(stripped_blanks))
-    collected = OutputBuffer(SamplingParams(max_tokens=100, **params), (), stream)
+    buffer = OutputBuffer(SamplingParams(max_tokens=100, **params), (), stream)
     seen, stopped = [], False
     for token in text.encode():
-        collected.append(token)
-        seen.append(collected.text)
-        stopped = collected.stopped_by is not None
+        buffer.append(token)
+        seen.append(buffer.text)
+        stopped = buffer.stopped_by is not None
         if stopped:
             break
-    collected.finish()
-    return seen, collected, stopped
+    buffer.finish()
+    return seen, buffer, stopped
 
 
 @pytest.mark.parametrize("stripped_blanks", [None, 0])
 def test_text_grows_by_whole_characters(stripped_blanks: int | None) -> None:
     text = "naïve — 日本 🚀!"
-    seen, collected, _ = collect(text, stripped_blanks)
-    assert collected.text == text
+    seen, buffer, _ = collect(text, stripped_blanks)
+    assert buffer.text == text
     assert all(text.startswith(part) for part in seen)
     _, cut, _ = collect("a", stripped_blanks)
     assert cut.text == "a"
@@ -288,28 +288,28 @@ def test_text_grows_by_whole_characters(stripped_blanks: int | None) -> None:
 
 @pytest.mark.parametrize("stripped_blanks", [None, 0])
 def test_an_incomplete_character_at_the_end_shows_as_one(stripped_blanks: int | None) -> None:
-    collected = OutputBuffer(SamplingParams(), (), text_stream(Words(stripped_blanks)))
+    buffer = OutputBuffer(SamplingParams(), (), text_stream(Words(stripped_blanks)))
     for token in "a日".encode()[:-1]:
-        collected.append(token)
-        assert collected.text == "a"
-    collected.finish()
-    assert collected.text == "a\ufffd"
-    assert collected.text == "a\ufffd"
+        buffer.append(token)
+        assert buffer.text == "a"
+    buffer.finish()
+    assert buffer.text == "a\ufffd"
+    assert buffer.text == "a\ufffd"
 
 
 @pytest.mark.parametrize(("stripped_blanks", "expected"), [(0, "  a  b"), (1, " a  b"), (2, "a  b"), (3, "a  b")])
 def test_blanks_are_stripped_at_the_beginning_alone(stripped_blanks: int, expected: str) -> None:
-    seen, collected, _ = collect("  a  b", stripped_blanks)
-    assert collected.text == seen[-1] == expected
+    seen, buffer, _ = collect("  a  b", stripped_blanks)
+    assert buffer.text == seen[-1] == expected
 
 
 def test_text_that_nobody_reads_is_made_at_the_end_at_once() -> None:
     words = Words()
-    collected = OutputBuffer(SamplingParams(), (ord("!"),), text_stream(words))
-    assert [collected.append(token) for token in b"hello!"] == [False] * 5 + [True]
-    collected.finish()
+    buffer = OutputBuffer(SamplingParams(), (ord("!"),), text_stream(words))
+    assert [buffer.append(token) for token in b"hello!"] == [False] * 5 + [True]
+    buffer.finish()
     assert words.calls == []
-    assert (collected.text, collected.stopped_by) == ("hello", ord("!"))
+    assert (buffer.text, buffer.stopped_by) == ("hello", ord("!"))
     assert words.calls == [2, 2]  # the text, and whether something is left
 
 
@@ -338,6 +338,6 @@ def test_a_step_is_detokenized_in_one_call_of_the_tokenizer() -> None:
 def test_stop_strings(
     text: str, stops: tuple[str, ...], min_tokens: int, expected: str, stopped_by: str | None
 ) -> None:
-    seen, collected, stopped = collect(text, stop=stops, min_tokens=min_tokens)
-    assert (collected.text, collected.stopped_by, stopped) == (expected, stopped_by, stopped_by is not None)
+    seen, buffer, stopped = collect(text, stop=stops, min_tokens=min_tokens)
+    assert (buffer.text, buffer.stopped_by, stopped) == (expected, stopped_by, stopped_by is not None)
     assert all(expected.startswith(part) for part in seen)  # nothing is shown that is taken back later

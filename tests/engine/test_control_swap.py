@@ -15,7 +15,8 @@ from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.config import PolicyChoice, config_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import PolicySwap
-from vajra_py.engine.llm import RequestOutput, llm_config
+from vajra_py.engine.llm import llm_config
+from vajra_py.engine.requests import RequestOutput
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun

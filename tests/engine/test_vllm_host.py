@@ -14,7 +14,7 @@ from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.vllm.mechanism import Intake, RequestFacts, check_policies, make_mechanism
 from vajra_py.vllm.plugin import TimeToRecord, abort_at_once, grant_time_to_record, is_own
-from vajra_py.vllm.settings import Sizes, Wishes, experiment_of, fallback_of, wishes_of
+from vajra_py.vllm.settings import Sizes, VajraOptions, experiment_of, fallback_of, vajra_options_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, policy_options
 
 SIZES = Sizes("a-model", 16, 40, 8, 128, 256, prefix_caching=True)
@@ -27,9 +27,9 @@ def registry() -> Registry:
     return load_registry()
 
 
-def wish(folder: Path, text: str) -> Wishes:
+def wish(folder: Path, text: str) -> VajraOptions:
     (folder / "experiment.yaml").write_text("version: 1\n" + text)
-    return Wishes(folder / "experiment.yaml")
+    return VajraOptions(folder / "experiment.yaml")
 
 
 def options(**given: Any) -> Any:
@@ -140,7 +140,7 @@ def test_options_are_those_that_were_changed() -> None:
 
 def test_without_a_file_vllms_algorithm_schedules_under_vllms_options(registry: Registry) -> None:
     given = SimpleNamespace(policy="priority", long_prefill_token_threshold=32, watermark=0.2)
-    config = experiment_of(SIZES, Wishes(), given, registry)
+    config = experiment_of(SIZES, VajraOptions(), given, registry)
     chosen = config.effective_replicasets["default"].scheduling.choice(Layer.REPLICA_SCHEDULER)
     assert chosen.policy == "vllm_v1"
     assert chosen.params["long_prefill_threshold_tokens"] == 32
@@ -160,8 +160,8 @@ def test_sizes_are_vllms_whatever_the_file_says(tmp_path: Path, registry: Regist
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("preset: sarathi\nsweep: {seed: [1, 2]}\n", "scheduled by one experiment"),
-        ("preset: sarathi\nreplications: 2\n", "scheduled by one experiment"),
+        ("preset: sarathi\nsweep: {seed: [1, 2]}\n", "one system is asked for"),
+        ("preset: sarathi\nreplications: 2\n", "one system is asked for"),
         ("preset: sarathi\nnum_replicas: 2\n", "one replica"),
         ("replicasets: {a: {preset: sarathi}}\n", "several replicasets"),
         ("preset: sarathi\nreplica: {memory: {host_blocks: 4}}\n", "host_blocks"),
@@ -204,11 +204,11 @@ def test_a_fallback_is_a_preset(tmp_path: Path, registry: Registry) -> None:
 @pytest.mark.parametrize("given", ["text", {"experimnt": "a"}, {"save_run": ""}, {"experiment": 3}])
 def test_additional_config_that_is_not_understood_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"--additional-config vajra"):
-        wishes_of({"vajra": given}, {})
+        vajra_options_of({"vajra": given}, {})
 
 
 def test_settings_of_others_in_additional_config_are_left_alone() -> None:
-    assert wishes_of({"theirs": 1}, {}) == wishes_of(None, {}) == Wishes()
+    assert vajra_options_of({"theirs": 1}, {}) == vajra_options_of(None, {}) == VajraOptions()
 
 
 def test_its_own_classes_are_known_by_name_and_as_classes() -> None:

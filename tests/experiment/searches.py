@@ -35,7 +35,7 @@ class Driven:
 
     @property
     def num_runs(self) -> int:
-        """What it took."""
+        """Number of runs that the search needed."""
         return len(self.probes)
 
 

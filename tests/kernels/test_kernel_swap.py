@@ -12,49 +12,49 @@ import pytest
 import torch
 
 from vajra_kernels import SwapSpace, allocate_kv_cache, swap
-from vajra_kernels.swap import Lane
+from vajra_kernels.swap import StreamKind
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 7, 6
 
 
 class Queues:
-    """Two lanes whose work is done later, in any order that the events allow.
+    """Two streams whose work is done later, in any order that the events allow.
 
-    `missing`: (direction, lane) of waits that are left out.
+    `missing`: (direction, stream) of waits that are left out.
     """
 
-    def __init__(self, missing: tuple[str, Lane] | None = None) -> None:
+    def __init__(self, missing: tuple[str, StreamKind] | None = None) -> None:
         self.direction = ""
         self.num_copies = 0
         self._missing = missing
-        self._queues: dict[Lane, deque[tuple[str, Any]]] = {lane: deque() for lane in Lane}
+        self._queues: dict[StreamKind, deque[tuple[str, Any]]] = {stream: deque() for stream in StreamKind}
         self._happened: set[int] = set()
         self._num_events = 0
 
-    def run(self, lane: Lane, work: Callable[[], None]) -> None:
-        self.num_copies += lane is Lane.TRANSFER
-        self._queues[lane].append(("run", work))
+    def run(self, stream: StreamKind, work: Callable[[], None]) -> None:
+        self.num_copies += stream is StreamKind.TRANSFER
+        self._queues[stream].append(("run", work))
 
-    def mark(self, lane: Lane) -> int:
+    def mark(self, stream: StreamKind) -> int:
         self._num_events += 1
-        self._queues[lane].append(("mark", self._num_events))
+        self._queues[stream].append(("mark", self._num_events))
         return self._num_events
 
-    def wait(self, lane: Lane, event: int) -> None:
-        if (self.direction, lane) != self._missing:
-            self._queues[lane].append(("wait", event))
+    def wait(self, stream: StreamKind, event: int) -> None:
+        if (self.direction, stream) != self._missing:
+            self._queues[stream].append(("wait", event))
 
-    def drain(self, choose: Callable[[list[Lane]], Lane]) -> None:
+    def drain(self, choose: Callable[[list[StreamKind]], StreamKind]) -> None:
         while any(self._queues.values()):
-            lane = choose([lane for lane in Lane if self._can_go_on(lane)])
-            kind, what = self._queues[lane].popleft()
+            stream = choose([stream for stream in StreamKind if self._can_go_on(stream)])
+            kind, what = self._queues[stream].popleft()
             if kind == "run":
                 what()
             elif kind == "mark":
                 self._happened.add(what)
 
-    def _can_go_on(self, lane: Lane) -> bool:
-        queue = self._queues[lane]
+    def _can_go_on(self, stream: StreamKind) -> bool:
+        queue = self._queues[stream]
         return bool(queue) and (queue[0][0] != "wait" or queue[0][1] in self._happened)
 
 
@@ -65,43 +65,43 @@ def caches() -> list[torch.Tensor]:
     return [*wide, narrow.transpose(2, 3).contiguous().transpose(2, 3)]
 
 
-def outcome(seed: int, lanes: Queues | None, choose: Callable[[list[Lane]], Lane]) -> list[torch.Tensor]:
-    """What a random run of writes and swaps leaves on device and host; the run is the same for every `lanes`."""
+def outcome(seed: int, streams: Queues | None, choose: Callable[[list[StreamKind]], StreamKind]) -> list[torch.Tensor]:
+    """What a random run of writes and swaps leaves on device and host; the run is the same for every `streams`."""
     random, made = Random(seed), caches()
-    space = SwapSpace(made, NUM_HOST_BLOCKS, lanes=lanes)
+    space = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams)
     for value in range(1, 13):
         kind = random.choice(["write", "to_host", "to_device"])
         count = random.randrange(1, 6)
         blocks, hosts = random.sample(range(NUM_BLOCKS), count), random.sample(range(NUM_HOST_BLOCKS), count)
         pairs = list(zip(blocks, hosts, strict=True))
-        if lanes is not None:
-            lanes.direction = kind
+        if streams is not None:
+            streams.direction = kind
         if kind == "write":
 
             def write(blocks: list[int] = blocks, value: int = value) -> None:
                 for cache in made:
                     cache[:, blocks] = value
 
-            if lanes is None:
+            if streams is None:
                 write()
             else:
-                lanes.run(Lane.COMPUTE, write)
+                streams.run(StreamKind.COMPUTE, write)
         elif kind == "to_host":
             space.to_host(pairs)
         else:
             space.to_device(pairs)
-    if lanes is not None:
-        lanes.drain(choose)
+    if streams is not None:
+        streams.drain(choose)
     return [*made, space._host]
 
 
-def orders(seed: int) -> list[Callable[[list[Lane]], Lane]]:
-    """Each lane as far ahead as it can get, and a mixture."""
+def orders(seed: int) -> list[Callable[[list[StreamKind]], StreamKind]]:
+    """Each stream as far ahead as it can get, and a mixture."""
     random = Random(seed)
     return [lambda able: able[0], lambda able: able[-1], random.choice]
 
 
-def differs(seed: int, missing: tuple[str, Lane] | None = None) -> bool:
+def differs(seed: int, missing: tuple[str, StreamKind] | None = None) -> bool:
     wanted = outcome(seed, None, lambda able: able[0])
     found = [outcome(seed, Queues(missing), choose) for choose in orders(seed)]
     return not all(torch.equal(one, other) for each in found for one, other in zip(each, wanted, strict=True))
@@ -119,9 +119,9 @@ def test_blocks_are_the_same_in_whatever_order_the_streams_get_there() -> None:
 
 @pytest.mark.usefixtures("two_rows_a_buffer")
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
-@pytest.mark.parametrize("lane", list(Lane))
-def test_no_event_can_be_left_out(direction: str, lane: Lane) -> None:
-    assert any(differs(seed, (direction, lane)) for seed in range(40))
+@pytest.mark.parametrize("stream", list(StreamKind))
+def test_no_event_can_be_left_out(direction: str, stream: StreamKind) -> None:
+    assert any(differs(seed, (direction, stream)) for seed in range(40))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -146,12 +146,12 @@ def test_swapped_blocks_come_back(shared: bool, tmp_path: Path) -> None:
 
 def test_neighbours_cross_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A swap is few large copies, however many layers and caches there are."""
-    made, lanes = caches(), Queues()
-    space = SwapSpace(made, NUM_HOST_BLOCKS, lanes=lanes)
+    made, streams = caches(), Queues()
+    space = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams)
     copied: list[int] = []
     copy = torch.Tensor.copy_
     space.to_host([(6, 2), (0, 1), (3, 3), (1, 5)])
     monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of, **how: copied.append(to.shape[0]) or copy(to, of, **how))
-    lanes.drain(lambda able: able[0])
+    streams.drain(lambda able: able[0])
     assert copied == [3, 1]
-    assert lanes.num_copies == 1
+    assert streams.num_copies == 1

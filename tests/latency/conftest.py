@@ -1,4 +1,4 @@
-"""A small profile bundle whose times follow formulas, so that tests know what a step must take."""
+"""A small profile bundle whose times follow formulas, so that tests can compute a step's expected time."""
 
 from __future__ import annotations
 

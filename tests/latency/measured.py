@@ -1,4 +1,4 @@
-"""Folders of measured runs whose times are made up, or are what a simulation gave."""
+"""Folders of measured runs with synthetic or simulated times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_run(folder: Path, count: int = NUM_REQUESTS, **meta: Any) -> Path:
 
 
 def as_measured(run: Path, simulated: RunData, slower: float = 1.0) -> None:
-    """Put what was simulated in the place of what was measured, tokens after the first `slower` times as far apart."""
+    """Replace measured times by simulated ones, with intervals after the first token multiplied by `slower`."""
     served = requests_of(simulated)
     lines = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
     assert served.scheduled_at is not None

@@ -34,7 +34,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """What a made run is like."""
+    """Parameters of a generated run."""
 
     name: str = "run"
     num_requests: int = 60
@@ -233,7 +233,7 @@ def request_row(job: Job, setting: Setting) -> RequestRow:
 
 
 def write_decisions(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a decision log of rows, as a mechanism that decides them would."""
+    """Write a decision log with these rows, in the format of a real run."""
     log = DecisionLog(path)
     requests: dict[str, Any] = {}
     for row in rows:

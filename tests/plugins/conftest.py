@@ -50,7 +50,7 @@ class Site:
         return module
 
     def registry(self, disabled: str = "") -> Registry:
-        """What the packages of this folder offer, the framework's own left out."""
+        """Return a registry of this folder's packages, without the framework's own."""
         entries = [
             entry
             for distribution in metadata.distributions(path=[str(self.folder)])

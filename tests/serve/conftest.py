@@ -1,4 +1,4 @@
-"""Servers to talk to: a real process with a tiny model, and one in a thread whose model is a puppet."""
+"""Server fixtures: a real process with a tiny model, and one in a thread with a scripted runner."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, certificate
 
 
-# A model that is a puppet: no tensors, and it computes when it is told to.
+# A scripted runner: no tensors, and steps run when the test permits them.
 
 
 @dataclass
 class Strings:
-    """What a test holds in its hand: steps that may run, replicas that break, and what was seen."""
+    """Controls of a test: permitted steps, failing replicas, and observations."""
 
     may_step: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     runs_freely: bool = True
@@ -92,7 +92,7 @@ class Strings:
 
     def let_go(self) -> None:
         self.runs_freely = True
-        self.may_step.release(8)  # as many as there may be replicas
+        self.may_step.release(8)  # one per possible replica
 
 
 class Puppet:
@@ -161,7 +161,7 @@ class PuppetServer:
     thread: threading.Thread
 
     def puppet(self, options: RunnerOptions) -> Puppet:
-        """What it loads unless a test says otherwise."""
+        """Default loader, unless a test sets another."""
         return Puppet(options, self.strings)
 
     def drain(self) -> None:
@@ -181,12 +181,12 @@ class PuppetServer:
 
     @contextmanager
     def asked_for_much(self, **body: Any) -> Iterator[socket.socket]:
-        """A connection with little room, over which 32 long streams have been asked for and nothing is read."""
+        """Connection with a small receive buffer and 32 requested long streams that are never read."""
         asked = {"n": 32, "max_tokens": 200, "stream": True, "return_token_ids": True, "logprobs": 5, **body}
         content = json.dumps({"model": "puppet", "prompt": [1, 2, 3], **asked}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n"
         for listener in self.server.servers[0].sockets:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by connections
         address = httpx.URL(self.url)
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -207,8 +207,7 @@ PUPPET_CONFIG: dict[str, Any] = {
 @pytest.fixture
 def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
     """Start a server over a puppet; `settings` go into the experiment, the rest are `ServeOptions`."""
-    from vajra_py.config import config_from_mapping
-    from vajra_py.engine.llm import NO_WORKLOAD
+    from vajra_py.config import system_from_mapping
     from vajra_py.experiment.runs.recording import RunRecording
     from vajra_py.serve.app import Service
     from vajra_py.serve.http.options import ServeOptions
@@ -224,9 +223,9 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
         strings = given.pop("strings", None) or Strings()
         load = given.pop("load", None) or (lambda options: Puppet(options, strings))
         engine = {"model": str(folder), "random_weights": True, **given.pop("engine", {})}
-        mapping = {**PUPPET_CONFIG, "workload": dict(NO_WORKLOAD), **(settings or {}), "backend": {"engine": engine}}
+        mapping = {**PUPPET_CONFIG, **(settings or {}), "backend": {"engine": engine}}
         registry = given.pop("registry", None) or load_registry()
-        config = config_from_mapping(mapping, (), registry)
+        config = system_from_mapping(mapping, (), registry)
         tracing = given.pop("tracing", None)
         options = ServeOptions(port=0, **given)
         recording = RunRecording(config, registry, options.save_run) if options.save_run is not None else None

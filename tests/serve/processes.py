@@ -1,4 +1,4 @@
-"""`vajra serve` in a process of its own, and waiting for what it does."""
+"""`vajra serve` in a process of its own, and waiting for its conditions."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 STARTUP_S = 240.0
-"""Loading torch and transformers on a busy machine."""
+"""Start-up limit, for loading torch and transformers on a busy machine."""
 SOON_S = 60.0
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
-    """Ask again and again, less often the longer it takes, and fail when it does not come true."""
+    """Poll a condition at growing intervals, and fail on timeout."""
     start = time.monotonic()
     pause = threading.Event()
     while not holds():
         waited = time.monotonic() - start
         assert waited < timeout_s, f"waited {timeout_s:.0f} s in vain: {what}"
-        pause.wait(min(max(0.005, waited / 20), 0.5))  # asking costs what is asked the time that it needs
+        pause.wait(min(max(0.005, waited / 20), 0.5))  # polling takes CPU time from the process under test
 
 
 @dataclass
 class ServerProcess:
-    """`vajra serve` as its user starts it."""
+    """Process of the command `vajra serve`."""
 
     process: subprocess.Popen[str]
     url: str

@@ -284,7 +284,7 @@ def test_a_client_puts_nothing_but_printing_characters_into_the_log(
     evil = b"evil GET /admin 200 \xc2\x85 FORGED" + b"x" * 3000
     raw(server, b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-for: " + evil + b"\r\nconnection: close\r\n\r\n")
     server.stop()
-    found = [one for one in lines() if "serve.access" in one]
+    found = [one for one in lines() if "serve.http.access" in one]
     assert len(found) == 3
     assert all(one.isprintable() for one in found)
     assert "\\u2028x\\x85y\\x0bz\\x0cw\\x1b[31m\\u202e\\x00\\n\\rend" in found[0]
@@ -456,7 +456,7 @@ def test_worker_processes_write_lines_as_their_server_does(
     if log_format == "json":
         assert json.loads(line)["message"] == "slot 3 is left out"
     else:
-        assert re.fullmatch(r"\S+Z WARNING vajra_py\.engine\.compute\.runner: slot 3 is left out", line)
+        assert re.fullmatch(r"\S+Z WARNING vajra_py\.engine\.compute\.step\.runner: slot 3 is left out", line)
 
 
 def test_what_the_server_fails_to_answer_is_a_warning(

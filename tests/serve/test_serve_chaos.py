@@ -33,7 +33,7 @@ def load_flood(root: Path) -> Any:
 def check_nothing_is_left(server: Any, until: Callable[..., None]) -> None:
     session = server.service.session
     until(lambda: session.controller.num_alive == 0, "every request has ended")
-    until(lambda: server.service.num_exchanges == 0, "every exchange is over")
+    until(lambda: server.service.num_generating == 0, "every exchange is over")
     assert session.num_open == 0
     session.controller.check_conservation()
     for replica in session.controller.replicas():

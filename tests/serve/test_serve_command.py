@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from vajra_py.cli.main import main
+from vajra_py.config import load_system
 from vajra_py.plugins import load_registry
-from vajra_py.serve.session.configure import ModelFlags, config_of_file, config_of_flags
+from vajra_py.serve.session.configure import ModelFlags, config_of_flags
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -89,6 +90,6 @@ def test_a_file_needs_no_workload(tmp_path: Path) -> None:
     file.write_text(
         "version: 1\npreset: vajra\nbackend: {engine: {model: m, latency: {type: constant, step_time_s: 0.1}}}\n"
     )
-    config = config_of_file(file, ["replica.max_batch_size=3"], load_registry())
+    config = load_system(file, ["replica.max_batch_size=3"], load_registry())
     assert config.name == "mine"
     assert config.replica.max_batch_size == 3

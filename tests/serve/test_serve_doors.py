@@ -75,13 +75,13 @@ def test_a_client_that_leaves_takes_its_request_with_it_whatever_it_sent_behind(
         connection.setblocking(False)
         num_sent = connection.send(sent)  # the first request, and as much as goes at once
         assert num_sent >= len(sent) - len(BEHIND[behind])
-        until(lambda: server.service.num_exchanges == 1, "it is let in")
+        until(lambda: server.service.num_generating == 1, "it is let in")
         try:
             while num_sent < len(sent):
                 num_sent += connection.send(sent[num_sent:])
         except BlockingIOError:
             pass
-    until(lambda: server.service.num_exchanges == 0, "its request has ended with it, the step still being computed")
+    until(lambda: server.service.num_generating == 0, "its request has ended with it, the step still being computed")
     until(lambda: not server.server.connections.alive, "its connection is forgotten")
     assert server.server.connections.num_open == 0
     server.strings.let_go()
@@ -97,7 +97,7 @@ def test_clients_that_left_keep_nobody_out(puppet_server: Callable[..., Any], un
         with socket.create_connection((address.host, address.port), timeout=60) as connection:
             connection.sendall(asks(max_tokens=200) + GET)
     until(lambda: not server.server.connections.alive, "all have gone")
-    until(lambda: server.service.num_exchanges == 0, "nobody is being answered")
+    until(lambda: server.service.num_generating == 0, "nobody is being answered")
     server.strings.let_go()
     assert server.post().status_code == 200
 
@@ -123,7 +123,7 @@ def test_few_of_many_pipelined_requests_are_kept_at_once(
     server.strings.hold()
     with connected(server) as connection:
         connection.sendall(asks())
-        until(lambda: server.service.num_exchanges == 1, "it is let in")
+        until(lambda: server.service.num_generating == 1, "it is let in")
         connection.sendall(GET * 5000)
         one = next(iter(server.server.connections.alive))
         until(lambda: one.flow.read_paused, "it is not read any more")

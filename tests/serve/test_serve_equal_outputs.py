@@ -12,7 +12,8 @@ import pytest
 
 from vajra_py.engine.async_llm import AsyncLLM
 from vajra_py.engine.compute import SamplingParams
-from vajra_py.engine.llm import LLM, RequestOutput
+from vajra_py.engine.llm import LLM
+from vajra_py.engine.requests import RequestOutput
 from vajra_py.plugins import load_registry
 
 PRESETS = sorted(load_registry().presets)

@@ -69,7 +69,7 @@ def test_wrong_input_is_400_and_touches_nothing(puppet_server: Callable[..., Any
         assert response.status_code == 400
         assert error_of(response)["param"] == "x-slo-ttft-ms"
     assert server.service.session.controller.num_submitted == 0
-    assert server.service.num_exchanges == 0
+    assert server.service.num_generating == 0
     assert server.post().status_code == 200
 
 
@@ -124,7 +124,7 @@ def test_so_many_at_once_and_no_more(puppet_server: Callable[..., Any], until: C
     threads = [threading.Thread(target=lambda: results.append(server.post().status_code)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    until(lambda: server.service.num_exchanges == 2, "both are let in")
+    until(lambda: server.service.num_generating == 2, "both are let in")
     refused = server.post()
     assert refused.status_code == 429
     assert error_of(refused)["code"] == "too_many_requests"
@@ -173,9 +173,9 @@ def test_ids_are_unlike_in_every_server_and_seeds_repeat_outputs(puppet_server: 
         seeds: list[int] = []
         submit = server.service.session.submit
 
-        def watched(tickets: Any) -> None:
-            seeds.extend(ticket.submission.seed for ticket in tickets)
-            submit(tickets)
+        def watched(streams: Any) -> None:
+            seeds.extend(stream.submission.seed for stream in streams)
+            submit(streams)
 
         server.service.session.submit = watched
         return server.post().json()["id"], seeds[0]

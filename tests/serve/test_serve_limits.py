@@ -77,7 +77,7 @@ def test_a_body_that_does_not_come_is_answered_408(
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert "0.2 s" in error_of(answer)["message"]
     assert server.post().status_code == 200
-    until(lambda: server.service.num_exchanges == 0, "nothing is left of it")
+    until(lambda: server.service.num_generating == 0, "nothing is left of it")
 
 
 def test_an_idle_connection_is_closed_and_a_request_on_it_may_take_long(
@@ -88,7 +88,7 @@ def test_an_idle_connection_is_closed_and_a_request_on_it_may_take_long(
     body = b'{"model":"puppet","prompt":[1,2,3],"max_tokens":2}'
     with connected(server) as connection:
         connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        until(lambda: server.service.num_exchanges == 1, "it is let in")
+        until(lambda: server.service.num_generating == 1, "it is let in")
         since = server.server.connections
         loop_time = next(iter(since.alive)).loop.time
         began = loop_time()
@@ -166,8 +166,8 @@ def test_a_client_that_reads_nothing_loses_its_place(
         {"replica": {"max_batch_size": 32, "memory": {"num_blocks": 1024}}}, send_timeout_s=0.3, max_concurrent=1
     )
     with server.asked_for_much() as connection:
-        until(lambda: server.service.num_exchanges == 1, "it is let in")
-        until(lambda: server.service.num_exchanges == 0, "it has lost its place")
+        until(lambda: server.service.num_generating == 1, "it is let in")
+        until(lambda: server.service.num_generating == 0, "it has lost its place")
         assert server.server.connections.num_late == 1
         assert server.post().status_code == 200
         assert b"[DONE]" not in received(connection)
@@ -198,7 +198,7 @@ def test_places_of_clients_that_left_are_free_for_those_that_come(
     first = crowd(places)
     for one in first:
         one.sendall(request)
-    until(lambda: server.service.num_exchanges == places, "all places are taken", 10.0)
+    until(lambda: server.service.num_generating == places, "all places are taken", 10.0)
     second = crowd(2 * places)
     for old, new in zip(first, second, strict=True):
         old.close()
@@ -209,7 +209,7 @@ def test_places_of_clients_that_left_are_free_for_those_that_come(
     for one in second:
         one.close()
     assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * places
-    until(lambda: server.service.num_exchanges == 0, "nothing is left", 10.0)
+    until(lambda: server.service.num_generating == 0, "nothing is left", 10.0)
 
 
 @pytest.mark.parametrize("jump_s", [-1e9, 1e9])
@@ -221,7 +221,7 @@ def test_a_clock_that_is_set_while_requests_wait_ends_none(
     found: list[httpx.Response] = []
     waits = threading.Thread(target=lambda: found.append(server.post(expires_after_ms=600_000)))
     waits.start()
-    until(lambda: server.service.num_exchanges == 1, "it is let in")
+    until(lambda: server.service.num_generating == 1, "it is let in")
     now, now_ns = time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: now() + jump_s)
     monkeypatch.setattr(time, "time_ns", lambda: now_ns() + int(jump_s * 1e9))

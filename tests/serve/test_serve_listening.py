@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from vajra_py.cli.main import main
-from vajra_py.config import config_from_mapping
+from vajra_py.config import load_system, system_from_mapping
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
 from vajra_py.serve.http.connections import most_connections
 from vajra_py.serve.http.logs import JsonFormatter, TextFormatter
 from vajra_py.serve.server import bind, bind_unix
-from vajra_py.serve.session.configure import config_of_file
 from vajra_py.serve.session.session import EngineSession, SessionParts
 
 
@@ -153,8 +152,8 @@ def test_a_server_runs_one_experiment(more: str, what: str, tmp_path: Path) -> N
     file = tmp_path / "many.yaml"
     latency = "latency: {type: constant, step_time_s: 0.1}"
     file.write_text(f"version: 1\npreset: vajra\nbackend: {{engine: {{model: m, {latency}}}}}\n{more}\n")
-    with pytest.raises(ConfigError, match=f"many.yaml {what}: a server runs one experiment.*Leave the {what} out"):
-        config_of_file(file, (), load_registry())
+    with pytest.raises(ConfigError, match=f"many.yaml {what}: one system is asked for.*Leave the {what} out"):
+        load_system(file, (), load_registry())
 
 
 def test_a_simulation_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +167,7 @@ def test_a_simulation_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFix
     assert end.value.code == 2
     assert "backend: a server computes with a model (got 'simulator')" in capsys.readouterr().err
     registry = load_registry()
-    config = config_from_mapping(config_of_file(file, (), registry).model_dump(exclude_none=True), (), registry)
+    config = system_from_mapping(load_system(file, (), registry).model_dump(exclude_none=True), (), registry)
     with pytest.raises(ConfigError, match="a server computes with a model"):
         EngineSession(SessionParts(config, registry))
 

@@ -12,8 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vajra_py.config import config_from_mapping
-from vajra_py.engine.llm import NO_WORKLOAD
+from vajra_py.config import system_from_mapping
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
@@ -102,9 +101,9 @@ def test_each_name_is_answered_by_its_own_model(
 def catalogue(
     replicasets: dict[str, Any], served: tuple[str, ...] = (), engine: dict[str, Any] | None = None
 ) -> Catalogue:
-    mapping = {"version": 1, "preset": "vllm-v1", "workload": dict(NO_WORKLOAD), "replicasets": replicasets}
+    mapping = {"version": 1, "preset": "vllm-v1", "replicasets": replicasets}
     return Catalogue(
-        config_from_mapping({**mapping, "backend": {"engine": {"model": "models/a", "replicasets": engine or {}}}}),
+        system_from_mapping({**mapping, "backend": {"engine": {"model": "models/a", "replicasets": engine or {}}}}),
         served,
     )
 

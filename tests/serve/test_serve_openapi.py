@@ -85,7 +85,7 @@ def test_nothing_that_a_client_sends_is_a_server_error(puppet_server: Callable[.
     assert 400 in statuses["/v1/completions", "negative"]
     assert statuses["/version", "positive"] == {200}
     assert server.post().status_code == 200
-    assert server.service.num_exchanges == 0
+    assert server.service.num_generating == 0
     assert server.service.session.controller.num_alive == 0
 
 

@@ -125,7 +125,7 @@ def test_a_client_that_goes_away_frees_its_blocks_within_one_step(
         until(lambda: controller.replicas()[0].num_steps == 3, "two steps are done, and the third is being computed")
         if streams:
             assert connection.recv(15).startswith(b"HTTP/1.1 200")
-    until(lambda: server.service.num_exchanges == 0, "the server notices")
+    until(lambda: server.service.num_generating == 0, "the server notices")
     steps = server.strings.num_steps
     assert len(alive(server)) == 1  # its step is still being computed
     server.strings.step(1)
@@ -247,4 +247,4 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(puppet_server: Callabl
         response = httpx.post(f"{server.url}/v1/{path}", json={"model": "puppet", **body})
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "no_tokenizer"
-    assert server.service.num_exchanges == 0
+    assert server.service.num_generating == 0

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_shutdown_finishes_what_runs_and_refuses_what_comes(
     server = puppet_server(grace_s=60)
     server.strings.hold()
     threads, results = in_background([server.post, lambda: server.post(stream=True)])
-    until(lambda: server.service.num_exchanges == 2, "both are let in")
+    until(lambda: server.service.num_generating == 2, "both are let in")
     server.drain()
     until(lambda: not server.service.session.is_ready, "it drains")
     refused = server.post()
@@ -62,7 +62,7 @@ def test_what_outlives_the_grace_time_is_answered_503(
     server = puppet_server({"replica": {"max_batch_size": 1, "memory": {"num_blocks": 64}}}, grace_s=0)
     server.strings.hold()
     threads, results = in_background([server.post] * 3)
-    until(lambda: server.service.num_exchanges == 3, "all are let in")
+    until(lambda: server.service.num_generating == 3, "all are let in")
     server.drain()
     for thread in threads:  # nobody waits for the step that is still being computed
         thread.join(60)
@@ -124,25 +124,31 @@ def test_a_server_stopped_while_loading_ends_at_once(
     assert session.engine is None
 
 
-def test_every_ticket_ends_when_the_engine_does(
+def test_every_stream_ends_when_the_engine_does(
     puppet_server: Callable[..., Any], until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = puppet_server()
     server.strings.hold()
+    session, streams = server.service.session, list[OutputStream]()
+    submit = session.submit
+
+    def watched(outputs: Sequence[OutputStream]) -> None:
+        streams.extend(outputs)
+        submit(outputs)
+
+    monkeypatch.setattr(session, "submit", watched)
     threads, results = in_background([server.post] * 6)
-    until(lambda: server.service.num_exchanges == 6, "all are let in")
-    tickets: list[OutputStream] = list(server.service.session._tickets)
+    until(lambda: server.service.num_generating == 6 == session.num_open, "all are let in")
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
-    replica = server.service.session.controller.replicas()[0]
-    monkeypatch.setattr(replica, "complete_step", broken)
+    monkeypatch.setattr(session.controller.replicas()[0], "complete_step", broken)
     server.strings.let_go()
     for thread in threads:
         thread.join(60)
     assert [result.status_code for result in results] == [503] * 6
-    assert all(ticket.end is not None for ticket in tickets)
+    assert all(stream.end is not None for stream in streams)
     server.thread.join(60)
     assert not server.thread.is_alive()
 
@@ -167,7 +173,7 @@ def test_a_session_reads_like_a_run_and_replays(
     threads, results = in_background(calls)
     with pytest.raises(httpx.ReadTimeout):
         server.post(prompt=[9] * 20, max_tokens=100, timeout=0.2)
-    until(lambda: server.service.num_exchanges == 12, "the others are let in, and this one is gone")
+    until(lambda: server.service.num_generating == 12, "the others are let in, and this one is gone")
     server.strings.let_go()
     for thread in threads:
         thread.join(60)

@@ -22,7 +22,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_everything_later(
     with server.asked_for_much(n=NUM_OUTPUTS, max_tokens=NUM_TOKENS) as connection:
         until(lambda: server.service.session.controller.num_ended.total() == NUM_OUTPUTS, "the engine is done with it")
         assert server.post().status_code == 200
-        assert server.service.num_exchanges == 1  # most of it is yet to be sent
+        assert server.service.num_generating == 1  # most of it is yet to be sent
         received = bytearray()
         while piece := connection.recv(65536):
             received += piece
@@ -39,7 +39,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_everything_later(
         ]
         assert said[-1]["finish_reason"] == "length"
     assert len(choices) < NUM_OUTPUTS * NUM_TOKENS / 2  # what came meanwhile went together
-    until(lambda: server.service.num_exchanges == 0, "nothing is left of it")
+    until(lambda: server.service.num_generating == 0, "nothing is left of it")
 
 
 def test_work_begins_at_once_and_goes_on_in_a_task_when_it_has_to_wait() -> None:

@@ -13,8 +13,8 @@ import pytest
 from tests.engine.naive_stops import NaiveSearch
 from tests.serve.processes import SOON_S, ServerProcess
 from vajra_py.engine.compute import SamplingParams
-from vajra_py.engine.llm import load_tokenizer
 from vajra_py.engine.outputs import OutputBuffer, detokenize
+from vajra_py.engine.requests import load_tokenizer
 from vajra_py.engine.tokenizer import text_stream
 
 NUM_TOKENS = 24

@@ -107,8 +107,8 @@ def test_what_fails_has_a_span_that_says_so(
     with socket.create_connection((address.host, address.port), timeout=60) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
         connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-        until(lambda: traced.service.num_exchanges == 1, "it is let in")
-    until(lambda: traced.service.num_exchanges == 0, "its client is gone")
+        until(lambda: traced.service.num_generating == 1, "it is let in")
+    until(lambda: traced.service.num_generating == 0, "its client is gone")
     traced.strings.let_go()
     unknown, gone = (one for one in ended(exporter, until, 2) if one.kind is SpanKind.SERVER)
     assert (unknown.attributes or {})["error.type"] == "model_not_found"

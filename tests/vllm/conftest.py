@@ -14,7 +14,7 @@ SCHEDULERS_ALONE = (
     "test_vllm_recording.py",
     "test_vllm_refusals.py",
 )
-"""What runs no model."""
+"""Test files that run no model."""
 collect_ignore_glob = ["test_*.py"]
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -25,7 +25,7 @@ if importlib.util.find_spec("vllm"):
     collect_ignore_glob = []
     if (
         platforms.current_platform.is_unspecified()
-    ):  # a build for GPUs on a machine without: its schedulers run, no model does
+    ):  # a GPU build on a machine without a GPU: schedulers run, models do not
         from vllm.platforms.cpu import CpuPlatform
 
         platforms.current_platform = CpuPlatform()
@@ -43,7 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What vLLM and its libraries warn of is theirs; what is left open by them is closed when the process ends."""
+    """Ignore warnings of vLLM and its libraries, and resources that they leave open until the process ends."""
     for item in items:
         if "tests/vllm/" in item.nodeid or item.path.parent.name == "vllm":
             item.add_marker(pytest.mark.filterwarnings("ignore"))

@@ -1,4 +1,4 @@
-"""Drives a scheduler as vLLM's engine core does, with tokens made up in place of a model's."""
+"""Drives a scheduler as vLLM's engine core does, with synthetic tokens instead of a model's."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Wish:
     prompt: tuple[int, ...]
     max_tokens: int
     arrives: int
-    """Before which call of `schedule`."""
+    """Number of the call of `schedule` before which it arrives."""
     priority: int = 0
     aborts: int | None = None
     ends_at: int | None = None
-    """After how many tokens it puts out the end-of-sequence token."""
+    """Number of tokens after which it generates the end-of-sequence token."""
     salt: str | None = None
     prompt_logprobs: int | None = None
 
@@ -109,7 +109,7 @@ class Core:
     """`EngineCore.step`, or `step_with_batch_queue` with a queue of two, on a model of vLLM's workers.
 
     Attributes:
-        worker: what is told; which of vLLM's runners it is follows from the scheduler's configuration.
+        worker: receiver of the messages; the kind of vLLM's runner follows from the scheduler's configuration.
     """
 
     scheduler: Any
@@ -167,7 +167,7 @@ class Core:
             self.queue.appendleft(deferred)
 
     def before_update(self) -> None:
-        """A step was computed; what comes in meanwhile is handled first."""
+        """Called after a step was computed, to handle messages that arrived meanwhile."""
 
     def note(self, output: Any) -> None:
         computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
@@ -177,7 +177,7 @@ class Core:
         self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free_blocks(self.scheduler)))
 
     def execute(self, output: Any) -> ModelRunnerOutput:
-        """What a worker does; a `WorkerFault` where that goes wrong."""
+        """Execute a step as a worker; raises `WorkerFault` on a violation."""
         sampled = self.worker.execute(output)
         for name, start in self.worker.seen.items():
             assert start == self.steps[-1].computed[name], name

@@ -1,4 +1,4 @@
-"""Random sessions of a vLLM: its own scheduler and this one get the same, and what they tell the workers is carried out.
+"""Random sessions of a vLLM: its own scheduler and this one get the same input, and their messages to the workers are executed.
 
 `make vllm-fuzz` plays many. What is compared, and what is not, because `docs/evidence/vllm.md` names it as a difference, says `difference`.
 """
@@ -27,42 +27,42 @@ from vajra_py.vllm import Scheduler
 
 MAX_CALLS = 8000
 STOPS = (600, 601, 602)
-"""Tokens outside of what is made up, which end a request that names them."""
+"""Tokens that are not generated otherwise, which end a request that names them."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A request, and what becomes of it."""
+    """A request and its events."""
 
     name: str
     prompt: tuple[int, ...]
     max_tokens: int
     arrives: int
-    """Turn."""
+    """Turn of its arrival."""
     arrival_time: float
-    """Seconds after the start, as its frontend says; not in the order of arrival."""
+    """Seconds after the start, as set by its frontend; not in the order of arrival."""
     priority: int = 0
     salt: str | None = None
     ends_at: int | None = None
-    """After how many tokens it puts out the end-of-sequence token."""
+    """Number of tokens after which it generates the end-of-sequence token."""
     stops_at: tuple[int, int] | None = None
-    """After how many tokens it puts out which of `STOPS`."""
+    """Number of tokens after which it generates one of `STOPS`, and which one."""
     min_tokens: int = 0
     ignores_eos: bool = False
     prompt_logprobs: bool = False
     skips_cache: bool = False
     aborts: tuple[int, bool] | None = None
-    """Turn, and whether that is while a step is computed."""
+    """Turn of its abort, and True if that is during a step."""
     string_after: int | None = None
-    """After how many tokens its frontend finds a string that stops it."""
+    """Number of tokens after which its frontend finds a stop string."""
     grammar: tuple[int, str, int | None] | None = None
-    """When it is compiled (turn), "ok" or "error", and which token it does not allow."""
+    """Turn in which it is compiled, "ok" or "error", and the token that it forbids."""
     client: int = 0
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that is done to the whole scheduler: "reset", "reset all", "pause new", "pause all", "resume", "abort all"."""
+    """Operation on the whole scheduler: "reset", "reset all", "pause new", "pause all", "resume", "abort all"."""
 
     turn: int
     kind: str
@@ -71,7 +71,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that a run follows from."""
+    """Complete input of a run."""
 
     seed: int
     block_size: int
@@ -86,7 +86,7 @@ class Session:
 
 
 def session_of(seed: int, *, is_async: bool) -> Session:
-    """A random one."""
+    """Return a random session."""
     rng = random.Random(f"vllm {seed}")
     block_size = rng.choice((1, 2, 3, 4, 8, 16, 32))
     num_blocks = max(4, rng.choice((40, 64, 96, 128, 192, 256, 512, 2048)) // block_size)
@@ -142,7 +142,7 @@ def _wishes(rng: random.Random, options: dict[str, Any], block_size: int, capaci
             prompt = prompt[: max(1, len(prompt) // block_size) * block_size]
         room = capacity - len(prompt)
         output = min(room, rng.choice((20, 40, 80) if is_long else (1, 1, 2, 5, 20, 40)))
-        output += 30 if rng.random() < 0.1 else 0  # more than the model is long
+        output += 30 if rng.random() < 0.1 else 0  # more than the model's maximum length
         name, copies = f"r{index}", rng.choice((2, 3)) if rng.random() < 0.1 else 1
         base = Wish(
             name,
@@ -218,7 +218,7 @@ def token_of(wish: Wish, position: int) -> int:
 
 
 class Grammars:
-    """Stands in for vLLM's manager of structured output."""
+    """Stand-in for vLLM's manager of structured output."""
 
     def __init__(self, wishes: list[Wish]) -> None:
         self._refuses = {one.name: one.grammar[2] for one in wishes if one.grammar is not None}
@@ -239,7 +239,7 @@ _MADE: dict[str, Any] = {}
 
 
 def _config(model: str, session: Session) -> Any:
-    """One configuration serves every session: to make one takes longer than a session."""
+    """Return the configuration shared by all sessions, since creating one takes longer than a session."""
     if model not in _MADE:
         init_none_hash(_HASH)
         _MADE[model] = vllm_config(model, max_model_len=512, enforce_eager=True)
@@ -289,11 +289,11 @@ class Play(Core):
     turn: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     stopped: set[str] = field(default_factory=set)
-    """Requests in which their frontend has found a string."""
+    """Requests in which their frontend has found a stop string."""
     finished: list[str] = field(default_factory=list)
-    """What clients were said to have finished."""
+    """Clients' requests that were reported as finished."""
     answers: list[bool] = field(default_factory=list)
-    """Of resets."""
+    """Results of resets."""
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Prompt tokens, and those of them that were cached, of each request."""
     events: deque[Event] = field(default_factory=deque)
@@ -417,7 +417,7 @@ def play(cls: type[Any], model: str, session: Session) -> Play:
 
 
 def _that_run(play: Play) -> list[tuple[dict[str, int], dict[str, int], list[str], int]]:
-    """The steps that run something; who was preempted in attempts before belongs to the next one."""
+    """Return the non-empty steps; preemptions in earlier empty attempts are added to the next step."""
     found, preempted = [], set()
     for one in play.steps:
         preempted |= set(one.preempted)
@@ -428,7 +428,7 @@ def _that_run(play: Play) -> list[tuple[dict[str, int], dict[str, int], list[str
 
 
 def difference(session: Session, own: Play, ours: Play) -> str | None:
-    """The first thing that this scheduler does otherwise than vLLM's; None: nothing but what `docs/evidence/vllm.md` names."""
+    """Return the first difference to vLLM's scheduler; None if all differences are listed in `docs/evidence/vllm.md`."""
     if not session.is_async:
         theirs, mine = _that_run(own), _that_run(ours)
         for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):
@@ -457,7 +457,7 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
 
 
 def end_check(session: Session, ours: Play) -> str | None:
-    """Whether everything was given back."""
+    """Return a description of resources that were not released, or None."""
     mechanism = ours.scheduler.mechanism
     mechanism.replica.memory.check()
     mechanism.controller.check_conservation()

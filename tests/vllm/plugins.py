@@ -1,4 +1,4 @@
-"""Installs packages for one test: policies that misbehave, and this package's own doors where it is run from its sources."""
+"""Installs packages for one test: faulty policies, and this package's own entry points if it runs from its sources."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def install_broken(folder: Path) -> None:
 
 
 def install_own_doors(folder: Path) -> None:
-    """This package's entry points, as pyproject.toml has them, where no installation offers them."""
+    """Install this package's entry points from pyproject.toml, if no installation provides them."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     lines: list[str] = []
     for group, entries in groups.items():

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument("--model", help="folder of a model; default: a tiny one is made")
     given = parser.parse_args()
-    if platforms.current_platform.is_unspecified():  # a build for GPUs on a machine without
+    if platforms.current_platform.is_unspecified():  # a GPU build on a machine without a GPU
         platforms.current_platform = CpuPlatform()
     logging.disable(logging.CRITICAL)
     from tests.vllm.fuzz import compare  # after the platform: vLLM's modules keep it when they are imported

@@ -29,7 +29,7 @@ class SharedWorkers:
     """`VllmWorkers` that outlive their runner.
 
     Attributes:
-        engine: whose KV memory is compared with what vLLM's workers know, at every step; None: nobody's.
+        engine: its KV memory is compared with the state of vLLM's workers at every step; None: no comparison.
         num_steps: steps executed, in all.
     """
 
@@ -57,7 +57,7 @@ class SharedWorkers:
 
     @property
     def model_runner(self) -> Any:
-        """vLLM's own."""
+        """vLLM's own model runner."""
         return self._workers._executor.driver_worker.worker.model_runner
 
     def load(self, options: RunnerOptions) -> VllmRunner:
@@ -83,7 +83,7 @@ class SharedWorkers:
         return output
 
     def _compare(self, message: Any) -> None:
-        """vLLM's block tables are ours, and the blocks in them are those that are not free."""
+        """Check that vLLM's block tables equal ours and contain exactly the blocks that are not free."""
         (unit,) = self.engine.replicas.values()
         memory = unit.replica.memory
         held: set[int] = set()
@@ -98,7 +98,7 @@ class SharedWorkers:
         assert len(held) == memory.num_blocks - memory.free_blocks
 
     def close(self) -> None:
-        """The runner goes; the workers stay, and forget its requests."""
+        """Remove the runner's requests from the workers, which stay alive."""
         from vllm.v1.core.sched.output import SchedulerOutput
 
         message = SchedulerOutput.make_empty()
@@ -110,7 +110,7 @@ class SharedWorkers:
         self._workers.close()
 
     def backend(self, on_made: Callable[[EngineRun], None] | None = None) -> Callable[[Run], Backend]:
-        """How a run is made on these workers."""
+        """Return a factory of backends on these workers."""
 
         def make(run: Run) -> Backend:
             made = EngineRun(run, load=self.load)
@@ -145,7 +145,7 @@ def settings(model: str | Path, scheduling: Any, workload: Any, **sections: Any)
 
 
 def run_on(workers: SharedWorkers, mapping: dict[str, Any], folder: Path, registry: Registry | None = None) -> RunData:
-    """One run, at whose end every KV block is free."""
+    """Execute a run, and check that every KV block is free at its end."""
     config = config_from_mapping(mapping, registry=registry)
     run = run_experiment(config, folder=folder, registry=registry, backend=workers.backend())
     (unit,) = workers.engine.replicas.values()

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from tests.vllm.core import Core, Wish, make_scheduler, vllm_config
 from vajra_py.errors import ConfigError
 from vajra_py.vllm import Scheduler
-from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, wishes_of
+from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, vajra_options_of
 from vajra_py.vllm.support import VERSIONS, check_version, installed_version
 
 
@@ -168,8 +168,8 @@ def test_other_versions_are_refused_in_one_line() -> None:
 
 
 def test_the_experiment_is_named_by_option_or_environment() -> None:
-    assert wishes_of({"vajra": {"experiment": "a.yaml"}}, {EXPERIMENT_VARIABLE: "b.yaml"}).experiment is not None
-    assert str(wishes_of({}, {EXPERIMENT_VARIABLE: "b.yaml"}).experiment) == "b.yaml"
-    assert wishes_of({}, {}).experiment is None
+    assert vajra_options_of({"vajra": {"experiment": "a.yaml"}}, {EXPERIMENT_VARIABLE: "b.yaml"}).experiment is not None
+    assert str(vajra_options_of({}, {EXPERIMENT_VARIABLE: "b.yaml"}).experiment) == "b.yaml"
+    assert vajra_options_of({}, {}).experiment is None
     with pytest.raises(ConfigError, match="experiment"):
-        wishes_of({"vajra": {"experimnt": "a.yaml"}}, {})
+        vajra_options_of({"vajra": {"experimnt": "a.yaml"}}, {})

@@ -21,7 +21,7 @@ from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs, read_rows
 from vajra_py.vllm import Scheduler
-from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, SAVE_RUN_VARIABLE, wishes_of
+from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, SAVE_RUN_VARIABLE, vajra_options_of
 
 LATENCY = "backend: {vllm: {latency: {type: affine, base_s: 0.004, per_token_s: 0.0001}}}"
 POLICIES = {
@@ -179,10 +179,10 @@ def test_a_folder_that_holds_something_is_refused(tiny_model: str, tmp_path: Pat
 
 
 def test_the_folder_is_named_by_option_or_environment() -> None:
-    found = wishes_of({"vajra": {"save_run": "a"}}, {EXPERIMENT_VARIABLE: "b.yaml", SAVE_RUN_VARIABLE: "c"})
+    found = vajra_options_of({"vajra": {"save_run": "a"}}, {EXPERIMENT_VARIABLE: "b.yaml", SAVE_RUN_VARIABLE: "c"})
     assert (str(found.save_run), str(found.experiment)) == ("a", "b.yaml")
-    assert str(wishes_of(None, {SAVE_RUN_VARIABLE: "c"}).save_run) == "c"
-    assert wishes_of({}, {}).save_run is None
+    assert str(vajra_options_of(None, {SAVE_RUN_VARIABLE: "c"}).save_run) == "c"
+    assert vajra_options_of({}, {}).save_run is None
     wrong: Any = {"vajra": {"save_runs": "a"}}
     with pytest.raises(ConfigError, match="save_run"):
-        wishes_of(wrong, {})
+        vajra_options_of(wrong, {})

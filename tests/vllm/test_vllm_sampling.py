@@ -11,7 +11,7 @@ import pytest
 
 from tests.vllm.shared import ARGUMENTS, BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, SharedWorkers
 from vajra_py import LLM, SamplingParams
-from vajra_py.engine.llm import RequestOutput
+from vajra_py.engine.requests import RequestOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 

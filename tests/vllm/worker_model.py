@@ -1,9 +1,9 @@
-"""Both of vLLM's model runners, as far as what a scheduler says to them matters.
+"""Models of both of vLLM's model runners, limited to the scheduler's messages.
 
 `FirstRunner` does what `vllm/v1/worker/gpu_model_runner.py` does in `_update_states`, `_prepare_input_ids` and `_bookkeeping_sync`,
 `SecondRunner` what `vllm/v1/worker/gpu/model_runner.py` does in `finish_requests`, `add_requests`, `update_requests`, `prepare_inputs`
-and `post_update`, the same in vLLM 0.32 and 0.33. Which tokens they would read follows from the messages alone; it is compared with
-what the requests' tokens are. A KV slot holds a digest of everything up to it, so that a read of another content is noticed.
+and `post_update`, the same in vLLM 0.32 and 0.33. Which tokens they would read follows from the messages alone; they are compared with
+the requests' tokens. A KV slot holds a digest of all tokens up to it, so that a read of other content is detected.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNKNOWN = -1
-"""Stands in a row for a token that was sampled on the device and that the host has not seen."""
+"""Placeholder in a row for a token that was sampled on the device and is not available on the host."""
 
 
 class WorkerFault(AssertionError):
-    """A message by which a worker would die, or compute something else than it should."""
+    """A message that would make a worker crash or compute a wrong result."""
 
 
 @dataclass
 class Truth:
-    """What a request's tokens are, whoever schedules it.
+    """Tokens of each request, independent of the scheduler.
 
     Attributes:
         prompt: its prompt.
-        salt: what keeps its KV from being shared.
+        salt: prevents sharing of its KV.
         token: its output token of a given position, from 0.
     """
 
@@ -40,7 +40,7 @@ class Truth:
         return self.prompt[position] if own < 0 else self.token(own)
 
     def digest(self, position: int) -> int:
-        """Of every token up to this one."""
+        """Return the digest of all tokens up to this one."""
         while len(self.digests) <= position:
             before = self.digests[-1] if self.digests else hash(self.salt)
             self.digests.append(hash((before, self.at(len(self.digests)))))
@@ -48,7 +48,7 @@ class Truth:
 
 
 class KvSlots:
-    """What each slot of the KV memory holds."""
+    """Contents of each slot of the KV memory."""
 
     def __init__(self, block_size: int) -> None:
         self.size = block_size
@@ -56,7 +56,7 @@ class KvSlots:
         self._written_by: dict[tuple[int, int], str] = {}
 
     def begin(self, to_zero: Sequence[int] | None) -> None:
-        """A step begins: these blocks are cleared."""
+        """Begin a step by clearing these blocks."""
         self._written_by = {}
         for block in to_zero or ():
             for offset in range(self.size):
@@ -86,7 +86,7 @@ class KvSlots:
 
 @dataclass
 class _Cached:
-    """`CachedRequestState`: what the first runner keeps of a request, in its batch or not."""
+    """State of a request in the first runner, in its batch or not (`CachedRequestState`)."""
 
     prompt: list[int]
     blocks: list[int]
@@ -105,11 +105,11 @@ class _Row:
 
 @dataclass
 class Runner:
-    """What both have in common: a batch is computed, and the outputs are its tokens.
+    """Common base of both runners: computes a batch and returns its tokens as outputs.
 
     Attributes:
-        truths: what the requests' tokens are, by name.
-        max_rows: most requests that it has room for.
+        truths: the requests' tokens, by name.
+        max_rows: largest number of requests.
         seen: tokens that it computed for each request before the step at hand.
     """
 
@@ -151,7 +151,7 @@ class Runner:
         return sampled
 
     def update(self, message: Any) -> None:
-        """Take the changes in."""
+        """Apply the message's changes."""
         raise NotImplementedError
 
     def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
@@ -159,11 +159,11 @@ class Runner:
         raise NotImplementedError
 
     def sample(self, name: str, end: int) -> list[int]:
-        """The token after `end`, unless it is thrown away."""
+        """Return the token after `end`, or nothing if it is discarded."""
         raise NotImplementedError
 
     def finish_step(self) -> None:
-        """All of it is sampled."""
+        """Finish the step after sampling."""
 
     def next_token(self, name: str, end: int) -> int:
         truth = self.truths[name]
@@ -246,7 +246,7 @@ class FirstRunner(Runner):
         if name in self.last:
             if len(tokens) == count:
                 tokens[-1] = self.last[name]
-            if state.output and state.output[-1] == UNKNOWN:  # what the sampler reads; it is repaired for its sake
+            if state.output and state.output[-1] == UNKNOWN:  # read by the sampler, for which it is repaired
                 state.output[-1] = self.last[name]
         if len(tokens) < count:
             raise WorkerFault(f"{name}: computes up to {start + count}, and {len(row.tokens)} tokens are known")

@@ -1,4 +1,4 @@
-"""The command `vajra calibrate`: fits host overhead and scale factors to a measured run."""
+"""Command `vajra calibrate`: fit host overhead and scale factors to a measured run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vajra capacity`: how much load the settings of an experiment take under an SLO."""
+"""`vajra capacity`: load that the settings of an experiment sustain under an SLO."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
         answers = find_capacity(config, workers=workers, overwrite=overwrite, progress=display.update, pool=pool)
     folder = config.output_dir / config.name
     asked = config.capacity
-    assert asked is not None  # else there was no answer
+    assert asked is not None  # no answer was found
     from vajra_py.experiment.capacity.files import write_capacity_files
 
     paths = write_capacity_files(answers, asked, folder, figure_formats)
@@ -83,7 +83,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
 
 
 def _worth(answer: CapacityAnswer) -> float:
-    """The highest rate and the lowest cost come last, where one looks first."""
+    """Sort key that prints the highest rate and the lowest cost last, next to the prompt."""
     found = answer.answer
     if found is None or found.outcome == "never":
         return -math.inf
@@ -114,7 +114,7 @@ def _show(answers: list[CapacityAnswer], slo: str, paths: list[Path], *, quiet: 
 
 
 def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
-    """The answers as a text for other programs; CSV is of the answers alone."""
+    """Return the answers as text for other programs; CSV contains the answers alone."""
     from vajra_py.experiment.capacity.answers import plain_values
     from vajra_py.experiment.capacity.tables import answer_table, difference_table
     from vajra_py.metrics.comparison.table_renderers import csv_table, latex, markdown
@@ -131,7 +131,7 @@ def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
 
 
 class _Display:
-    """A line for each setting: runs finished of those asked for so far, and what is being run."""
+    """One line per setting: finished and requested runs, and the current run."""
 
     def __init__(self, quiet: bool) -> None:
         self._progress: Progress | None = None if quiet else new_progress()
@@ -147,7 +147,7 @@ class _Display:
             self._progress.stop()
 
     def update(self, label: str, num_done: int, num_asked: int, doing: str) -> None:
-        """Show how a setting's search stands."""
+        """Show the progress of a setting's search."""
         if self._progress is None:
             return
         if label not in self._tasks:

@@ -12,7 +12,7 @@ import click
 from vajra_py.cli.options import overrides_option
 
 if TYPE_CHECKING:
-    from vajra_py.config import ExperimentConfig, SweepPoint
+    from vajra_py.config import ExperimentConfig, SweepPoint, SystemConfig
     from vajra_py.errors import Problem
 
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 @overrides_option
 @click.option("--effective", is_flag=True, help="Print the complete settings, defaults written out.")
 def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) -> None:
-    """Check experiment FILES: every mistake, with file, line and what is allowed. Nothing is run.
+    """Check FILES of experiments and systems: every mistake, with file, line and what is allowed. Nothing is run.
 
-    The files of a workload are read, and replicas and policies are put together once for every point of a sweep.
+    A file without a workload (and without sweep, replications and capacity) is a system, as `vajra serve` takes it. The files of a workload are read, and replicas and policies are put together once for every point of a sweep.
     """
-    from vajra_py.config import dump_effective, expand_sweep, load_config
+    from vajra_py.config import ExperimentConfig, SweepPoint, dump_effective, expand_sweep, load_either
     from vajra_py.errors import ConfigError
     from vajra_py.experiment.runs.check import problems_of_parts
     from vajra_py.plugins import load_registry
@@ -33,8 +33,10 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
     problems: list[Problem] = []
     for file in files:
         try:
-            config = load_config(file, overrides)
-            points = expand_sweep(config)
+            config = load_either(file, overrides)
+            points: list[tuple[SweepPoint, SystemConfig]] = [(SweepPoint({}, config.name, config.name), config)]
+            if isinstance(config, ExperimentConfig):
+                points = [*expand_sweep(config)]
         except ConfigError as error:
             problems.extend(error.problems)
             continue
@@ -43,14 +45,17 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
         if effective:
             click.echo(dump_effective(config), nl=False)
         elif not found:
-            for line in _what_is_run(points):
-                click.echo(f"{file}: {line}")
+            if isinstance(config, ExperimentConfig):
+                for line in _run_count_lines(expand_sweep(config)):
+                    click.echo(f"{file}: {line}")
+            else:
+                click.echo(f"{file}: valid (a system; with a workload it is an experiment)")
     if problems:
         raise ConfigError(problems)
 
 
-def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
-    """The number of runs, and why they are fewer than points and seeds."""
+def _run_count_lines(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
+    """Return the number of runs, and the reason if it is less than points times seeds."""
     from vajra_py.experiment.runs.equal_seeds import EqualSeeds
     from vajra_py.plugins import load_registry
 
@@ -69,7 +74,7 @@ def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[
 
 @click.command()
 def schema() -> None:
-    """Print the JSON schema of experiment files, with the parameters of everything that is installed."""
+    """Print the JSON schema of the files of experiments and systems, with the parameters of everything that is installed."""
     from vajra_py.config import json_schema
     from vajra_py.plugins import load_registry
 

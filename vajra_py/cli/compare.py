@@ -65,13 +65,13 @@ def compare(  # noqa: PLR0913 - one argument for each option
     loaded = load_runs(find_all_runs(runs))
     primary = _names(metrics)
     comparison = compare_runs(loaded, each_run=each_run, metrics=primary)
-    asked = _Asked(form, None if scope is None else comparison.scope(scope), baseline, _names(columns))
+    view = _View(form, None if scope is None else comparison.scope(scope), baseline, _names(columns))
     if columns and form not in ("table", "latex"):
         raise click.UsageError("--columns: is of tables and LaTeX tables. Allowed: --format table, --format latex.")
     if form == "table":
-        _show(comparison, asked, loaded)
+        _show(comparison, view, loaded)
     else:
-        click.echo(_text(comparison, asked), nl=False)
+        click.echo(_text(comparison, view), nl=False)
     if baseline is not None and len(comparison.of_load(comparison.position(baseline))) == 1:
         message = f"no difference from {baseline}: every other setting has another load, and loads are not compared"
         click.echo(f"warning: {message}", err=True)
@@ -83,8 +83,8 @@ def compare(  # noqa: PLR0913 - one argument for each option
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Which part of a comparison is shown, and how."""
+class _View:
+    """Requested part and form of a comparison."""
 
     form: str
     scope: str | None
@@ -96,46 +96,46 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for one in given for name in one.replace(" ", "").split(",") if name)
 
 
-def _text(comparison: Comparison, asked: _Asked) -> str:
-    """The comparison as a text for other programs."""
+def _text(comparison: Comparison, view: _View) -> str:
+    """Return the comparison as text for other programs."""
     from vajra_py.metrics.comparison import tables as comparison_tables
     from vajra_py.metrics.comparison.comparison import OVERALL
     from vajra_py.metrics.comparison.table_renderers import csv_text, latex, markdown
 
-    position = None if asked.baseline is None else comparison.position(asked.baseline)
-    if asked.form == "json":
-        return comparison_tables.json_text(comparison, asked.scope, position)
-    if asked.form == "csv" and position is not None:
-        rows = list(comparison_tables.difference_records(comparison, asked.scope, position))
+    position = None if view.baseline is None else comparison.position(view.baseline)
+    if view.form == "json":
+        return comparison_tables.json_text(comparison, view.scope, position)
+    if view.form == "csv" and position is not None:
+        rows = list(comparison_tables.difference_records(comparison, view.scope, position))
         return csv_text(comparison_tables.DIFFERENCE_COLUMNS, rows)
-    if asked.form == "csv":
-        return comparison.to_csv(asked.scope)
-    scope = asked.scope or OVERALL
-    if asked.baseline is not None:
-        return (markdown if asked.form == "markdown" else latex)(_differences(comparison, asked))
-    return comparison.to_markdown(scope) if asked.form == "markdown" else comparison.to_latex(scope, asked.columns)
+    if view.form == "csv":
+        return comparison.to_csv(view.scope)
+    scope = view.scope or OVERALL
+    if view.baseline is not None:
+        return (markdown if view.form == "markdown" else latex)(_differences(comparison, view))
+    return comparison.to_markdown(scope) if view.form == "markdown" else comparison.to_latex(scope, view.columns)
 
 
-def _differences(comparison: Comparison, asked: _Asked) -> Table:
+def _differences(comparison: Comparison, view: _View) -> Table:
     from vajra_py.metrics.comparison.baseline_table import difference_table
     from vajra_py.metrics.comparison.comparison import OVERALL
     from vajra_py.metrics.comparison.metrics import named_metrics
 
-    assert asked.baseline is not None
-    metrics = named_metrics(asked.columns, "--columns") if asked.columns else None
-    return difference_table(comparison, asked.baseline, asked.scope or OVERALL, metrics)
+    assert view.baseline is not None
+    metrics = named_metrics(view.columns, "--columns") if view.columns else None
+    return difference_table(comparison, view.baseline, view.scope or OVERALL, metrics)
 
 
-def _show(comparison: Comparison, asked: _Asked, loaded: Sequence[RunData]) -> None:
+def _show(comparison: Comparison, view: _View, loaded: Sequence[RunData]) -> None:
     """Print the comparison for a reader."""
     from vajra_py.cli.options import say_step_times, say_warnings, show_table
     from vajra_py.metrics.comparison.comparison import OVERALL
 
-    if asked.baseline is not None:
-        show_table(_differences(comparison, asked))
+    if view.baseline is not None:
+        show_table(_differences(comparison, view))
         return
-    show_table(comparison.render(asked.scope or OVERALL, asked.columns).table)
+    show_table(comparison.render(view.scope or OVERALL, view.columns).table)
     say_step_times(loaded, comparison)
     say_warnings(loaded)
-    if len(comparison.scopes) > 1 and asked.scope is None:
+    if len(comparison.scopes) > 1 and view.scope is None:
         click.echo(f"also by --scope: {', '.join(comparison.scopes[1:])}")

@@ -10,7 +10,7 @@ _WIDTHS = {"column": 3.35, "page": 7.0, "report": 10.0}
 
 
 def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
-    """The width that was asked for, inches."""
+    """Return the requested width in inches."""
     from vajra_py.metrics.report.figure_files import MAX_WIDTH_IN, MIN_WIDTH_IN
 
     try:

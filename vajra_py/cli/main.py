@@ -34,22 +34,22 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "model": ("vajra_py.cli.model", "Write a small model without a network, or look at a model directory."),
     "new-plugin": ("vajra_py.cli.new_plugin", "Write a package with a policy for each layer."),
 }
-"""Command to (module, summary); the module has a click command of that name, dashes as underscores."""
+"""Module and summary by command; the module has a click command of that name, with underscores for dashes."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Told when something is written, without the name of what."""
+"""Errors of writing whose exception does not name the file."""
 
 
 class LazyCommands(click.Group):
-    """A group whose commands are imported when they are used."""
+    """Command group that imports commands on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the order in which one meets them."""
+        """Return the names, in the order of typical use."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name."""
+        """Return the command of that name."""
         entry = _COMMANDS.get(cmd_name)
         if entry is None:
             return None
@@ -57,14 +57,14 @@ class LazyCommands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in `--help`, without importing anything."""
+        """Write the command list of `--help` without importing any command."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Say which name was meant when a name is unknown."""
+        """Suggest the nearest name if a name is unknown."""
         from vajra_py.errors import did_you_mean
 
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     wants_traceback = "--traceback" in arguments
-    try:  # the flag is understood wherever it stands
+    try:  # the flag is accepted at any position
         given = [one for one in arguments if one != "--traceback"]
         result: Any = vajra.main(given, prog_name="vajra", standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -100,11 +100,11 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
-    except SystemExit as error:  # click's own way to end when nobody reads what is written: it wraps the output
+    except SystemExit as error:  # click ends like this on a closed pipe: it wraps the output
         if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             return 0
         raise error
-    except OSError as error:  # a folder that cannot be written, a full disk
+    except OSError as error:  # e.g. a folder without write permission, or a full disk
         if error.filename is None and error.errno not in _FULL:
             raise
         text = f"{error.filename or 'output'}: {os.strerror(error.errno) if error.errno else error}."

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class NumberRange(click.FloatRange):
-    """A number within bounds, which what is not a number (`nan`) is not."""
+    """Number within bounds; rejects `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number. Fails for what is out of the range."""
+        """Convert the number. Fails if it is out of range."""
         found = super().convert(value, param, ctx)
         if math.isnan(found):
             self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
@@ -73,7 +73,9 @@ latency_option = click.option(
 def measured_latency(
     run: MeasuredRun, profile: Path | None, calibration: Path | None, given: Sequence[str]
 ) -> dict[str, Any]:
-    """What stands under `latency:` to simulate a measured run: a bundle or operator tables, with the values of `--latency`."""
+    """Return the `latency:` section for simulating a measured run: a bundle or operator tables, with the values of
+    `--latency`.
+    """
     from vajra_py.experiment.measured.simulation import bundle_latency, tables_latency
 
     changes = named_values(given, "--latency")
@@ -83,7 +85,7 @@ def measured_latency(
 
 
 def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, Any]:
-    """The values of an option that is repeated. Raises `ConfigError` for one that is not NAME=VALUE."""
+    """Return the values of a repeated option. Raises `ConfigError` for one that is not NAME=VALUE."""
     import json
 
     from vajra_py.errors import ConfigError, Problem
@@ -102,7 +104,7 @@ def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, An
 
 
 def wide_console(needed: int = 0) -> Console:
-    """Standard output for tables: as wide as the terminal; where there is none, as wide as they need."""
+    """Return standard output for tables: as wide as the terminal, or as the tables if there is no terminal."""
     from rich.console import Console
 
     console = Console()
@@ -118,7 +120,7 @@ def show_table(table: Table) -> None:
 
 
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
-    """Where these runs' step times come from, and whether they differ by more than that is known to be off; below a table."""
+    """Print the origin of these runs' step times below a table, and whether differences exceed their known error."""
     from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins
 
     for sentence, names in step_time_origins(runs):
@@ -134,7 +136,9 @@ def say_accuracy(accuracy: Accuracy, title: str = "") -> None:
 
 
 def say_warnings(runs: Sequence[RunData]) -> None:
-    """What limits the numbers of these runs, each sentence once, on standard error; why a replicated setting was not stable, once for all of its seeds."""
+    """Print warnings about these runs on standard error, each once; a replicated setting's reason for instability once
+    for all seeds.
+    """
     from vajra_py.metrics.runs.replications import group_replications
 
     found: dict[str, list[str]] = {}
@@ -167,7 +171,7 @@ def say_warnings(runs: Sequence[RunData]) -> None:
 
 
 def new_progress() -> Progress:
-    """A display of tasks with their bars and notes, on standard error."""
+    """Create a display of tasks with bars and notes, on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

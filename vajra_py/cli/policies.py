@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class _Policies(click.Group):
-    """`vajra policies`, for people who write `vajra policies NAME` or `list`."""
+    """Group `vajra policies` that also accepts `vajra policies NAME` and `list`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Say how to look at one policy when its name stands where a command should."""
+        """Suggest `show` if a policy's name is given in place of a command."""
         if args[0] not in self.commands and not args[0].startswith("-"):
             hint = f"One policy: vajra policies show {args[0]}. All of them: vajra policies"
             raise click.UsageError(f"no such command ({args[0]!r}). {hint}", ctx)

@@ -87,7 +87,7 @@ class _Bar:
             self._progress.stop()
 
     def show(self, num_done: int, num_total: int) -> None:
-        """So many of so many are measured."""
+        """Show the number of finished measurements."""
         if self._progress is not None and self._task is not None:
-            self._progress.start()  # not before: what is wrong is said on a line of its own
+            self._progress.start()  # created late, so that errors are printed on a line of their own
             self._progress.update(self._task, completed=num_done, total=num_total)

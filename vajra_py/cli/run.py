@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _MIN_RENDER_S = 0.1
 
 MOSTLY_REJECTED = 5
-"""Exit code of runs that came to their end, in which more than half of the requests were rejected for themselves."""
+"""Exit code of finished runs in which more than half of the requests were rejected for reasons of their own."""
 
 TURNED_AWAY = ("the queue is full", "every replica has failed")
-"""How the details of rejections begin that have nothing to do with the request itself."""
+"""Prefixes of rejection details that are unrelated to the request itself."""
 
 
 @click.command(no_args_is_help=True)
@@ -74,7 +74,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     from vajra_py.config import expand_sweep, load_config
     from vajra_py.experiment.runs.sweep import sweep
 
-    if preset is not None:  # in place of the file's policies; what is set on the command line still wins
+    if preset is not None:  # replaces the file's policies; command-line settings still take precedence
         overrides = ("scheduling=null", f"preset={preset}", *overrides)
     config = load_config(file, overrides)
     if validate:
@@ -82,7 +82,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
         for _, point in expand_sweep(config):
             check_validation(point)
-    if report is not None:  # before the work is done, rather than after it
+    if report is not None:  # fail before the runs rather than after them
         report.parent.mkdir(parents=True, exist_ok=True)
     display = _Display(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []
@@ -90,7 +90,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     with ray_cluster(on) as cluster, display:
         pool = None if cluster is None else pool_on(cluster, config, workers)
         if config.is_single:
-            runs = [_run_one(config, _Asked(overwrite, quiet, workers, pool), display)]
+            runs = [_run_one(config, _RunOptions(overwrite, quiet, workers, pool), display)]
         else:
             result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point, pool=pool)
             runs, failures, num_copies = list(result.runs), list(result.failures), len(result.copies)
@@ -104,9 +104,11 @@ def run(  # noqa: PLR0913 - one argument for each option
 
 
 def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
-    """Say on standard error how many requests were rejected for themselves; False when they are more than half of a run's.
+    """Report on standard error the number of requests rejected for reasons of their own; return False if they exceed
+    half of a run's.
 
-    Those that a bounded queue turned away are not among them: that is what the bound is for. What is the same in several runs is said once.
+    Requests rejected by a bounded queue do not count: rejection is the purpose of the bound. Equal messages of several
+    runs are printed once.
     """
     import pyarrow.compute as pc
 
@@ -131,17 +133,17 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """How a run is to be executed."""
+class _RunOptions:
+    """Execution options of a run."""
 
     overwrite: bool
     quiet: bool
     workers: int | None
     pool: MakePool | None
-    """Where; None: on this machine."""
+    """Place of execution; None: this machine."""
 
 
-def _run_one(config: ExperimentConfig, asked: _Asked, display: _Display) -> RunData:
+def _run_one(config: ExperimentConfig, options: _RunOptions, display: _Display) -> RunData:
     from vajra_py.experiment.runs.pool import RunTask, run_in_pool
     from vajra_py.experiment.runs.run import run_experiment
     from vajra_py.experiment.runs.sweep import PointStatus
@@ -149,39 +151,39 @@ def _run_one(config: ExperimentConfig, asked: _Asked, display: _Display) -> RunD
     def progress(done: int, total: int, now: float) -> None:
         display.point(0, PointStatus(config.name, done, total, now))
 
-    run = _run_divided(config, asked, progress) if (asked.workers or 1) > 1 else None
-    if run is None and asked.pool is None:
-        run = run_experiment(config, progress=progress, overwrite=asked.overwrite)
+    run = _run_divided(config, options, progress) if (options.workers or 1) > 1 else None
+    if run is None and options.pool is None:
+        run = run_experiment(config, progress=progress, overwrite=options.overwrite)
     elif run is None:
-        assert asked.pool is not None
-        run = run_in_pool(asked.pool, RunTask(config, config.output_dir / config.name, asked.overwrite), progress)
+        assert options.pool is not None
+        run = run_in_pool(options.pool, RunTask(config, config.output_dir / config.name, options.overwrite), progress)
     display.point(0, PointStatus(config.name, is_finished=True))
     return run
 
 
 def _run_divided(
-    config: ExperimentConfig, asked: _Asked, progress: Callable[[int, int, float], None]
+    config: ExperimentConfig, options: _RunOptions, progress: Callable[[int, int, float], None]
 ) -> RunData | None:
-    """The run by several workers; None when it is to be run whole, which is said."""
+    """Execute the run with several workers; return None if it must run undivided, after printing the reason."""
     from vajra_py.experiment.runs.folder import RunFolder
     from vajra_py.experiment.runs.parts import parts_of, run_in_parts
     from vajra_py.experiment.runs.pool import local_pool
     from vajra_py.plugins import load_registry
 
-    assert asked.workers is not None
+    assert options.workers is not None
     place, registry = RunFolder(config.output_dir / config.name), load_registry()
-    if place.is_finished(config) and not asked.overwrite:
+    if place.is_finished(config) and not options.overwrite:
         return None
-    place.check(config, overwrite=asked.overwrite)
-    parts = parts_of(config, registry, asked.workers)
+    place.check(config, overwrite=options.overwrite)
+    parts = parts_of(config, registry, options.workers)
     if not isinstance(parts, str):
-        pool = asked.pool or (lambda progress: local_pool(asked.workers, len(parts), registry, progress))
-        run = run_in_parts(config, registry, parts, pool, progress, overwrite=asked.overwrite)
+        pool = options.pool or (lambda progress: local_pool(options.workers, len(parts), registry, progress))
+        run = run_in_parts(config, registry, parts, pool, progress, overwrite=options.overwrite)
         if not isinstance(run, str):
             return run
         parts = run
-    if not asked.quiet:
-        click.echo(f"not divided among {asked.workers} workers: {parts.rstrip('.')}.", err=True)
+    if not options.quiet:
+        click.echo(f"not divided among {options.workers} workers: {parts.rstrip('.')}.", err=True)
     return None
 
 
@@ -219,7 +221,7 @@ def _validate(runs: list[RunData]) -> None:
 
 
 class _Display:
-    """A bar for all runs, and one for each that is being run: requests done, simulated time, and how fast that goes."""
+    """One bar for all runs, and one per active run: finished requests, simulated time, and speed."""
 
     def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True) -> None:
         self._is_simulated = is_simulated
@@ -241,7 +243,7 @@ class _Display:
             self._progress.stop()
 
     def point(self, index: int, status: PointStatus) -> None:
-        """Show how a point stands."""
+        """Show the status of a point."""
         progress = self._progress
         if progress is None:
             return

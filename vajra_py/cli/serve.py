@@ -34,11 +34,11 @@ _SECRETS = {
     "admin_api_key": ADMIN_KEY_VARIABLE,
     "ssl_keyfile_password": SSL_PASSWORD_VARIABLE,
 }
-"""Options that may come from the environment, where they do not show in the list of processes."""
+"""Options that can be set by environment variables, which do not appear in the process list."""
 
 
 def _flags(command: click.Command | Any) -> Any:
-    """The flags that stand in for a file, under vLLM's names."""
+    """Add the flags that replace a file, under vLLM's names."""
     options = (
         click.option("--model", help="Serve the model of this directory, without an experiment file."),
         click.option("--preset", help="Policies and sizes of a whole system; `vajra presets` lists them."),
@@ -84,7 +84,7 @@ _TIMEOUTS = {
 
 
 def _limits(command: click.Command | Any) -> Any:
-    """What one client may cost the others."""
+    """Add limits on the resources of one client."""
     from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
@@ -100,7 +100,7 @@ def _limits(command: click.Command | Any) -> Any:
 
 
 def _operations(command: click.Command | Any) -> Any:
-    """Logs, and what stands between the server and its clients."""
+    """Add options for logs, and for proxies between the server and its clients."""
     from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
@@ -130,7 +130,7 @@ def _operations(command: click.Command | Any) -> Any:
 
 
 def _server_options(command: click.Command | Any) -> Any:
-    """What is said about the server itself."""
+    """Add options of the server itself."""
     from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
@@ -195,11 +195,11 @@ _LISTS = {
     "--allowed-headers": "Header that they may send; without it: any.",
     "--forwarded-allow-ips": "Proxy, or network of proxies, whose X-Forwarded-For is believed, * for all; without it: none.",
 }
-"""Options that may be repeated, or have a JSON list as vLLM's have, or commas between."""
+"""Options that may be repeated, given as a JSON list as for vLLM, or separated by commas."""
 
 
 def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Every entry of values that are entries, lists of them in JSON, or entries with commas between."""
+    """Return all entries of values that are single entries, JSON lists, or comma-separated entries."""
     found: list[str] = []
     for value in values:
         if value.startswith('["'):
@@ -213,7 +213,7 @@ def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _doors(command: click.Command | Any) -> Any:
-    """Access options of the server: keys, names, browsers, proxies."""
+    """Add access options of the server: keys, names, browsers, proxies."""
     options = (
         click.option(
             "--api-key",
@@ -246,24 +246,25 @@ def _doors(command: click.Command | Any) -> Any:
 @_operations
 @_limits
 def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) -> None:
-    """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
+    """Serve the system of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
     from vajra_py.cluster.connect import ray_cluster
+    from vajra_py.config import load_system
     from vajra_py.plugins import load_registry
     from vajra_py.serve.http.options import LOOPBACK
-    from vajra_py.serve.session.configure import FLAG_NAMES, ModelFlags, config_of_file, config_of_flags
+    from vajra_py.serve.session.configure import FLAG_NAMES, ModelFlags, config_of_flags
 
     registry = load_registry()
     flags = {name: given.pop(name) for name in FLAG_NAMES}
     if file is None:
         if flags["model"] is None:
-            raise ConfigError(Problem("serve", "there is nothing to serve", "An experiment FILE, or --model DIR"))
+            raise ConfigError(Problem("serve", "there is nothing to serve", "A system FILE, or --model DIR"))
         config = config_of_flags(ModelFlags(**flags), overrides, registry)
     else:
         said = sorted("--" + name.replace("_", "-") for name, value in flags.items() if value is not None)
         if said:
-            message = f"do not go with an experiment file ({', '.join(said)})"
+            message = f"do not go with a file ({', '.join(said)})"
             raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
-        config = config_of_file(file, overrides, registry)
+        config = load_system(file, overrides, registry)
     for flag in _LISTS:
         name = flag[2:].replace("-", "_")
         entries = _listed(given.pop(name))
@@ -321,10 +322,12 @@ def _run(config: Any, registry: Any, given: dict[str, Any], cluster: RayCluster 
 
 
 def _leave() -> None:
-    """End the process at once: libraries of a loaded model take themselves apart for seconds, and the system does not."""
+    """Exit the process at once: teardown of a loaded model's libraries takes seconds, and the system frees everything
+    anyway.
+    """
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads them any more
+        with suppress(OSError, ValueError):  # no more readers
             stream.flush()
     os._exit(0)

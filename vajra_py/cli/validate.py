@@ -1,4 +1,4 @@
-"""The command `vajra validate`: compares a measured run with a simulation of the same requests."""
+"""Command `vajra validate`: compare a measured run with a simulation of the same requests."""
 
 from __future__ import annotations
 

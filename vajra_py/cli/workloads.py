@@ -1,4 +1,4 @@
-"""`vajra workloads`, `models`, `devices`: list what ships with the project and describe workload files."""
+"""`vajra workloads`, `models`, `devices`: list built-in profiles and describe workload files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tup
     from vajra_py.config import load_config
     from vajra_py.experiment.runs.run import load_workload
 
-    config = load_config(file, overrides)  # of a sweep, its first point
+    config = load_config(file, overrides)  # the first point of a sweep
     described = load_workload(config)
     statistics = described.statistics()
     if figures:

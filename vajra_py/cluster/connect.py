@@ -1,6 +1,6 @@
 """Connection to a Ray cluster, and checks that its nodes give the results of this machine.
 
-Ray is imported when a cluster is asked for, never before.
+Ray is imported only when a cluster is used.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A cluster whose nodes were found to be like this machine."""
+    """A cluster whose nodes were found to have this machine's fingerprint."""
 
     ray: Any
     """The module `ray`, connected."""
     fingerprint: Mapping[str, str]
-    """Of this machine, which every node's has to be equal to."""
+    """Fingerprint of this machine; every node's must be equal to it."""
 
     @property
     def is_there(self) -> bool:
@@ -41,7 +41,7 @@ class RayCluster:
 
     @property
     def num_cpus(self) -> int:
-        """CPUs that the cluster has at this moment."""
+        """Current number of CPUs of the cluster."""
         return int(self.ray.cluster_resources().get("CPU", 0))
 
     def nodes(self) -> list[Any]:
@@ -53,7 +53,7 @@ class RayCluster:
 def ray_cluster(on: str) -> Iterator[RayCluster | None]:
     """The cluster that `on` names; None for `local`, which is this machine without Ray.
 
-    Raises `ConfigError` for what is no place, or without the package `ray`; `RunError` when the cluster cannot be reached, or a node
+    Raises `ConfigError` for an invalid place, or without the package `ray`; `RunError` when the cluster cannot be reached, or a node
     of it differs from this machine in a version that decides results.
     """
     if on == LOCAL:
@@ -83,7 +83,7 @@ def _import_ray() -> Any:
 
 
 def _check_listening(on: str, host: str, port: int) -> None:
-    """Raise `RunError` within seconds when nobody listens there; Ray itself tries for a minute."""
+    """Raise `RunError` within seconds if the port does not accept connections; Ray itself tries for a minute."""
     try:
         socket.create_connection((host, port), timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:
@@ -94,10 +94,12 @@ def _check_listening(on: str, host: str, port: int) -> None:
 
 
 def _connect(ray: Any, on: str, *, again: bool = True) -> None:
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do in the future
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # otherwise it warns of a future change of its default
     try:
         ray.init(address=on, configure_logging=False, log_to_driver=False)
-    except Exception as error:  # Ray has no error of its own for this
+    except Exception as error:  # Ray has no dedicated error for this
         said = " ".join(str(error).split())
         if again and "Initialization failure" in said:  # the process that Ray began for this client ended at once
             return _connect(ray, on, again=False)
@@ -107,7 +109,7 @@ def _connect(ray: Any, on: str, *, again: bool = True) -> None:
 
 
 def _check_nodes(cluster: RayCluster) -> None:
-    """Raise `RunError` for the first node that is not like this machine, or when there is none to compute on."""
+    """Raise `RunError` for the first node that differs from this machine, or if no node can compute."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = cluster.ray
@@ -120,9 +122,9 @@ def _check_nodes(cluster: RayCluster) -> None:
         name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         try:
             found = ray.get(answer, timeout=_ANSWER_S)
-        except Exception as error:  # whatever it is, the node is of no use
+        except Exception as error:  # whatever the error, the node is unusable
             if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
-                continue  # it died just now
+                continue  # it has just died
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise RunError(f"{name}: does not answer ({said[-1]}). Mend it, or take it out of the cluster.") from None
         differs = found if isinstance(found, str) else difference(cluster.fingerprint, found)
@@ -133,7 +135,7 @@ def _check_nodes(cluster: RayCluster) -> None:
 
 
 def _probe() -> Any:
-    """The function that asks a node; within another, since Ray then sends its code, and not the name of a module."""
+    """Return the function that probes a node; nested, so that Ray sends its code and not a module's name."""
 
     def probe() -> Any:
         try:

@@ -23,7 +23,7 @@ from vajra_py.experiment.runs.folder import named_paths
 MANIFEST = "manifest.json"
 _TEXTS = (".json", ".yaml")
 MOST_BYTES = 4 << 30
-"""Of all files that are sent."""
+"""Largest total size of all files sent, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Shipment:
         self._num_bytes = 0
 
     def files_of(self, config: ExperimentConfig) -> list[ShippedFile]:
-        """The files that this experiment names. Raises `ConfigError` when they are too large altogether."""
+        """The files that this experiment names. Raises `ConfigError` if their total size is too large."""
         found = []
         for name in named_paths(config):
-            if os.path.isfile(name):  # of pathlib, whatever is too long for a name is an error
+            if os.path.isfile(name):  # pathlib raises on names that are too long
                 found.append(self._file(name))
             elif os.path.isdir(name):
                 found += [self._file(str(one)) for one in sorted(Path(name).rglob("*")) if one.is_file()]
@@ -81,7 +81,7 @@ class Workspace:
 
     Attributes:
         name: of the folder, among the node's temporary ones.
-        folder: the current one of the machine that the runs were asked for on.
+        folder: the submitting machine's current folder.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Workspace:
         return Path(tempfile.gettempdir()) / self.name
 
     def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:
-        """Make the files available and the asker's folder the current one, both below `root`. Raises `RunError`."""
+        """Write the files and make the submitter's folder the current one, both below `root`. Raises `RunError`."""
         here = self.root / self.folder.lstrip("/")
         here.mkdir(parents=True, exist_ok=True)
         os.chdir(here)
@@ -101,7 +101,7 @@ class Workspace:
             _place(one, fetch)
 
     def text_as_asked(self, text: str | None) -> str | None:
-        """The text with paths as they are on the asker's machine: without the root before them."""
+        """Return the text with paths as on the submitting machine: without the root prefix."""
         return None if text is None else text.replace(str(self.root), "")
 
     def as_asked(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -128,7 +128,7 @@ def _place(file: ShippedFile, fetch: Callable[[Any], bytes]) -> None:
         handle, partial = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as out:
             out.write(fetch(file.content))
-        os.replace(partial, path)  # whole, whoever else writes it at the same time
+        os.replace(partial, path)  # atomic, since other processes may write it at the same time
     except OSError as error:
         message = f"cannot be written on a node of the cluster ({error.strerror or error})"
         raise RunError(f"{path}: {message}. Name it by a relative path.") from None

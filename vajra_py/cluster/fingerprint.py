@@ -1,4 +1,4 @@
-"""Fingerprint of an installation: what must be alike on every machine for results to be alike."""
+"""Fingerprint of an installation: properties that must be equal on every machine for results to be equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def code_digest(module: str) -> str:
-    """Names the Python source of a module's top package, so that two checkouts of one version can be told apart."""
+    """Digest the Python source of a module's top-level package, so that two checkouts of one version differ."""
     package = module.partition(".")[0]
     spec = find_spec(package)
     digest = hashlib.blake2b(digest_size=6)

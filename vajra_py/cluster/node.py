@@ -24,27 +24,27 @@ _REPORT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
-    """A run for a node: its settings as plain values, and what it reads."""
+    """A run for a node: its settings as plain values, and its input files."""
 
     number: int
     settings: dict[str, Any]
     files: list[ShippedFile]
     workspace: Workspace
     fingerprint: Mapping[str, str]
-    """Of the asker's machine; a node may have joined after they were compared."""
+    """Fingerprint of the submitting machine; a node may have joined after the comparison."""
     part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteResult:
-    """The files of a run's folder, and why it failed."""
+    """The files of a run's folder, and the reason that it failed, if any."""
 
     files: dict[str, bytes]
     error: str | None
 
 
 class News:
-    """Collects how runs stand; the actor that nodes tell and the asker asks."""
+    """Collects the progress of runs; an actor that nodes report to and the submitter polls."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, int, int, float]] = {}
@@ -54,7 +54,7 @@ class News:
         self._latest[number] = number, done, total, now
 
     def take(self) -> list[tuple[int, int, int, float]]:
-        """The latest of each run that something was told of since this was last asked."""
+        """Return the latest report of each run with a report since the last call."""
         latest, self._latest = self._latest, {}
         return list(latest.values())
 
@@ -65,7 +65,7 @@ def _own_fingerprint() -> Mapping[str, str]:
 
 
 def execute_run(run: RemoteRun, news: Any) -> RemoteResult:
-    """Execute a run in a folder of its own; `news`: the `News` actor, None where nobody wants to know."""
+    """Execute a run in a folder of its own; `news`: the `News` actor, None if progress is not needed."""
     if differs := difference(run.fingerprint, _own_fingerprint()):
         return RemoteResult({}, f"node {ray.util.get_node_ip_address()}: {differs}. {EVERY_NODE}")
     told_at = 0.0
@@ -87,9 +87,9 @@ def execute_run(run: RemoteRun, news: Any) -> RemoteResult:
                 error = str(problem)
             return RemoteResult(run.workspace.as_asked(packed(path)), run.workspace.text_as_asked(error))
     finally:
-        os.chdir("/")  # the workspace may be removed while this process waits for another run
+        os.chdir("/")  # the workspace may be removed while this process waits for its next run
 
 
 def remove_workspace(workspace: Workspace) -> None:
-    """Remove what was written on this node."""
+    """Remove the workspace from this node."""
     workspace.remove()

@@ -1,4 +1,4 @@
-"""Pools for experiments on a cluster: simulations go to its nodes whole, an engine is led from here and computes there."""
+"""Pools for experiments on a cluster: simulations run entirely on its nodes; an engine's controller stays here and its replicas run there."""
 
 from __future__ import annotations
 

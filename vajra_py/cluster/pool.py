@@ -36,21 +36,21 @@ _REMOVE_S = 2.0
 
 
 class RayPool:
-    """Executes runs on a cluster, one a CPU."""
+    """Executes runs on a cluster, one per CPU."""
 
     def __init__(
         self, cluster: RayCluster, num_workers: int | None = None, progress: TaskProgress | None = None
     ) -> None:
-        """`num_workers`: most runs at once; None: as many as the cluster has CPUs."""
+        """`num_workers`: largest number of runs at once; None: the number of CPUs of the cluster."""
         self._cluster, self._ray = cluster, cluster.ray
         self._most = num_workers
         self._progress = progress
         self._shipment = Shipment(self._ray.put)
         context = self._ray.get_runtime_context()
-        # Of this pool alone: nodes may still be removing that of the one before.
+        # Unique to this pool: nodes may still be removing the previous pool's workspace.
         self._workspace = Workspace(f"vajra-{uuid4().hex}", os.getcwd())
         self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
-        # Not on a node that computes, where it would get the worker process that a run could have begun in.
+        # Not on a compute node, where it would occupy a worker process that a run could use.
         beside_asker = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_asker)(News)
         self._news: Any = None if progress is None else actor.remote()
@@ -64,7 +64,7 @@ class RayPool:
         self._num_empty = 0
 
     def submit(self, number: int, task: RunTask) -> None:
-        """See `RunPool`. Raises `OSError` where results could not be written, before anything is computed."""
+        """See `RunPool`. Raises `OSError` if results could not be written, before anything is computed."""
         _check_writable(task.path)
         place = RunFolder(task.path)
         try:
@@ -98,7 +98,7 @@ class RayPool:
             raise RunError(f"{what}. Finished runs are kept, give the same command again to go on.") from None
 
     def close(self) -> None:
-        """See `RunPool`: cancel what runs, and remove what lies on the nodes."""
+        """See `RunPool`: cancel runs, and remove workspaces from the nodes."""
         if not self._cluster.is_there:
             return
         try:
@@ -107,7 +107,7 @@ class RayPool:
             if self._news is not None:
                 self._ray.kill(self._news)
             self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
-        except Exception:  # a cluster that is gone has nothing to be removed
+        except Exception:  # a lost cluster needs no clean-up
             _log.debug("files of runs stay on a node", exc_info=True)
 
     def _removals(self) -> list[Any]:
@@ -149,12 +149,12 @@ class RayPool:
         yield number, result.error
 
     def _completed(self, files: dict[str, bytes], task: RunTask) -> dict[str, bytes]:
-        """The files with what only this machine knows: the state of the current folder, the contents of the files named."""
+        """Complete the files with data of this machine: the state of the current folder, the contents of the files named."""
         facts = json.loads(files[MANIFEST]) | {"git": self._git, "files": files_digest(task.config)}
         return files | {MANIFEST: (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode()}
 
     def _report(self) -> None:
-        """Pass on what was told since, without waiting for it."""
+        """Forward new progress reports, without waiting for them."""
         if self._news is None or self._progress is None:
             return
         if self._asked is not None:
@@ -163,7 +163,7 @@ class RayPool:
                 return
             try:
                 messages = self._ray.get(self._asked)
-            except self._ray.exceptions.RayError:  # the node that collected them is lost; another goes on
+            except self._ray.exceptions.RayError:  # the node that collected them is lost; another takes over
                 messages = []
             running = set(self._running.values())
             for message in messages:
@@ -172,7 +172,7 @@ class RayPool:
         self._asked = self._news.take.remote()
 
     def _check_alive(self, *, is_idle: bool) -> None:
-        """Raise `RunError` when the cluster has had nothing to compute on for a while."""
+        """Raise `RunError` if the cluster has had no CPU for a while."""
         self._num_empty = self._num_empty + 1 if is_idle and not self._cluster.num_cpus else 0
         if self._num_empty > _EMPTY_POLLS:
             raise RunError("--on: the cluster has no node left to compute on. Finished runs are kept.")

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
-from vajra_py.engine.worker import calm_threads, placed, said
+from vajra_py.engine.worker import placed, said, set_passive_omp_wait
 from vajra_py.errors import ExecutorError
 
 WATCH = "watch"
@@ -19,22 +19,22 @@ WATCH = "watch"
 
 
 class Rank:
-    """Loads a runner, and answers what is asked of it in the order in which it is asked; errors are answers."""
+    """Loads a runner and executes calls on it in order; errors are returned as results."""
 
     def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
-        calm_threads()
+        set_passive_omp_wait()
         self._options = options
         self._load = load
         self._runner: ModelRunner | None = None
 
     def rendezvous(self) -> str:
-        """An address of this node, at which the ranks of the replica meet."""
+        """Return an address of this node for the rendezvous of the replica's ranks."""
         host = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as server:
             return f"tcp://{host}:{server.getsockname()[1]}"
 
     def load(self, rendezvous: str | None) -> ModelFacts | BaseException:
-        """Load; the device of what was loaded names the node too, since a device's memory is shared on its node alone."""
+        """Load the model; the device in its facts includes the node, since a device's memory is shared on its node alone."""
         try:
             self._runner = self._load(placed(replace(self._options, rendezvous=rendezvous), 0))
             return replace(self._runner.facts, device=self._place(self._runner.facts.device))
@@ -50,7 +50,7 @@ class Rank:
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
-        """Never returns, so that the end of its wait is the end of the actor."""
+        """Block forever, so that the call ends only with the actor."""
         threading.Event().wait()
 
     def _place(self, device: str) -> str:

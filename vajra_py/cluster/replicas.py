@@ -1,7 +1,7 @@
 """Engine replicas on a cluster: each rank an actor, placed by the replica's placement group.
 
-The controller stays in this process. A node that dies takes the replicas that it had ranks of; what becomes of their requests, and
-whether they are started again elsewhere, is the engine's `recovery`.
+The controller stays in this process. If a node dies, all replicas with ranks on it are lost; the treatment of their requests, and
+their restart elsewhere, follow the engine's `recovery`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.rank import WATCH, Rank
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.rank_answers import RankAnswers
@@ -39,8 +39,8 @@ def engine_on(cluster: RayCluster) -> MakeBackend:
     return make
 
 
-def workers_on(cluster: RayCluster, config: ExperimentConfig) -> MakeWorker:
-    """Makes the workers of the experiment's replicas there."""
+def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
+    """Return a factory of workers of the experiment's replicas on the cluster."""
     settings: ModelBackendConfig = config.backend.settings
 
     def make(replica: ReplicaKey, options: RunnerOptions) -> Worker:
@@ -93,7 +93,7 @@ class RayWorker:
         self._loading = [one.load.remote(rendezvous) for one in self._actors]
 
     def wait_loaded(self) -> None:
-        """See `Worker`: first for room on the cluster. Raises `ExecutorError` when there is none in time."""
+        """See `Worker`: waits for placement on the cluster first. Raises `ExecutorError` on timeout."""
         ready, _ = self._ray.wait([self._group.ready()], timeout=self._placement.timeout_s)
         if not ready:
             what = f"replica {self._replica[1]} of {self._replica[0]} needs {self._needs}"
@@ -110,7 +110,7 @@ class RayWorker:
         return self._facts[0]
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`: the fewest that any rank has room for; ranks on one device share its memory."""
+        """See `Worker`: the minimum over all ranks; ranks on one device share its memory."""
         devices = [one.device for one in self._facts]
         return int(
             min(
@@ -149,7 +149,7 @@ class RayWorker:
                 self._receiver.join()
             self._receiver = None
             if self._cluster.is_there:
-                with suppress(Exception):  # of a cluster that goes meanwhile, nothing is left to be ended
+                with suppress(Exception):  # a cluster that is lost meanwhile needs no clean-up
                     for one in self._actors:
                         self._ray.kill(one)
                     remove_placement_group(self._group)
@@ -160,7 +160,7 @@ class RayWorker:
         self.close()
 
     def _all(self, references: Sequence[Any]) -> list[Any]:
-        """One answer of each rank; raises the first error among them, as ranks may wait for one that failed for ever."""
+        """Return each rank's result; raise the first error at once, since ranks may wait forever for one that failed."""
         waiting = list(references)
         while waiting:
             done, waiting = self._ray.wait(waiting)
@@ -179,11 +179,11 @@ class RayWorker:
         return answer
 
     def _expect(self, rank: int, reference: Any) -> None:
-        """Have a rank's answer put before the receiver when it is there."""
+        """Queue a rank's result for the receiver when it is ready."""
         reference.future().add_done_callback(lambda done: self._answers.put((rank, done)))
 
     def _receive(self, deliver: Deliver) -> None:
-        """Deliver steps as they come back, until a rank is lost or the worker is closed."""
+        """Deliver steps as they complete, until a rank is lost or the worker is closed."""
         answers = RankAnswers(self._replica, self._options)
         while (news := self._answers.get()) is not None:
             rank, done = news

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
-from vajra_py.config.load import config_from_mapping, dump_effective, expand_sweep, load_config
+from vajra_py.config.load import (
+    config_from_mapping,
+    dump_effective,
+    expand_sweep,
+    load_config,
+    load_either,
+    load_system,
+    system_from_mapping,
+)
 from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.schema import (
     AdmissionConfig,
@@ -20,6 +28,7 @@ from vajra_py.config.schema import (
     SchedulingConfig,
     SelectConfig,
     SimulatorConfig,
+    SystemConfig,
     TypedChoice,
 )
 from vajra_py.config.sweeps import SweepPoint
@@ -39,13 +48,17 @@ __all__ = [
     "SelectConfig",
     "SimulatorConfig",
     "SweepPoint",
+    "SystemConfig",
     "TypedChoice",
     "config_from_mapping",
     "dump_effective",
     "expand_sweep",
     "json_schema",
     "load_config",
+    "load_either",
+    "load_system",
     "register_backend",
     "run_manifest",
+    "system_from_mapping",
     "versions",
 ]

@@ -1,4 +1,4 @@
-"""Schema of `capacity:`: the SLO, what is searched, and how sure the answer has to be."""
+"""Schema of `capacity:`: the SLO, the search space, and the required precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Section(BaseModel):
 
 
 class RateSearch(_Section):
-    """Rates among which the highest is searched."""
+    """Range of rates in which the highest is searched."""
 
     path: str = Field("workload.rate", min_length=1, description="Setting that is searched: a rate of requests.")
     min: _Positive = Field(0.01, description="Lowest rate that is tried, requests per second.")
@@ -31,7 +31,7 @@ class RateSearch(_Section):
 
 
 class ReplicaSearch(_Section):
-    """Numbers of replicas among which the cheapest is searched."""
+    """Range of replica counts in which the cheapest is searched."""
 
     min: Annotated[int, Field(strict=True, ge=0)] = Field(
         1, description="Fewest replicas; 0 (of a named replicaset): it may be left out, and others serve its requests."
@@ -53,7 +53,7 @@ class ReplicaSearch(_Section):
 
 
 class CapacityConfig(_Section):
-    """A question about capacity, for `vajra capacity`: the highest rate, or the fewest replicas, at which an SLO holds."""
+    """Search of `vajra capacity`: the highest rate, or the fewest replicas, at which an SLO holds."""
 
     slo: str = Field(
         description="Condition on metrics, such as `p99(ttft) <= 0.5 and attainment >= 0.95`; times in seconds."

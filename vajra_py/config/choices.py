@@ -1,7 +1,7 @@
 """Validate the parts of a file that plug-ins define: policies, latency models, observers, workloads, backends.
 
-Each part is replaced by what its own model makes of it (defaults written out), or by a stand-in when it is wrong, so
-that the rest of the file is judged by the schema alone and no mistake is reported twice.
+Each part is replaced by its validated model (with defaults written out), or by a stand-in if it is wrong, so that the
+schema alone checks the rest of the file and no mistake is reported twice.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ STAND_IN = "stand-in"
 _BACKENDS: dict[str, type[BaseModel]] = {}
 
 _LATE_BACKENDS: Mapping[str, str] = {"engine": "vajra_py.engine.config", "vllm": "vajra_py.vllm.config"}
-"""Backends of this package by the module that registers them, imported when a file names one."""
+"""Modules of this package that register backends, imported when a file names one."""
 
 
 def register_backend(name: str, model: type[BaseModel]) -> None:
-    """Make `backend: {name: …}` available beside `simulator`; called by the package that runs it, before a file is loaded."""
+    """Make `backend: {name: …}` available beside `simulator`; called by the package that implements it, before a file
+    is loaded.
+    """
     if name == "simulator" or _BACKENDS.get(name, model) is not model:
         raise ValueError(f"backend {name!r} is registered already")
     _BACKENDS[name] = model
 
 
 def registered_backends() -> Mapping[str, type[BaseModel]]:
-    """The backends beside the simulator, by name."""
+    """Return the backends beside the simulator, by name."""
     for name in _LATE_BACKENDS:
         _registered(name)
     return dict(_BACKENDS)
@@ -51,10 +53,12 @@ def _registered(name: str) -> type[BaseModel] | None:
 
 
 class PluginParts:
-    """Checks and completes one tree; `data` is the tree as ordinary values when `check` is done."""
+    """Checks and completes one tree; after `check`, `data` is the tree as ordinary values."""
 
     def __init__(self, root: Entries, registry: Registry, base_folder: Path | None = None) -> None:
-        """`base_folder` is that of the file: models whose relative paths may be seen from there get it as context."""
+        """Keep the tree; `base_folder` is the folder of the file, passed as context to models that resolve relative
+        paths.
+        """
         self._root = root
         self._registry = registry
         self._base_folder = base_folder
@@ -62,7 +66,7 @@ class PluginParts:
         self.findings: list[Finding] = []
 
     def check(self) -> None:
-        """Go through every part."""
+        """Check every part."""
         replicasets = _mapping(self.data.get("replicasets"))
         self._scheduling((), self.data, optional=bool(replicasets))
         for name, replicaset in replicasets.items():
@@ -81,7 +85,7 @@ class PluginParts:
     # -- policies -----------------------------------------------------------------------------------------------------
 
     def _scheduling(self, path: KeyPath, section: dict[str, Any], optional: bool = False) -> None:
-        """Complete the three layers. `optional`: every replicaset has its own, so that the top's need not be complete."""
+        """Complete the three layers. `optional`: every replicaset has its own, so the top level may be incomplete."""
         scheduling = section.get("scheduling")
         if scheduling is None:
             scheduling = section["scheduling"] = {}
@@ -101,7 +105,7 @@ class PluginParts:
             section["scheduling"] = None
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
-        """The choice completed, None when it is wrong."""
+        """Return the completed choice; None if it is wrong."""
         known = self._registry.policy_names(layer)
         if choice is None:
             self._found(path, "is missing", did_you_mean("", known))
@@ -147,7 +151,7 @@ class PluginParts:
         | Mapping[str, Offer[ObserverSpec]],
         noun: str,
     ) -> TypedChoice:
-        """What `{type: name, …}` says, completed, or a stand-in."""
+        """Return the completed choice `{type: name, …}`, or a stand-in."""
         if not isinstance(given, dict):
             self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(given)})")
             return TypedChoice(type=STAND_IN)
@@ -200,7 +204,7 @@ class PluginParts:
             self._found(path, "no such replicaset", did_you_mean(str(path[-1]), known))
 
     def _predictions(self, path: KeyPath, section: Any) -> None:
-        """Complete what a backend's policies ask for predictions, where the section names it."""
+        """Complete the latency model for predictions of a backend's policies, if the section names one."""
         if not isinstance(section, dict):
             return
         for key in ("latency", "predictions"):
@@ -224,7 +228,9 @@ class PluginParts:
             )
 
     def _validated(self, annotation: Any, value: Any, path: KeyPath, plugin: str = "") -> Any:
-        """`value` as an instance of its model, None when it is wrong. An error of the model's own is the plug-in's fault."""
+        """Return `value` as an instance of its model, None if it is wrong. An exception raised by the model itself is
+        the plug-in's fault.
+        """
         try:
             return _adapter(annotation).validate_python(value, context={"base_folder": self._base_folder})
         except ValidationError as error:
@@ -241,7 +247,7 @@ class PluginParts:
 
 
 def workload_annotation() -> Any:
-    """The union of every kind of workload, imported when a file is loaded."""
+    """Return the union of all kinds of workload, imported when a file is loaded."""
     from vajra_py.workload.config import WorkloadConfig
 
     return WorkloadConfig

@@ -16,7 +16,7 @@ class _Section(BaseModel):
 
 
 class DeviceCostsConfig(_Section):
-    """Figures of one kind of device; what is left out is taken from the description of the device."""
+    """Figures for one kind of device; missing ones come from the description of the device."""
 
     price_per_hour: _Amount | None = Field(None, description="Price of one device for an hour, US dollars.")
     idle_w: _Amount | None = Field(None, description="Power of one device without a step, watts.")
@@ -31,7 +31,7 @@ class DeviceCostsConfig(_Section):
 
     @property
     def given(self) -> dict[str, float]:
-        """The figures that are given."""
+        """Return the figures that are set."""
         return self.model_dump(exclude={"source"}, exclude_none=True)
 
     @model_validator(mode="after")

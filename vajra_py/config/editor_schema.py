@@ -1,4 +1,4 @@
-"""What does an editor need to know to complete and check an experiment file: the schema, with the installed plug-ins' parameters."""
+"""JSON schema with which editors complete and check experiment files, including the installed plug-ins' parameters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
+from vajra_py.config.load import EXPERIMENT_KEYS
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
@@ -18,7 +19,9 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: Registry) -> Schema:
-    """The JSON schema (draft 2020-12) of an experiment file as it is written: short forms, presets and sweeps included."""
+    """Return the JSON schema (draft 2020-12) of an experiment or system file as written: including short forms, presets and
+    sweeps.
+    """
     schema = ExperimentConfig.model_json_schema(mode="validation")
     definitions: Schema = schema["$defs"]
     properties: Schema = schema["properties"]
@@ -50,7 +53,7 @@ def json_schema(registry: Registry) -> Schema:
     for name, model in registered_backends().items():
         backend["properties"][name] = _embedded(TypeAdapter(model), definitions)
     backend.update(additionalProperties=False, minProperties=1, maxProperties=1)
-    # Backends, and what a replicaset sets in place of its backend's.
+    # Backends, and the settings by which a replicaset overrides its backend.
     for definition in (*backend["properties"].values(), *definitions.values()):
         own: Schema = definition.get("properties", {})
         own.update({key: _in_place_of(own[key], typed[key]) for key in typed if "TypedChoice" in str(own.get(key))})
@@ -58,7 +61,8 @@ def json_schema(registry: Registry) -> Schema:
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "ReplicasetConfig"):
         definitions[name].pop("required", None)  # presets and the top of the file supply the rest
-    schema["required"] = ["version", "workload", "backend"]
+    schema["required"] = ["version", "backend"]
+    schema["dependentRequired"] = {key: ["workload"] for key in EXPERIMENT_KEYS if key != "workload"}
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}
 
 
@@ -77,7 +81,7 @@ def _policy_variants(layer: Layer, registry: Registry, definitions: Schema) -> I
 
 
 def _in_place_of(general: Schema, typed: Schema) -> Schema:
-    """The typed schema with the general one's description, and null where that allows it."""
+    """Return the typed schema with the general one's description, nullable if the general one is."""
     nothing = [{"type": "null"}] if {"type": "null"} in general.get("anyOf", []) else []
     return {"description": general.get("description", ""), "oneOf": [*typed["oneOf"], *nothing]}
 
@@ -89,7 +93,7 @@ def _typed(
     definitions: Schema,
     replaced: Mapping[str, Any],
 ) -> Schema:
-    """`{type: name, parameters…}` for every offer, or the name alone where nothing is required."""
+    """Return the schema of `{type: name, parameters…}` for every offer, or of the name alone if nothing is required."""
     variants: list[Schema] = [_short(name for name, offer in offers.items() if not _has_required(offer.spec.config))]
     for name, offer in offers.items():
         body = _embedded(TypeAdapter(offer.spec.config), definitions)
@@ -120,7 +124,7 @@ def _summary(summary: str, package: str, version: str) -> str:
 
 
 def _embedded(adapter: TypeAdapter[Any], definitions: Schema) -> Schema:
-    """A model's schema with its definitions moved beside the others, under names of their own where two packages use one name."""
+    """Return a model's schema with its definitions moved into `definitions`, renamed if two packages use one name."""
     schema = adapter.json_schema(mode="validation")
     renamed: dict[str, str] = {}
     inner: Schema = schema.pop("$defs", {})

@@ -1,8 +1,8 @@
 """Turn validation errors into messages for the author of the file.
 
-Turns pydantic's errors into findings: the path as it stands in the file, what is wrong with what was given, and what is
-allowed, with the nearest known name where a name is wrong. Several complaints about one value (one for each member of a
-union) become one.
+Converts pydantic's errors into findings: the path in the file, the problem with the given value, and the allowed
+values, with the nearest known name for an unknown one. Several errors for one value (one for each member of a union)
+are merged into one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LIMITS: Mapping[str, tuple[str, str]] = {
 
 
 def explain(error: ValidationError, annotation: Any, root: Entries, base: KeyPath = ()) -> list[Finding]:
-    """The findings of one validation of the tree's part at `base` against `annotation` (a model class or a union of them)."""
+    """Return the findings of one validation of the tree's part at `base` against `annotation` (a model class or a union
+    of them).
+    """
     part = get(root, *base)
     grouped: dict[KeyPath, list[Mapping[str, Any]]] = {}
     for each in error.errors(include_url=False):
@@ -45,7 +47,7 @@ def explain(error: ValidationError, annotation: Any, root: Entries, base: KeyPat
 
 
 def show(value: Any) -> str:
-    """A value on a few characters, for `(got …)`."""
+    """Return a short form of a value, for `(got …)`."""
     if isinstance(value, Mapping):
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, list | tuple):
@@ -59,7 +61,7 @@ def show(value: Any) -> str:
 
 
 def _written_path(part: Any, annotation: Any, loc: Sequence[str | int], missing: bool) -> KeyPath:
-    """The steps of pydantic's location that stand in the file; the others name members of unions and validators."""
+    """Return the steps of pydantic's location that exist in the file; the others name members of unions and validators."""
     path: list[str | int] = []
     candidates = _members(annotation)
     for index, step in enumerate(loc):
@@ -86,7 +88,7 @@ def _text(complaints: Sequence[Mapping[str, Any]], annotation: Any) -> tuple[str
 
 
 def _message(each: Mapping[str, Any], annotation: Any) -> tuple[str, str | None]:
-    """(what is wrong, what is allowed) of one complaint."""
+    """Return (problem, allowed values) of one error."""
     kind, value = str(each["type"]), each["input"]
     context: Mapping[str, Any] = each.get("ctx") or {}
     if kind == "missing":
@@ -132,7 +134,7 @@ def _without_got(text: str) -> str:
 
 
 def _expected(each: Mapping[str, Any]) -> list[str]:
-    """The names that a complaint about a choice would have taken."""
+    """Return the names accepted by a choice that failed."""
     context: Mapping[str, Any] = each.get("ctx") or {}
     text = str(context.get("expected", "")) or str(context.get("expected_tags", ""))
     return re.findall(r"'([^']*)'", text)
@@ -144,7 +146,7 @@ def _discriminator(each: Mapping[str, Any]) -> str:
 
 
 def allowed_names(annotation: Any, loc: Sequence[str | int]) -> set[str]:
-    """The keys that a mapping at this location may have, as far as models say so."""
+    """Return the keys that a mapping at this location may have, as far as models define them."""
     candidates = _members(annotation)
     for step in loc:
         candidates, _ = _descend(candidates, step)
@@ -152,9 +154,9 @@ def allowed_names(annotation: Any, loc: Sequence[str | int]) -> set[str]:
 
 
 def _descend(candidates: Sequence[Any], step: str | int) -> tuple[list[Any], bool]:
-    """The types after one step of a location, and whether the step only names a member of a union.
+    """Return the types after one step of a location, and whether the step only names a member of a union.
 
-    Where several models are possible, pydantic names the one that it judged by before it names one of its fields.
+    If several models are possible, pydantic puts the name of the chosen one before the name of its field.
     """
     models = [each for each in candidates if _is_model(each)]
     members = [each for each in models if step == each.__name__ or (len(models) > 1 and step in _tags(each))]
@@ -174,7 +176,7 @@ def _descend(candidates: Sequence[Any], step: str | int) -> tuple[list[Any], boo
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The types of a union, with annotations and named aliases taken off."""
+    """Return the types of a union, without annotations and named aliases."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _members(get_args(annotation)[0])
@@ -194,7 +196,7 @@ def _fields(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
-    """The values by which a tagged union tells this member from the others."""
+    """Return the tags that identify this member of a tagged union."""
     values = [
         get_args(field.annotation) for field in model.model_fields.values() if get_origin(field.annotation) is Literal
     ]

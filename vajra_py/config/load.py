@@ -1,18 +1,18 @@
-"""Load a file or a mapping as a complete experiment, or report everything that is wrong with it.
+"""Load a file or a mapping as a complete experiment or system, or report everything that is wrong with it.
 
-The order: read, write out short forms, apply overrides, then for each point of the sweep: apply the point, expand
-presets, complete replicasets, check what plug-ins define, check the schema. Mistakes of all steps that could be taken
-are reported together.
+The order: read, expand short forms, apply overrides, then for each point of the sweep: apply the point, expand presets,
+complete replicasets, check the parts that plug-ins define, check the schema. Mistakes of all steps that could be
+executed are reported together.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -21,16 +21,19 @@ from vajra_py.config.explain import explain
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
 from vajra_py.config.presets import expand, long_forms
-from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig
+from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig, SystemConfig
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
 from vajra_py.config.yaml_file import mapping_of, read_yaml
-from vajra_py.errors import ConfigError
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry, load_registry
+
+EXPERIMENT_KEYS = tuple(key for key in ExperimentConfig.model_fields if key not in SystemConfig.model_fields)
+"""Keys that make an experiment of a system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a configuration was made from: the tree as written, overrides applied; and its sweep's points, once made."""
+    """Origin of a configuration: the tree as written with overrides applied, and the points of its sweep once expanded."""
 
     root: Entries
     points: tuple[tuple[SweepPoint, ExperimentConfig], ...]
@@ -38,38 +41,67 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a tree is judged by."""
+    """Context for checking a tree."""
 
     registry: Registry
     base_folder: Path | None = None
+    may_be_system: bool = False
+    """Whether a tree without any key of an experiment is a system; else it lacks its workload."""
+
+    @property
+    def model(self) -> type[SystemConfig]:
+        """Model that the tree is checked against."""
+        return SystemConfig if self.may_be_system else ExperimentConfig
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> ExperimentConfig:
-    """The experiment of a YAML file, `overrides` (`a.b=c`) applied. With a sweep: its first point; see `expand_sweep`.
+    """Load the experiment of a YAML file with `overrides` (`a.b=c`) applied. With a sweep: its first point; see
+    `expand_sweep`.
 
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
     """
-    root, place = read_yaml(path), Place(str(path), 1)
-    if isinstance(root, Entries) and "name" not in root:
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
-        root = root.replaced("name", stem or "experiment", place)
-    return _load(root, place, overrides, Context(registry or load_registry(), Path(path).parent))
+    context = Context(registry or load_registry(), Path(path).parent)
+    return cast(ExperimentConfig, _load(*_named(path), overrides, context))
+
+
+def load_system(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:
+    """The system of a YAML file; an experiment, where the file has a workload. Raises like `load_config`, and for a sweep or replications."""
+    root, place = _named(path)
+    _check_one_setting(root, place, overrides)
+    return _load(root, place, overrides, Context(registry or load_registry(), Path(path).parent, may_be_system=True))
+
+
+def load_either(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:
+    """The experiment of a YAML file, or the system of one that has no key of an experiment. Raises like `load_config`."""
+    context = Context(registry or load_registry(), Path(path).parent, may_be_system=True)
+    return _load(*_named(path), overrides, context)
+
+
+def system_from_mapping(
+    mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
+) -> SystemConfig:
+    """The system of a mapping that reads like a file; raises like `load_system`, with paths for places."""
+    root = written_at(Place(), mapping)
+    _check_one_setting(root, Place(), overrides)
+    return _load(root, Place(), overrides, Context(registry or load_registry(), may_be_system=True))
 
 
 def config_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> ExperimentConfig:
-    """The experiment of a mapping that reads like a file; raises like `load_config`, with paths for places."""
-    return _load(written_at(Place(), mapping), Place(), overrides, Context(registry or load_registry()))
+    """Load the experiment of a mapping of the same form as a file; raises like `load_config`, with paths as places."""
+    context = Context(registry or load_registry())
+    return cast(ExperimentConfig, _load(written_at(Place(), mapping), Place(), overrides, context))
 
 
 def expand_sweep(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig]]:
-    """The points of the experiment's sweep, each once for every replication, with a complete experiment each, in order; one empty point of a single run.
+    """Return the points of the experiment's sweep, once for every replication, each with its complete experiment, in
+    order; a single run has one empty point.
 
-    Each experiment stands for itself: it has no sweep and no replications. Raises `ConfigError`.
+    The experiments are independent: they have no sweep and no replications. Raises `ConfigError`.
     """
     if config.is_single:
         return [(SweepPoint({}, config.name, config.name), config)]
@@ -80,21 +112,21 @@ def expand_sweep(
     return list(_points(root, Context(registry or load_registry())))
 
 
-def dump_effective(config: ExperimentConfig) -> str:
-    """The experiment as YAML with every default written out; loading it again gives an equal experiment.
+def dump_effective(config: SystemConfig) -> str:
+    """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
 
-    With a sweep: what was written, overrides applied, as its points differ in what their defaults are.
+    With a sweep: the experiment as written with overrides applied, because defaults differ between points.
     """
     from ruamel.yaml import YAML
 
     source = config._source
-    if not config.is_single and isinstance(source, Source):
+    if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):
         data = plain(source.root)
     else:
         data = config.model_dump(mode="json", by_alias=True)
         for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
-            if not data[key]:
-                del data[key]
+            if not data.get(key):
+                data.pop(key, None)
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120
@@ -104,8 +136,28 @@ def dump_effective(config: ExperimentConfig) -> str:
     return out.getvalue()
 
 
-def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> ExperimentConfig:
+def _named(path: str | Path) -> tuple[Any, Place]:
+    """The tree of a file, with the file's name where it gives itself none, and the place of its first line."""
+    root, place = read_yaml(path), Place(str(path), 1)
+    if isinstance(root, Entries) and "name" not in root:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
+        root = root.replaced("name", stem or "experiment", place)
+    return root, place
+
+
+def _check_one_setting(root: Any, place: Place, overrides: Iterable[str]) -> None:
+    """Raise `ConfigError` for a sweep or replications: a system has one setting of everything."""
+    root, _ = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
+    what = "sweep" if root.get("sweep") is not None else "replications" if _replications(root) > 1 else None
+    if what is not None:
+        where = f"{place.source} {what}" if place.source else what
+        raise ConfigError(Problem(where, "one system is asked for, and not several settings", f"Leave the {what} out"))
+
+
+def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> SystemConfig:
     root, findings = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
+    if any(key in root for key in EXPERIMENT_KEYS):
+        context = replace(context, may_be_system=False)
     sweep, count = root.get("sweep"), _replications(root)
     if sweep is None and count == 1:
         config, more = _resolve(root.without("sweep"), context)
@@ -120,15 +172,15 @@ def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -
 
 
 def _replications(root: Entries) -> int:
-    """How often each setting is run; 1 where what is written is no such number, which the schema then says."""
+    """Return the number of runs of each setting; 1 if the value is not a valid number, which the schema then reports."""
     value = root.get("replications")
     return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_REPLICATIONS else 1
 
 
 def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoint], list[Finding]]:
-    """The points under all seeds of the replications."""
+    """Return the points under all seeds of the replications."""
     count, first = _replications(root), root.get("seed", 0)
-    if count == 1 or not isinstance(first, int):  # a seed of another kind is for the schema to refuse
+    if count == 1 or not isinstance(first, int):  # the schema rejects seeds of other types
         return points, []
     place = root.place_of("replications")
     try:
@@ -140,7 +192,7 @@ def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoin
 def _points(
     root: Entries, context: Context, findings: Iterable[Finding] = ()
 ) -> tuple[tuple[SweepPoint, ExperimentConfig], ...]:
-    """Every point with its experiment; raises `ConfigError` with what is wrong with any of them (and `findings`)."""
+    """Return every point with its experiment; raises `ConfigError` with the problems of all points (and `findings`)."""
     found = list(findings)
     base = root.without("sweep")
     if (sweep := root.get("sweep")) is None:
@@ -164,21 +216,22 @@ def _points(
         config, more = _resolve(long_forms(tree), context)
         found += more
         if config is not None:
-            done.append((point, config))
+            done.append((point, cast(ExperimentConfig, config)))
     if found:
         raise ConfigError(in_order(found))
     return tuple(done)
 
 
-def _resolve(root: Entries, context: Context) -> tuple[ExperimentConfig | None, list[Finding]]:
-    """The experiment of a tree without a sweep, None when there are findings."""
+def _resolve(root: Entries, context: Context) -> tuple[SystemConfig | None, list[Finding]]:
+    """Return the experiment of a tree without a sweep; None if there are findings."""
+    model = context.model
     root, findings = expand(root, context.registry)
     parts = PluginParts(root, context.registry, context.base_folder)
     parts.check()
     findings += parts.findings
     try:
-        config = ExperimentConfig.model_validate(parts.data)
+        config = model.model_validate(parts.data)
     except ValidationError as error:
-        findings += explain(error, ExperimentConfig, root)
+        findings += explain(error, model, root)
         return None, findings
     return (None if findings else config), findings

@@ -1,4 +1,4 @@
-"""What must be known of a run to repeat it: settings, code, versions; and, kept apart, where and when it ran."""
+"""Facts needed to repeat a run: settings, code, versions; and, kept apart, its machine and time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py import __version__
-from vajra_py.config.schema import ExperimentConfig
+from vajra_py.config.schema import SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.plugins import Registry
 
 MANIFEST_VERSION = 1
 LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
-"""Packages whose version can move a simulated result."""
+"""Packages whose version can change a simulated result."""
 
 
-def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]:
-    """The facts of a run.
+def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
+    """Return the facts of a run.
 
-    Everything but `environment` is the same for the same settings, code and versions; `environment` (machine and time)
-    belongs into a file of its own, so that results can be compared byte by byte.
+    Everything except `environment` is equal for equal settings, code and versions; `environment` (machine and time)
+    belongs into a file of its own, so that results can be compared byte for byte.
     """
     settings = config.model_dump(mode="json", by_alias=True)
     return {
@@ -45,13 +45,13 @@ def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide a simulated result, those of plug-ins aside."""
+    """Return the versions that determine a simulated result, except those of plug-ins."""
     libraries = {name: metadata.version(name) for name in LIBRARIES}
     return {"vajra-py": __version__, "python": platform.python_version(), **libraries}
 
 
 def environment() -> dict[str, Any]:
-    """Machine and time of now."""
+    """Return the machine and the current time."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
@@ -63,7 +63,9 @@ def environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the folder's repository, and a digest of what differs from it; None outside a repository (or without git)."""
+    """Return the commit of the folder's repository and a digest of uncommitted changes; None outside a repository (or
+    without git).
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -86,8 +88,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", "replace").strip()
 
 
-def _policies(config: ExperimentConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
-    """Per replicaset and layer: which policy of which package at which version."""
+def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
+    """Return the policy, package and version for each replicaset and layer."""
     return {
         name: {
             layer.value: {"policy": offer.spec.name, "package": offer.package, "version": offer.version}

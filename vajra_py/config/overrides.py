@@ -1,7 +1,7 @@
 """Apply `--set a.b=c` overrides.
 
-A value is read as YAML, so that numbers, lists and mappings can be given; lists are addressed by index; mappings that
-are not there yet are made. An override is applied to what the file says, before presets are expanded, and wins over it.
+A value is parsed as YAML, so that numbers, lists and mappings can be given; list items are addressed by index; missing
+mappings are created. An override changes the file's content before presets are expanded, and takes precedence over it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vajra_py.errors import ConfigError
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any, Place]:
-    """The path, the value and the place of one `a.b=c`; raises `ConfigError`."""
+    """Parse the path, the value and the place of one `a.b=c`; raises `ConfigError`."""
     name, equals, value = text.partition("=")
     name = name.strip()
     place = Place(f"--set {name}", path=name)
@@ -28,7 +28,9 @@ def parse_override(text: str) -> tuple[KeyPath, Any, Place]:
 def apply_overrides(
     root: Entries, overrides: Iterable[str], normalise: Callable[[Entries], Entries]
 ) -> tuple[Entries, list[Finding]]:
-    """The tree with every override applied in order, and what is wrong with the others; `normalise` writes out short forms."""
+    """Return the tree with all overrides applied in order, and the findings of invalid ones; `normalise` expands short
+    forms.
+    """
     findings: list[Finding] = []
     for text in overrides:
         try:

@@ -1,8 +1,9 @@
 """Source locations (file and line) of configuration values.
 
-Between reading and validation a configuration is plain data: dicts and lists that also remember where their values were
-written, so that a file, overrides, a preset and a point of a sweep can be merged and a mistake is still reported where it
-was made. A place is looked up when an error is reported. Trees never change; edits return a new tree that shares the rest.
+Between reading and validation a configuration is plain data: dicts and lists that also store the places of their
+values, so that a file, overrides, a preset and a point of a sweep can be merged and a mistake is still reported at its
+origin. A place is looked up only when an error is reported. Trees are immutable; edits return a new tree that shares
+the rest.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ KeyPath: TypeAlias = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value was written."""
+    """Origin of a value."""
 
     source: str = ""
-    """A file's name, an override as typed (`--set a.b`), a preset; empty for a mapping that was given in memory."""
+    """File name, override as typed (`--set a.b`), or preset; empty for a mapping passed in memory."""
     line: int | None = None
     """Line of a file, from 1."""
     path: str | None = None
-    """For an override: the path that it sets, so that it is not said twice."""
+    """Path set by an override, so that it is not repeated; None otherwise."""
 
     def where(self, path: KeyPath) -> str:
-        """The place as errors show it, with the path of the value inside the configuration."""
+        """Return the place as shown in errors, with the path of the value inside the configuration."""
         text = dotted(path)
         if self.line is not None:
             return f"{self.source}:{self.line}: {text}" if text else f"{self.source}:{self.line}"
@@ -40,18 +41,18 @@ class Place:
 
 
 class _Written:
-    """What `Entries` and `Items` have in common."""
+    """Common base of `Entries` and `Items`."""
 
     place: Place
     places: Mapping[Step, Place]
-    """Of the values that were written elsewhere than the whole."""
+    """Places of the values whose origin differs from that of the container."""
 
     def place_of(self, step: Step) -> Place:
-        """Where the value at a key or index was written."""
+        """Return the place of the value at a key or index."""
         return self.places.get(step, self.place)
 
     def replaced(self, step: Step, value: Any, place: Place) -> Self:
-        """A copy with one value set, which was written at `place`."""
+        """Return a copy with one value replaced by one from `place`."""
         places: dict[Step, Place] = {**self.places, step: place}
         copy = cast(Any, type(self))(self, self.place, places)
         copy[step] = value
@@ -59,25 +60,25 @@ class _Written:
 
 
 class Entries(_Written, dict[str, Any]):
-    """A mapping, and where its values were written."""
+    """Mapping with the places of its values."""
 
     def __init__(self, values: Mapping[str, Any], place: Place, places: Mapping[Step, Place] | None = None) -> None:
         super().__init__(values)
         self.place, self.places = place, places or {}
 
     def completed(self, under: Entries) -> Entries:
-        """A copy with the entries of another mapping that this one lacks."""
+        """Return a copy extended by the missing entries from another mapping."""
         lacking = [key for key in under if key not in self]
         places: dict[Step, Place] = {**self.places, **{key: under.place_of(key) for key in lacking}}
         return Entries({**self, **{key: under[key] for key in lacking}}, self.place, places)
 
     def without(self, *keys: str) -> Entries:
-        """A copy without some entries."""
+        """Return a copy without some entries."""
         return Entries({key: value for key, value in self.items() if key not in keys}, self.place, self.places)
 
 
 class Items(_Written, list[Any]):
-    """A list, and where its values were written."""
+    """List with the places of its values."""
 
     def __init__(self, values: Iterable[Any], place: Place, places: Mapping[Step, Place] | None = None) -> None:
         super().__init__(values)
@@ -85,12 +86,12 @@ class Items(_Written, list[Any]):
 
 
 class PathError(ValueError):
-    """A path leads nowhere in a tree."""
+    """Raised for a path that does not exist in a tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mistake at a path, before it is known how to print it."""
+    """Mistake at a path, independent of its presentation."""
 
     place: Place
     path: KeyPath
@@ -98,15 +99,14 @@ class Finding:
     allowed: str | None = None
 
     def problem(self) -> Problem:
-        """The mistake as errors carry it."""
+        """Return the mistake as a `Problem`."""
         return Problem(self.place.where(self.path), self.message, self.allowed)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Problem]:
-    """The problems in the order of the file's lines, then the others as they were found; each one once.
+    """Return the problems in the order of the file's lines, then the others in the order found, without duplicates.
 
-    A value that several sections inherit, or several points of a sweep share, is one mistake, reported where it was
-    written.
+    A value that several sections inherit, or several points of a sweep share, is one mistake, reported at its origin.
     """
     ordered = sorted(findings, key=lambda each: each.place.line if each.place.line is not None else 1 << 60)
     unique: dict[object, Problem] = {}
@@ -118,7 +118,7 @@ def in_order(findings: Iterable[Finding]) -> list[Problem]:
 
 
 def written_at(place: Place, value: Any) -> Any:
-    """An ordinary value as a tree that was written in one place."""
+    """Return an ordinary value as a tree with a single place."""
     if isinstance(value, Mapping):
         return Entries({str(key): written_at(place, child) for key, child in value.items()}, place)
     if isinstance(value, list | tuple):
@@ -127,21 +127,21 @@ def written_at(place: Place, value: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """A copy of the tree in ordinary dicts and lists."""
+    """Return a copy of the tree in ordinary dicts and lists."""
     if isinstance(tree, dict):
         return {key: plain(child) for key, child in tree.items()}
     return [plain(child) for child in tree] if isinstance(tree, list) else tree
 
 
 def has(tree: Any, step: Step) -> bool:
-    """Whether the tree is a mapping with this key, or a list with this index."""
+    """Return whether the tree is a mapping with this key, or a list with this index."""
     if isinstance(tree, list):
         return isinstance(step, int) and 0 <= step < len(tree)
     return isinstance(tree, dict) and step in tree
 
 
 def get(tree: Any, *path: Step) -> Any:
-    """The value at a path, None when there is none."""
+    """Return the value at a path; None if there is none."""
     for step in path:
         if not has(tree, step):
             return None
@@ -150,7 +150,7 @@ def get(tree: Any, *path: Step) -> Any:
 
 
 def locate(tree: Entries, path: KeyPath) -> Place:
-    """The place of the value at `path`, or of the nearest thing around it that was written."""
+    """Return the place of the value at `path`, or of its nearest ancestor with a place."""
     place, at = tree.place, tree
     for step in path:
         if not has(at, step):
@@ -160,7 +160,7 @@ def locate(tree: Entries, path: KeyPath) -> Place:
 
 
 def put(tree: Any, path: KeyPath, value: Any, place: Place, above: KeyPath = ()) -> Any:
-    """The tree with another value at `path`, written at `place`; mappings that are not there are made. Raises `PathError`.
+    """Return the tree with another value from `place` at `path`; missing mappings are created. Raises `PathError`.
 
     Indices of lists may be given as text; `above` is the path of the tree itself.
     """
@@ -187,7 +187,9 @@ def _index(step: Step, length: int, inside: str) -> int:
 
 
 def merged(over: Any, under: Any) -> Any:
-    """`over` completed from `under`: mappings are merged key by key at every level, anything else of `over` stands."""
+    """Return `over` completed from `under`: mappings are merged recursively, any other value of `over` takes
+    precedence.
+    """
     if not isinstance(over, Entries) or not isinstance(under, Entries):
         return over
     both = {key: merged(value, under[key]) if key in under else value for key, value in over.items()}
@@ -195,17 +197,17 @@ def merged(over: Any, under: Any) -> Any:
 
 
 def dotted(path: Iterable[Step]) -> str:
-    """A path as users write it: `replicasets.chat.num_replicas`, lists by index."""
+    """Return a path in the user's notation: `replicasets.chat.num_replicas`, lists by index."""
     return ".".join(map(str, path))
 
 
 def parse_path(text: str) -> KeyPath:
-    """The steps of a dotted path; what is an index is found out where it is used."""
+    """Return the steps of a dotted path; indices are recognised on use."""
     return tuple(part.strip() for part in text.split("."))
 
 
 def leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value that is neither mapping nor list, with its path."""
+    """Yield every value that is neither mapping nor list, with its path."""
     if not isinstance(tree, dict | list):
         yield path, tree
         return

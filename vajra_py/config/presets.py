@@ -1,8 +1,8 @@
 """Expand short forms, presets and inheritance.
 
-Precedence, at every level: a replicaset's own keys, its preset, the top's keys, the top's preset. The parameters of a
-policy belong to it: where a more explicit place names another policy, parameters given for the less explicit one are
-left behind.
+Precedence, at every level: a replicaset's own keys, its preset, the top level's keys, the top level's preset.
+Parameters belong to a policy: if a place of higher precedence selects another policy, parameters from places of lower
+precedence are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
 
 def long_forms(root: Entries) -> Entries:
-    """The tree with `lrs` written as `{policy: lrs}` and `none` as `{type: none}`, so that paths lead into both."""
+    """Return the tree with `lrs` expanded to `{policy: lrs}` and `none` to `{type: none}`, so that paths can address
+    both.
+    """
     layers = [("scheduling", layer.value) for layer in Layer]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
     policies = [*layers, *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers)]
@@ -44,7 +46,7 @@ def _names(root: Entries, *path: Step) -> Sequence[str]:
 
 
 def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:
-    """The tree with presets expanded and every replicaset complete; unknown presets are findings."""
+    """Return the tree with presets expanded and every replicaset completed; unknown presets are findings."""
     findings: list[Finding] = []
     root = _with_preset(root, (), registry, findings)
     for name in _names(root, "replicasets"):
@@ -70,7 +72,7 @@ def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
 
 
 def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: list[Finding]) -> Entries:
-    """A section (the root, or a replicaset) completed from the preset that it names at its top or under `scheduling`."""
+    """Complete a section (the root, or a replicaset) from the preset named at its top or under `scheduling`."""
     keys: list[KeyPath] = [("scheduling", "preset")] if path else [("preset",), ("scheduling", "preset")]
     named = {key: name for key in keys if isinstance(name := get(section, *key), str)}
     if not named:
@@ -98,7 +100,7 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
 
 
 def _completed(over: Any, under: Any, registry: Registry) -> Any:
-    """`over` merged with `under`, but for layers where it names another policy: those stand alone."""
+    """Merge `over` with `under`, except layers for which it selects another policy: those are not merged."""
     for layer in Layer:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
@@ -111,7 +113,7 @@ def _same_policy(layer: Layer, first: object, second: object, registry: Registry
 
 
 def canonical(layer: Layer, name: object, registry: Registry) -> object:
-    """The policy's name when `name` is an alias; unknown names stay as they are."""
+    """Return the policy's name if `name` is an alias; unknown names are unchanged."""
     try:
         return registry.policy(layer, str(name)).spec.name
     except UnknownNameError:

@@ -1,8 +1,8 @@
 """Schema of experiment files: every section with defaults, limits and units.
 
-The models are frozen and refuse unknown keys. What plug-ins define (parameters of policies, latency models, predictors
-and observers) is checked against the installed packages when a file is loaded; building these models by hand checks the
-rest.
+The models are frozen and reject unknown keys. Parts defined by plug-ins (parameters of policies, latency models,
+predictors and observers) are checked against the installed packages when a file is loaded; constructing these models
+directly checks the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vajra_py.contract.latency import LAST_S
 
 if TYPE_CHECKING:
     from vajra_py.workload.config import WorkloadConfig
-else:  # the loader validates it; importing it here would load the arithmetic of every workload
+else:  # validated by the loader; importing it here would load the dependencies of every workload
     WorkloadConfig = Any
 
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
@@ -38,25 +38,25 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, nothing extra, no NaN, defaults checked."""
+    """Base of all sections: frozen, no extra keys, no NaN, validated defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Choice(BaseModel):
-    """Something installed, chosen by name."""
+    """Installed object selected by name."""
 
     _validated: BaseModel | None = PrivateAttr(None)
 
     @classmethod
     def of_validated(cls, given: Mapping[str, Any], model: BaseModel) -> Self:
-        """The choice that `given` says, whose parameters have been validated: `model` is what it is built from."""
+        """Return the choice of `given`, whose parameters have been validated; `model` holds them."""
         choice = cls.model_validate(given)
         choice._validated = model
         return choice
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's; what a change makes of the parameters has not been validated."""
+        """Return a copy like pydantic's; updated parameters have not been validated."""
         copy = super().model_copy(update=update, deep=deep)
         if update:
             copy._validated = None
@@ -78,12 +78,12 @@ class PolicyChoice(Section, Choice):
 
     @property
     def parameters(self) -> Mapping[str, Any] | BaseModel:
-        """What the policy is built from: its own model where a file was loaded, else `params`, not validated yet."""
+        """Parameters for building the policy: its own model if loaded from a file, else the unvalidated `params`."""
         return self.params if self._validated is None else self._validated
 
 
 class TypedChoice(Choice):
-    """Something installed by name, its parameters beside it: `{type: name, …}`, or just the name."""
+    """Installed object by name, with its parameters: `{type: name, …}`, or just the name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -96,17 +96,17 @@ class TypedChoice(Choice):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """The parameters beside `type`."""
+        """Parameters beside `type`."""
         return self.model_extra or {}
 
     @property
     def parameters(self) -> Mapping[str, Any] | BaseModel:
-        """As those of a `PolicyChoice`."""
+        """Parameters for building the object, as for `PolicyChoice`."""
         return self.params if self._validated is None else self._validated
 
 
 class SchedulingConfig(Section):
-    """Who decides: one policy for each layer."""
+    """Scheduling policies: one for each layer."""
 
     preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
     request_prioritizer: PolicyChoice = Field(description="How urgent is a request?")
@@ -114,13 +114,13 @@ class SchedulingConfig(Section):
     replica_scheduler: PolicyChoice = Field(description="What runs in a step?")
 
     def choice(self, layer: Layer) -> PolicyChoice:
-        """The policy of a layer."""
+        """Return the policy of a layer."""
         choice: PolicyChoice = getattr(self, layer.value)
         return choice
 
 
 class PrefixCacheConfig(Section):
-    """Whether and how KV blocks are shared between requests with equal prefixes."""
+    """Sharing of KV blocks between requests with equal prefixes."""
 
     enabled: Switch = Field(True, description="Share KV blocks of equal prefixes.")
     publish: Literal["schedule", "step_end"] = Field(
@@ -204,7 +204,9 @@ class ReplicaConfig(Section):
 
 
 class SelectConfig(Section):
-    """Which requests a replicaset serves: those that meet every condition given. No condition: all that are left."""
+    """Selection of requests that a replicaset serves: those that meet every condition given. No condition: all that are
+    left.
+    """
 
     tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
     slo_classes: tuple[str, ...] | None = Field(None, min_length=1, description="Classes of service.")
@@ -221,15 +223,17 @@ class SelectConfig(Section):
         return self
 
     def matches(self, request: RequestView) -> bool:
-        """Whether the request meets every condition."""
-        return (
-            self.matches_labels(request)
-            and (self.min_prompt_tokens is None or request.num_prompt_tokens >= self.min_prompt_tokens)
-            and (self.max_prompt_tokens is None or request.num_prompt_tokens <= self.max_prompt_tokens)
+        """Return whether the request meets every condition."""
+        return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
+
+    def matches_length(self, num_prompt_tokens: int) -> bool:
+        """Return whether the request meets every condition except those on its length."""
+        return (self.min_prompt_tokens is None or num_prompt_tokens >= self.min_prompt_tokens) and (
+            self.max_prompt_tokens is None or num_prompt_tokens <= self.max_prompt_tokens
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Whether it meets every condition but those on its length."""
+        """Return whether it meets every condition but those on its length."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)
@@ -238,17 +242,17 @@ class SelectConfig(Section):
 
     @property
     def is_by_length(self) -> bool:
-        """Whether a prompt's length matters."""
+        """True if a condition depends on the prompt's length."""
         return self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
 
     @property
     def takes_all(self) -> bool:
-        """Whether there is no condition."""
+        """True if there is no condition."""
         return self == SelectConfig()
 
 
 class ReplicasetConfig(Section):
-    """One of several replicasets. What it leaves out is taken from the top of the file."""
+    """One of several replicasets. Missing keys are taken from the top level of the file."""
 
     select: SelectConfig = Field(
         default_factory=SelectConfig,
@@ -261,14 +265,14 @@ class ReplicasetConfig(Section):
 
 
 class AdmissionConfig(Section):
-    """Bounds of the queues; what does not fit is rejected."""
+    """Bounds of the queues; requests that exceed them are rejected."""
 
     max_queued_requests: PositiveCount | None = Field(None, description="Most waiting requests; null: no limit.")
     max_queued_tokens: PositiveCount | None = Field(None, description="Most waiting prompt tokens; null: no limit.")
 
 
 class ReplicasetSimulatorConfig(Section):
-    """What one replicaset has otherwise than the simulator's section says: another model or device."""
+    """Settings of one replicaset that override the simulator's section: another model or device."""
 
     latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the simulator's.")
     predictions: TypedChoice | None = Field(
@@ -278,7 +282,7 @@ class ReplicasetSimulatorConfig(Section):
 
 
 class SimulatorConfig(Section):
-    """Predict how long steps take instead of computing them."""
+    """Prediction of step durations instead of execution."""
 
     latency: TypedChoice = Field(description="Latency model: `{type: roofline, …}`.")
     predictions: TypedChoice | None = Field(
@@ -303,7 +307,7 @@ class SimulatorConfig(Section):
 
 
 class BackendConfig(BaseModel):
-    """What runs the experiment: exactly one backend, by name."""
+    """Backend that runs the experiment: exactly one, by name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -328,12 +332,12 @@ class BackendConfig(BaseModel):
 
     @property
     def settings(self) -> Any:
-        """The backend's section: a `SimulatorConfig`, or the model that `register_backend` was given."""
+        """Section of the backend: a `SimulatorConfig`, or the model passed to `register_backend`."""
         return getattr(self, self.kind)
 
 
 class OutputConfig(Section):
-    """What a run writes, and where."""
+    """Output of a run: its files and folder."""
 
     dir: Text = Field("runs", description="Folder that gets one folder for each run.")
     decision_log: Switch = Field(True, description="Write every scheduling decision.")
@@ -343,8 +347,8 @@ class OutputConfig(Section):
 Sweep: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 
-class ExperimentConfig(Section):
-    """One experiment, complete: the policies, the replicas they run, the workload, and what executes it."""
+class SystemConfig(Section):
+    """One system: the policies, the replicas that they schedule, and the backend. A workload makes it an experiment."""
 
     version: Literal[1] = Field(description="Version of this schema.")
     name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
@@ -369,8 +373,7 @@ class ExperimentConfig(Section):
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
-    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
-    backend: BackendConfig = Field(description="What runs the experiment.")
+    backend: BackendConfig = Field(description="What executes it.")
     policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
         description=(
@@ -380,25 +383,10 @@ class ExperimentConfig(Section):
     )
     observers: tuple[TypedChoice, ...] = Field((), description="Installed observers that watch the run.")
     output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
-    sweep: Sweep | None = Field(
-        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
-    )
-
-    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
-        1,
-        description=(
-            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
-            "compared in pairs."
-        ),
-    )
-
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
-    capacity: CapacityConfig | None = Field(
-        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
-    )
 
     _source: Any = PrivateAttr(None)
-    """The tree that this was made from; a sweep's points are made from it too."""
+    """Tree from which the experiment was built; the points of a sweep are built from it too."""
 
     @field_validator("replicasets")
     @classmethod
@@ -417,21 +405,16 @@ class ExperimentConfig(Section):
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
         return self
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it is one run: neither a sweep nor replications."""
-        return self.sweep is None and self.replications == 1
-
     def __eq__(self, other: object) -> bool:
-        """Equal when they say the same, wherever it was written."""
-        return isinstance(other, ExperimentConfig) and self.model_dump() == other.model_dump()
+        """True for one run: neither a sweep nor replications."""
+        return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     @property
     def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:
-        """The replicasets of the run, in order of matching; one named `default` when the file names none."""
+        """Replicasets of the run, in matching order; one named `default` if the file names none."""
         if self.replicasets:
             return self.replicasets
-        assert self.scheduling is not None  # checked when this was made
+        assert self.scheduling is not None  # validated on construction
         only = ReplicasetConfig(
             scheduling=self.scheduling,
             replica=self.replica,
@@ -442,5 +425,29 @@ class ExperimentConfig(Section):
 
     @property
     def output_dir(self) -> Path:
-        """Folder that gets the runs."""
+        """Folder for the runs."""
         return Path(self.output.dir)
+
+
+class ExperimentConfig(SystemConfig):
+    """One experiment: a system, the workload that it serves, and the settings under which both are tried."""
+
+    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
+    sweep: Sweep | None = Field(
+        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
+    )
+    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
+        1,
+        description=(
+            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
+            "compared in pairs."
+        ),
+    )
+    capacity: CapacityConfig | None = Field(
+        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
+    )
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether it is one run: neither a sweep nor replications."""
+        return self.sweep is None and self.replications == 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vajra_py.config.schema import ExperimentConfig, ReplicasetConfig
+from vajra_py.config.schema import ReplicasetConfig, SystemConfig
 from vajra_py.errors import ConfigError, Problem
 
 
-def only_replicaset(config: ExperimentConfig) -> ReplicasetConfig:
+def only_replicaset(config: SystemConfig) -> ReplicasetConfig:
     """Return the experiment's replicaset. Raises `ConfigError` when it has several."""
     replicasets = config.effective_replicasets
     if len(replicasets) != 1:

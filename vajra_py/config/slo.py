@@ -17,7 +17,7 @@ from vajra_py.errors import did_you_mean
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 LATENCIES: Mapping[str, str] = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "queue": "queue_s"}
-"""Latencies that statistics are taken of, and where a group of the summary has them."""
+"""Latencies with statistics, and their paths in a group of the summary."""
 NUMBERS: Mapping[str, str] = {
     "attainment": "slo.overall.attainment_fraction",
     "ttft_attainment": "slo.ttft.attainment_fraction",
@@ -28,22 +28,22 @@ NUMBERS: Mapping[str, str] = {
     "throughput": "throughput.requests_per_s",
     "preemptions": "preemptions.per_request",
 }
-"""Numbers of a run, and where a group of the summary has them."""
+"""Scalar metrics of a run, and their paths in a group of the summary."""
 GROUPS = ("by_slo_class", "by_tenant", "by_replicaset")
 WORST = 3.0
-"""Largest slack by size: a metric twenty times off, or one that no request had."""
+"""Largest absolute slack: a metric off by a factor of twenty, or without a value."""
 
 Value: TypeAlias = Callable[[str], "float | None"]
-"""Reads a dotted path of a run's summary."""
+"""Function that reads a dotted path of a run's summary."""
 
 
 @dataclass(frozen=True, slots=True)
 class SloMetric:
-    """A metric of all requests, or of one group of them."""
+    """Metric of all requests, or of one group of them."""
 
     text: str
     path: str
-    """Inside a group of the summary."""
+    """Path inside a group of the summary."""
     group: str | None = None
     """Name of an SLO class, tenant or replicaset; None for all requests."""
 
@@ -54,18 +54,19 @@ class Condition:
 
     metric: SloMetric
     at_most: bool
-    """The metric is to be at most the limit; else at least."""
+    """True if the limit is an upper bound; otherwise it is a lower bound."""
     limit: float
 
     @property
     def text(self) -> str:
-        """The condition as it is written."""
+        """Return the condition in the notation of SLO expressions."""
         return f"{self.metric.text} {'<=' if self.at_most else '>='} {self.limit:g}"
 
     def slack(self, value: float | None) -> float:
-        """How far inside the limit a value is, negative outside: the logarithm of the ratio, so that 0.1 is about a tenth of the limit.
+        """Return the distance of a value inside the limit, negative outside: the logarithm of the ratio, so that 0.1 is
+        about a tenth of the limit.
 
-        A value that no request had is outside.
+        A missing value is outside.
         """
         if value is None:
             return -WORST
@@ -74,14 +75,14 @@ class Condition:
         return max(-WORST, min(WORST, found))
 
     def value_at(self, slack: float) -> float:
-        """The value that is so far inside the limit."""
+        """Return the value with this slack."""
         inwards = -slack if self.at_most else slack
         return self.limit * math.exp(inwards) if self.limit > 0 else self.limit + inwards
 
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """Conditions of which all or one must hold."""
+    """Conjunction or disjunction of conditions."""
 
     kind: Literal["and", "or"]
     parts: tuple[Expression, ...]
@@ -92,40 +93,44 @@ Expression: TypeAlias = Condition | Junction
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """An SLO expression that was read."""
+    """Parsed SLO expression."""
 
     text: str
     expression: Expression
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """Its conditions, from left to right."""
+        """Conditions, from left to right."""
         return tuple(_conditions(self.expression))
 
     def slacks(self, value: Callable[[SloMetric], float | None]) -> tuple[float, ...]:
-        """The slack of each condition."""
+        """Return the slack of each condition."""
         return tuple(one.slack(value(one.metric)) for one in self.conditions)
 
     def slack(self, value: Callable[[SloMetric], float | None]) -> float:
-        """The least slack of conditions joined by `and`, the most of those joined by `or`; at least zero where the SLO holds."""
+        """Return the least slack of conditions joined by `and`, the largest of those joined by `or`; at least zero if
+        the SLO holds.
+        """
         return self.combined(self.slacks(value))
 
     @property
     def has_alternatives(self) -> bool:
-        """Whether one of several conditions is enough somewhere."""
+        """True if conditions are joined by `or` anywhere."""
         return _has_or(self.expression)
 
     def decided(self, values: Sequence[float]) -> tuple[float, int]:
-        """Of a value for each condition, the least of those joined by `and`, the most of those joined by `or`, and the position of the condition that has it."""
+        """Reduce one value per condition, by minimum for `and` and maximum for `or`; return the result and the position
+        of its condition.
+        """
         return _decided(self.expression, iter(enumerate(values)))
 
     def combined(self, values: Sequence[float]) -> float:
-        """Of a value for each condition, the one that decides: of slacks, at least zero where the SLO holds."""
+        """Reduce one value per condition as in `decided`; for slacks, the result is at least zero if the SLO holds."""
         return self.decided(values)[0]
 
 
 def parse_slo(text: str) -> Slo:
-    """Read an SLO expression. Raises `ValueError` with what is wrong and what is allowed."""
+    """Parse an SLO expression. Raises `ValueError` with the problem and the allowed forms."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Points of a sweep: which ones, in which order, and how each is named.
+"""Points of a sweep: their values, order and names.
 
     sweep: {scheduling.request_prioritizer.policy: [fcfs, lrs], workload.rate: [4, 8]}   # grid: every combination, the last axis fastest
     sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}                                   # side by side; may stand beside axes of a grid
@@ -36,24 +36,24 @@ from vajra_py.config.places import (
 MAX_POINTS = 10_000
 ZIP = "zip"
 BASELINE = "baseline"
-"""What a listed point is called that sets nothing: the experiment as it stands."""
+"""Label of a listed point without settings: the experiment as written."""
 SEED = "seed"
 FORMS = "Write `path: [values]`, `zip: {path: [values]}`, or a list of points `- {path: value}`"
 
 Assignment: TypeAlias = tuple[str, Any, Place]
-"""A dotted path, the value that it gets, and where that was written."""
+"""Dotted path, its new value, and the value's place."""
 Row: TypeAlias = tuple[Assignment, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class SweepPoint(Mapping[str, Any]):
-    """One point: the dotted paths that it sets, and their values."""
+    """One point: the values of the dotted paths that it sets."""
 
     values_by_path: Mapping[str, Any]
     label: str
-    """For tables and plots: `replica_scheduler=fixed_chunk rate=8`."""
+    """Label for tables and plots: `replica_scheduler=fixed_chunk rate=8`."""
     point_id: str
-    """Usable as a folder's name; the same for the same values, whatever else the sweep holds."""
+    """Identifier usable as a folder's name; equal values give equal ids in any sweep."""
     assignments: Row = field(repr=False, default=())
 
     def __getitem__(self, path: str) -> Any:
@@ -66,7 +66,7 @@ class SweepPoint(Mapping[str, Any]):
         return len(self.values_by_path)
 
     def apply(self, root: Entries) -> tuple[Entries, list[Finding]]:
-        """The tree with this point's values, and the paths that lead nowhere in it."""
+        """Return the tree with this point's values, and findings for paths that do not exist."""
         findings: list[Finding] = []
         for path, value, place in self.assignments:
             try:
@@ -77,7 +77,7 @@ class SweepPoint(Mapping[str, Any]):
 
 
 def sweep_points(sweep: Any, place: Place) -> tuple[list[SweepPoint], list[Finding]]:
-    """The points of the `sweep:` section at `place` in order, and what is wrong with it; no points when anything is wrong."""
+    """Return the points of the `sweep:` section at `place` in order, and its findings; no points if there are any."""
     findings: list[Finding] = []
     if isinstance(sweep, Items):
         rows = _listed(sweep, findings)
@@ -100,7 +100,9 @@ def sweep_points(sweep: Any, place: Place) -> tuple[list[SweepPoint], list[Findi
 
 
 def replicated(points: Sequence[SweepPoint], seeds: Sequence[int], place: Place) -> list[SweepPoint]:
-    """Each point once under each of these seeds, the seeds fastest. Raises `ValueError` where a point sets the seed itself."""
+    """Return each point once for each of these seeds, seeds varying fastest. Raises `ValueError` if a point sets the
+    seed itself.
+    """
     if any(SEED in point for point in points):
         raise ValueError("replications and a sweep of the seed say the same twice")
     rows = [(*point.assignments, (SEED, seed, place)) for point in points for seed in seeds]
@@ -152,7 +154,7 @@ def _zipped(zipped: Any, place: Place, findings: list[Finding]) -> list[Row]:
 
 
 def _flat(part: Any, prefix: str = "") -> Iterator[Assignment]:
-    """The axes below a mapping; `{workload: {rate: [1]}}` says the same as `{workload.rate: [1]}`."""
+    """Yield the axes below a mapping; `{workload: {rate: [1]}}` is equivalent to `{workload.rate: [1]}`."""
     if not isinstance(part, Entries):
         return
     for key, child in part.items():
@@ -198,12 +200,12 @@ def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
 
 
 def values_of_label(label: str) -> str:
-    """A point's label without its paths, for places where every point sets the same ones."""
-    return re.sub(r"(^| )[^\s=(]+=(?![^(]*\))", r"\1", label)  # what stands in parentheses belongs to a value
+    """Return a point's label without its paths, for lists in which every point sets the same ones."""
+    return re.sub(r"(^| )[^\s=(]+=(?![^(]*\))", r"\1", label)  # text in parentheses belongs to a value
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """The shortest endings that tell the paths apart; a policy's axis is named after its layer."""
+    """Return the shortest distinct suffixes of the paths; a policy's axis is named after its layer."""
     steps = {path: [step for step in parse_path(path) if step not in ("policy", "params")] or [path] for path in paths}
     names: dict[str, str] = {}
     for path, own in steps.items():
@@ -216,7 +218,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _value_text(value: Any) -> str:
-    """A value in a label; a policy with parameters reads `lrs(deadline_multiplier=1.5)`."""
+    """Return a value as part of a label; a policy with parameters reads `lrs(deadline_multiplier=1.5)`."""
     if not isinstance(value, dict | list):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     name = next((str(name) for key in ("policy", "type") if (name := get(value, key)) is not None), "")

@@ -16,11 +16,13 @@ from vajra_py.errors import ConfigError, Problem
 TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
-"""A few lines of aliases of aliases stand for billions of values."""
+"""Limit on values: a few lines of nested aliases can expand to billions."""
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The tree of a file (`Entries`, where it is a mapping); raises `ConfigError` with every mistake that reading can find."""
+    """Read the tree of a file (`Entries`, if it is a mapping); raises `ConfigError` with every mistake that reading can
+    find.
+    """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -31,12 +33,14 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def read_mapping(path: str | Path) -> Entries:
-    """The tree of a file that holds a mapping, or nothing; raises `ConfigError` like `read_yaml`, and where it is another value."""
+    """Read the tree of a file that contains a mapping or nothing; raises `ConfigError` like `read_yaml`, and for any
+    other value.
+    """
     return mapping_of(read_yaml(path), Place(str(path), 1))
 
 
 def mapping_of(root: Any, place: Place) -> Entries:
-    """A file's tree, which has to be a mapping; without one, an empty one. Raises `ConfigError`."""
+    """Return a file's tree, which must be a mapping; an empty one for an empty file. Raises `ConfigError`."""
     if root is None:
         return Entries({}, place)
     if not isinstance(root, Entries):
@@ -45,7 +49,9 @@ def mapping_of(root: Any, place: Place) -> Entries:
 
 
 def parse_yaml(text: str, place: Place) -> Any:
-    """The tree of a text. With a line in `place` it is a file, and values get the lines they stand on; else all get `place`."""
+    """Parse a text into a tree. With a line in `place` it is a file, and values get their own lines; else all get
+    `place`.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -57,7 +63,7 @@ def parse_yaml(text: str, place: Place) -> Any:
         at = Place(place.source, mark.line + 1, place.path) if mark and place.line is not None else place
         reason = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise ConfigError(Finding(at, (), f"is not valid YAML: {reason}").problem()) from error
-    except RecursionError:  # the parser's own
+    except RecursionError:  # errors of the parser itself
         raise ConfigError(Finding(place, (), "is nested too deeply").problem()) from None
     except YAMLError as error:
         reason = " ".join(str(error).split())
@@ -72,7 +78,7 @@ def parse_yaml(text: str, place: Place) -> Any:
 
 
 class _Reader:
-    """Turns the parser's nodes into values and gathers what is wrong with them."""
+    """Converts the parser's nodes into values and collects mistakes."""
 
     def __init__(self, constructor: Any, place: Place) -> None:
         self._constructor = constructor
@@ -81,7 +87,7 @@ class _Reader:
         self.findings: list[Finding] = []
 
     def value(self, raw: Any, path: KeyPath, place: Place) -> Any:
-        """`place` is that of the entry's key, or of the item itself."""
+        """Convert a node; `place` is that of the entry's key, or of the item itself."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             message = f"has more than {MAX_VALUES:,} values, those that aliases repeat among them"
@@ -124,7 +130,9 @@ class _Reader:
         return inherited.without(*own).completed(Entries(own, place, places))
 
     def _inherited(self, raw: Any, path: KeyPath, at: Place) -> Entries:
-        """What `<<` brings in: one mapping or a list of them, the first one winning."""
+        """Return the entries inherited through `<<`: one mapping or a list of them, of which the first takes
+        precedence.
+        """
         found = Entries({}, at)
         value = self.value(raw, (*path, "<<"), at)
         for each in value if isinstance(value, Items) else [value]:
@@ -141,6 +149,6 @@ class _Reader:
         return Place(self._place.source, raw.start_mark.line + 1, self._place.path)
 
     def _wrong(self, place: Place, path: KeyPath, message: str, allowed: str | None = None) -> Any:
-        """Note a mistake; None stands for what cannot be read."""
+        """Record a mistake and return None as the value."""
         self.findings.append(Finding(place, path, message, allowed))
         return None

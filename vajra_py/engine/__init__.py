@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from vajra_py.engine.async_llm import AsyncLLM, StreamPart
     from vajra_py.engine.compute import SamplingParams, TokenLogprobs
     from vajra_py.engine.config import EngineConfig
-    from vajra_py.engine.llm import LLM, RequestMetrics, RequestOutput
+    from vajra_py.engine.llm import LLM
+    from vajra_py.engine.requests import RequestMetrics, RequestOutput
 
 __all__ = [
     "LLM",
@@ -29,8 +30,8 @@ _HOMES = {
     "AsyncLLM": "vajra_py.engine.async_llm",
     "EngineConfig": "vajra_py.engine.config",
     "LLM": "vajra_py.engine.llm",
-    "RequestMetrics": "vajra_py.engine.llm",
-    "RequestOutput": "vajra_py.engine.llm",
+    "RequestMetrics": "vajra_py.engine.requests",
+    "RequestOutput": "vajra_py.engine.requests",
     "SamplingParams": "vajra_py.engine.compute",
     "StreamPart": "vajra_py.engine.async_llm",
     "TokenLogprobs": "vajra_py.engine.compute",

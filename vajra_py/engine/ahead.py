@@ -26,12 +26,12 @@ MOST_SPARE_BLOCKS = 64
 
 
 def spare_blocks(max_requests: int) -> int:
-    """How many blocks a worker keeps for what is begun ahead."""
+    """Return how many blocks a worker keeps for what is begun ahead."""
     return min(max_requests, MOST_SPARE_BLOCKS)
 
 
 class LookAhead:
-    """What one worker was told before it was decided."""
+    """Work that one worker began before it was decided."""
 
     def __init__(self, replica: Replica, executor: EngineExecutor) -> None:
         self._replica = replica
@@ -46,7 +46,7 @@ class LookAhead:
         """Rows that were begun and not decided."""
 
     def work(self, plan: StepPlan, step: StepInput) -> Foreseen:
-        """What the worker is told of a step that was decided, `step` being its input."""
+        """Return the worker's input for a step that was decided, `step` being its input."""
         told, self._told = self._told, None
         begun: list[int] = []
         if told is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
+from vajra_py.config import ReplicasetConfig, SystemConfig, system_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.ahead import LookAhead, spare_blocks
@@ -44,7 +44,7 @@ _PROBE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineServices:
-    """What a run brings along.
+    """Services that a run brings along.
 
     Attributes:
         registry: installed policies.
@@ -71,7 +71,7 @@ class EngineServices:
     latencies: Mapping[str, LatencyModel] = field(default_factory=dict)
 
     def latency_of(self, replicaset: str) -> LatencyModel:
-        """What a replicaset's policies ask."""
+        """Return the latency model of a replicaset's policies."""
         return self.latencies.get(replicaset, self.latency)
 
 
@@ -125,16 +125,16 @@ class Engine:
     replicas: Mapping[ReplicaKey, EngineReplica]
     models: Mapping[str, ModelFacts]
     tenant_salt: bool
-    config: ExperimentConfig
+    config: SystemConfig
     maker: WorkerMaker
     restarter: Restarter | None = None
     watch: StepWatch | None = None
     load_s: float = 0.0
-    """How long loading took."""
+    """Duration of loading."""
     _is_closed: bool = False
 
     @classmethod
-    def load(cls, config: ExperimentConfig, services: EngineServices) -> Engine:
+    def load(cls, config: SystemConfig, services: EngineServices) -> Engine:
         """Check, load, build.
 
         Raises `ConfigError` for what is wrong with settings or model, `ExecutorError` when a worker fails.
@@ -161,7 +161,7 @@ class Engine:
             raise
 
     @classmethod
-    def _built(cls, config: ExperimentConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
+    def _built(cls, config: SystemConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
         services = maker.services
         replicasets = config.effective_replicasets
         models = {
@@ -213,7 +213,7 @@ class Engine:
         scheduling[replicaset][layer.value] = {"policy": policy, "params": dict(params)}
         for name, each in scheduling.items():
             (settings["replicasets"][name] if settings.get("replicasets") else settings)["scheduling"] = each
-        config = config_from_mapping(settings, (), self.maker.services.registry)
+        config = system_from_mapping(settings, (), self.maker.services.registry)
         sizes = {
             name: _sizes_of(facts, self.controller.replicasets[name].limits_in_common.num_blocks)
             for name, facts in self.models.items()
@@ -268,11 +268,11 @@ class Engine:
         worker.start(limits.num_blocks, limits.host_blocks, deliver)
 
     def prompt_limits(self) -> PromptLimits:
-        """What a prompt may be, on the replicaset that takes the shortest ones."""
+        """Return the limits of a prompt on the replicaset that takes the shortest ones."""
         return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
 
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
-        """What a prompt may be there."""
+        """Return the limits of a prompt there."""
         facts = self.models[replicaset]
         longest = self.controller.replicasets[replicaset].bounds.max_request_tokens
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
@@ -312,7 +312,7 @@ class Engine:
 
 
 def _dry_controller(
-    config: ExperimentConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
+    config: SystemConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
 ) -> Controller:
     """Everything but what computes."""
     executor = EngineExecutor(1)

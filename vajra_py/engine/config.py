@@ -96,7 +96,7 @@ class PlacementConfig(Section):
     )
 
     def resources(self, device: str) -> dict[str, float]:
-        """What a rank reserves on its node, as Ray names it."""
+        """Return the resources that a rank reserves on its node, as Ray names it."""
         num_gpus = self.gpus_per_rank
         if num_gpus is None:
             num_gpus = 1.0 if device.startswith("cuda") else 0.0
@@ -143,7 +143,7 @@ class RecoveryConfig(Section):
     )
     settled_s: Seconds = Field(60.0, description="After a replica was up for so long, pauses begin anew.")
     wait_s: Seconds = Field(
-        60.0, description="How long requests wait while no replica of theirs is up, before they end as failed."
+        60.0, description="Time that requests wait while no replica of theirs is up, before they end as failed."
     )
     step_timeout_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
         None,
@@ -182,7 +182,7 @@ class ModelBackendConfig(Section):
     kind: ClassVar[str]
     """The backend's name."""
     can_swap: ClassVar[bool]
-    """Whether KV blocks can be copied to host memory and back."""
+    """True when KV blocks can be copied to host memory and back."""
 
     model: ModelFolder = Field(
         description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one."
@@ -226,12 +226,12 @@ class ModelBackendConfig(Section):
 
     @property
     def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
-        """What replicasets have otherwise, by name."""
+        """Return the settings that replicasets have otherwise, by name."""
         return {}
 
     @property
     def begins_ahead(self) -> bool | None:
-        """Whether steps begin before the last one's tokens are known; None: where that pays."""
+        """Return whether steps begin before the last one's tokens are known; None: where that pays."""
         return False
 
     def of(self, replicaset: str) -> Self:
@@ -239,16 +239,16 @@ class ModelBackendConfig(Section):
         return self
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """What of an experiment's replicasets this backend cannot carry out, without loading a model."""
+        """Return the settings of replicasets that this backend cannot carry out, without loading a model."""
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
-        """What a replica's worker loads, on the first device."""
+        """Return the options by which a replica's worker loads, on the first device."""
         raise NotImplementedError
 
     @property
     def load(self) -> LoadRunner:
-        """What makes a worker's runner from these options."""
+        """Return the function that makes a worker's runner from its options."""
         raise NotImplementedError
 
 
@@ -351,7 +351,7 @@ def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> st
 
 
 def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """What of a replica's settings the engine cannot carry out."""
+    """Return the settings of a replica that the engine cannot carry out."""
     problems = []
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
         message = "would let requests read KV blocks that were never computed ('keep')"

@@ -23,7 +23,7 @@ from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
 
 @dataclass(slots=True)
 class _Row:
-    """What the worker knows of a request."""
+    """State of a request that the worker knows."""
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
@@ -31,9 +31,9 @@ class _Row:
     sampling_group: int | None = None
     """The KV-parallel group that holds its newest tokens, and samples."""
     is_foreseeable: bool = True
-    """Whether a token of it leaves nothing behind in the worker but itself."""
+    """True when a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
-    """Whether it has the request's newest token, so that the next step need not name it."""
+    """True when it has the request's newest token, so that the next step need not name it."""
 
 
 _Sampled: TypeAlias = tuple[Request, OutputBuffer]
@@ -52,7 +52,7 @@ class _Changes:
 
 @dataclass(slots=True)
 class _Step:
-    """What is needed of a step under way to read its output.
+    """Facts of a step under way by which its output is read.
 
     Attributes:
         entries: by slot, whose rows it computes.
@@ -122,11 +122,11 @@ class EngineExecutor:
         self._pool_rows = None
 
     def submission(self, request: Request) -> Submission:
-        """What the request was submitted as."""
+        """Return the submission of a request."""
         return self._submissions[request]
 
     def step_input(self, plan: StepPlan, memory: KvMemory) -> StepInput:
-        """What the worker has to be told to compute the plan."""
+        """Return the input by which the worker computes the plan."""
         changes = _Changes()
         members = [] if plan.pool is None else list(plan.pool)
         self._make_room([*(entry.request for entry in plan.chunks), *members])
@@ -182,32 +182,32 @@ class EngineExecutor:
         return Ahead(decodes, growing) if decodes and len(growing) <= num_spare else None
 
     def step_result(self, output: StepOutput) -> StepResult:
-        """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
+        """Return the mechanism's part of a worker's answer; requests' outputs are brought up to date."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         searched: dict[Request, OutputBuffer] = {}
         step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
         faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
         for request, why in faulty.items():
-            if why == LOST_ROW and forbids_tokens(self._submissions[request].collected.sampling):
+            if why == LOST_ROW and forbids_tokens(self._submissions[request].output.sampling):
                 faulty[request] = NOTHING_LEFT
         failed = {request: f"{request.request_id}: {why}" for request, why in faulty.items()}
         for request in failed:
-            self._submissions[request].collected.is_faulty = True
+            self._submissions[request].output.is_faulty = True
         for slot, token in zip(output.slots, output.token_ids, strict=True):
             if slot in faults:
                 continue
-            request, collected = step.sampled[slot]
+            request, buffer = step.sampled[slot]
             tokens.append((request, token))
-            if collected.append(token, logprobs.get(slot)):
+            if buffer.append(token, logprobs.get(slot)):
                 stopped.append(request)
-            elif collected.looks_for_stop_strings:
-                searched[request] = collected
+            elif buffer.looks_for_stop_strings:
+                searched[request] = buffer
         detokenize(searched.values())
-        stopped += [request for request, collected in searched.items() if collected.stopped_by is not None]
+        stopped += [request for request, buffer in searched.items() if buffer.stopped_by is not None]
         for slot, entries in output.prompt_logprobs.items():
-            collected, end = step.scored[slot]
-            collected.prompt_logprobs[end - len(entries) :] = entries
+            buffer, end = step.scored[slot]
+            buffer.prompt_logprobs[end - len(entries) :] = entries
         return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
@@ -230,7 +230,7 @@ class EngineExecutor:
             if row.goes_on:
                 self._tell_table(request, row, memory, changes)
                 entries[row.slot] = request
-                sampled[row.slot] = request, self._submissions[request].collected
+                sampled[row.slot] = request, self._submissions[request].output
             else:
                 entry = PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
                 self._add_chunk(entry, memory, changes, step)
@@ -259,18 +259,18 @@ class EngineExecutor:
         row.goes_on = samples and not self._tells_tokens
         step.entries[row.slot] = request
         if samples:
-            step.sampled[row.slot] = request, self._submissions[request].collected
+            step.sampled[row.slot] = request, self._submissions[request].output
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
         submission = self._submissions[request]
-        collected = submission.collected
-        if collected.sampling.prompt_logprobs is None or len(collected.prompt_logprobs) >= min(
+        buffer = submission.output
+        if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(
             end, len(submission.prompt_token_ids) - 1
         ):
             return ()
         followers = list(submission.prompt_token_ids[start + 1 : end + 1])
-        step.scored[slot] = (collected, start + len(followers))
+        step.scored[slot] = (buffer, start + len(followers))
         return followers
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:
@@ -279,7 +279,7 @@ class EngineExecutor:
         prompt, num_prompt = submission.prompt_token_ids, request.num_prompt_tokens
         if end <= num_prompt:
             return list(prompt[start:end])
-        outputs = submission.collected.token_ids[max(0, start - num_prompt) : end - num_prompt]
+        outputs = submission.output.token_ids[max(0, start - num_prompt) : end - num_prompt]
         return [*prompt[start:num_prompt], *outputs]
 
     def _tell_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
@@ -299,7 +299,7 @@ class EngineExecutor:
     def _row(self, request: Request, changes: _Changes) -> _Row:
         row = self._rows.get(request)
         if row is None:
-            sampling = self._submissions[request].collected.sampling
+            sampling = self._submissions[request].output.sampling
             is_foreseeable = sampling.logprobs is None and not needs_outputs(sampling)
             row = self._rows[request] = _Row(heapq.heappop(self._free), is_foreseeable=is_foreseeable)
             changes.new.append(self._new_row(request, row.slot))
@@ -314,7 +314,7 @@ class EngineExecutor:
 
     def _new_row(self, request: Request, slot: int) -> NewRow:
         submission = self._submissions[request]
-        sampling, outputs = submission.collected.sampling, submission.collected.token_ids
+        sampling, outputs = submission.output.sampling, submission.output.token_ids
         prompt = list(submission.prompt_token_ids) if needs_prompt(sampling) else ()
         told = list(outputs) if needs_outputs(sampling) or prompt else ()
         return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs))
@@ -339,7 +339,7 @@ class EngineExecutor:
 
 
 def joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """What a step gave whose parts gave these."""
+    """Return the output of a step from those of its parts."""
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
     faults: dict[int, str] = {}

@@ -49,7 +49,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
-News: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
+WorkerMessage: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
 
 
 class EngineLoop(Backend[EngineReplica]):
@@ -70,15 +70,15 @@ class EngineLoop(Backend[EngineReplica]):
         self.on_formed: Callable[[str, float], None] | None = None
         """Told how long forming each step took: (replicaset, seconds)."""
         self.last_loss = ""
-        """Why the replica that failed last did."""
+        """Reason of the last failure of a replica."""
         self.failed: str | None = None
-        """Why nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
+        """Reason that nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
         self.on_failed: Callable[[str], None] | None = None
         """Told once, in the loop's thread, when `failed` is set."""
         self.blocked = ""
         """The call of a policy that has not returned for too long and takes no interruption; empty: there is none."""
         self.restarter: Restarter | None = None
-        """Who finds workers for replicas that lost theirs; None: nobody."""
+        """Finds workers for replicas that lost theirs; None: they stay lost."""
         self._replicas = dict(replicas)
         self._clock = clock
         self._options = options = options or LoopOptions()
@@ -87,7 +87,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_through(self._form_step)
         self._events = self._driver.events
-        self._finished: deque[News] = deque()
+        self._finished: deque[WorkerMessage] = deque()
         self._suspects: dict[Request, int] = {}
         """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
         self._num_suspected: dict[Request, int] = {}
@@ -190,7 +190,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """Whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
+        """Return whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._restarting) and is_needed
 
@@ -239,7 +239,7 @@ class EngineLoop(Backend[EngineReplica]):
         now = max(self._clock.now(), driver.now + TICKS_PER_NANOSECOND)
         driver.advance_to(now)
         if self._finished:
-            self._take_news(self._finished.popleft())
+            self._take_worker_message(self._finished.popleft())
         for name in [name for name, tick in self._abandon_at.items() if tick <= now]:
             self._abandon(name, f"no replica of {name} came up again within {self._options.wait_s:g} s")
         self._events.bring_forward(now)
@@ -254,32 +254,32 @@ class EngineLoop(Backend[EngineReplica]):
             submission = self._submissions.get(request)
             if submission is not None and submission.follows_steps and submission.on_progress is not None:
                 followed.append((request, submission, submission.on_progress))
-        detokenize(submission.collected for _, submission, _ in followed)
+        detokenize(submission.output for _, submission, _ in followed)
         for request, submission, on_progress in followed:
             on_progress(submission, request, None)
 
-    def _take_news(self, news: News) -> None:
+    def _take_worker_message(self, message: WorkerMessage) -> None:
         """Make what a worker answered an event of this turn."""
-        one = self._replicas[news.replica]
-        if isinstance(news, Restarted):
-            self._restore(one, news)
-        elif isinstance(news, GivenUp):
-            self._restarting.discard(news.replica)
-            self._check_failed(lost(news.replica, news.why))  # whoever is told of the end may ask
-            self._abandon_unless_some(news.replica[0], lost(news.replica, news.why))
+        one = self._replicas[message.replica]
+        if isinstance(message, Restarted):
+            self._restore(one, message)
+        elif isinstance(message, GivenUp):
+            self._restarting.discard(message.replica)
+            self._check_failed(lost(message.replica, message.why))  # whoever is told of the end may ask
+            self._abandon_unless_some(message.replica[0], lost(message.replica, message.why))
         elif one.is_lost:
             return
-        elif isinstance(news, LeftFirstStage):
+        elif isinstance(message, LeftFirstStage):
             self._left_first_stage(one)
-        elif news.output is None:
-            self._lose(one, lost(news.replica, news.error or "its worker is gone"))
+        elif message.output is None:
+            self._lose(one, lost(message.replica, message.error or "its worker is gone"))
         elif one.num_stale:
             one.num_stale -= 1
             if not one.num_stale:
                 self._driver.freed(one)
                 self._take_up_deferred()
         else:
-            self._part_came_back(one, news.output)
+            self._part_came_back(one, message.output)
 
     def _part_came_back(self, one: EngineReplica, output: StepOutput) -> None:
         step = one.under_way[0]
@@ -337,7 +337,7 @@ class EngineLoop(Backend[EngineReplica]):
                 self._num_suspected.pop(request, None)
             for replica in self.controller.replicasets[request.replicaset].replicas:
                 self._replicas[replica.replicaset, replica.replica_id].executor.release(request)
-            submission.collected.finish()
+            submission.output.finish()
             if self.on_ended is not None:
                 self.on_ended(submission, request, reason)
             if submission.on_progress is not None:
@@ -424,14 +424,14 @@ class EngineLoop(Backend[EngineReplica]):
             elif num_left is not None:
                 self._suspects[request] = num_left - 1
 
-    def _restore(self, one: EngineReplica, news: Restarted) -> None:
-        one.worker, one.is_lost = news.worker, False
+    def _restore(self, one: EngineReplica, message: Restarted) -> None:
+        one.worker, one.is_lost = message.worker, False
         one.executor.start_again()
         if one.ahead is not None:
             one.ahead.forget()
-        self._restarting.discard(news.replica)
-        self._abandon_at.pop(news.replica[0], None)
-        self._events.push(self.now, Phase.FAILURE, Restart(self.now, *news.replica))
+        self._restarting.discard(message.replica)
+        self._abandon_at.pop(message.replica[0], None)
+        self._events.push(self.now, Phase.FAILURE, Restart(self.now, *message.replica))
 
     def _check_failed(self, detail: str) -> None:
         if self.failed is None and not self._restarting and self.num_lost == len(self._replicas):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
@@ -46,7 +46,7 @@ class OutputBuffer:
     _search: StopSearch | None = None
     """Holds back text that may begin a stop string; None: there are none."""
     _num_read: int = 0
-    """How many tokens have become text."""
+    """Number of tokens that have become text."""
     _is_done: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """What a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
+        """Return the text that a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
         if self.stream is not None:
             unread = self.unread()
             if unread:
@@ -68,7 +68,7 @@ class OutputBuffer:
 
     @property
     def looks_for_stop_strings(self) -> bool:
-        """Whether its text may end it, so that each token has to be read at once."""
+        """Return whether its text may end it, so that each token has to be read at once."""
         return self.stream is not None and bool(self.sampling.stop)
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
@@ -125,20 +125,21 @@ class Submission:
         facts: what the client said.
         prompt_token_ids: the prompt.
         seed: of its random stream.
-        collected: what comes out.
+        output: what comes out.
         content: segments that identify the prompt in the prefix cache; None: its tokens do.
         shares: whether its prompt's blocks may be shared at all.
         salt: only requests with the same one share prefixes; None: as the settings say.
         num_output_tokens: after how many tokens it ends, where that is known beforehand.
         sent_at: when its client sent it, in ticks; None: when it is taken in.
-        on_progress: who is told.
-        follows_steps: whether they are told of each step and read the text; False: of the end alone.
+        on_progress: called after each step that gave it a token, and at its end.
+        follows_steps: whether that holds for each step, whose text is then read; False: for the end alone.
+        on_engine_end: called in place of its end when the engine ends first, with the error that ended it; None: it was closed.
     """
 
     facts: RequestFacts
     prompt_token_ids: Sequence[int]
     seed: int
-    collected: OutputBuffer
+    output: OutputBuffer
     content: tuple[tuple[SegmentId, int], ...] | None = None
     shares: bool = True
     num_output_tokens: int | None = None
@@ -146,9 +147,24 @@ class Submission:
     sent_at: int | None = None
     on_progress: OnProgress | None = None
     follows_steps: bool = True
+    on_engine_end: Callable[[BaseException | None], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        facts: RequestFacts,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        eos_token_ids: Sequence[int],
+        seed: int,
+    ) -> Self:
+        """Make the submission of a request that ends by the tokens that its parameters, or its model, say."""
+        eos = () if sampling.ignore_eos else eos_token_ids
+        stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+        return cls(facts, prompt_token_ids, seed, OutputBuffer(sampling, stop_token_ids))
 
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
-        """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
+        """Return the hashes that identify its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
         salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
         if self.content is not None:
             return SegmentBlockHashes(self.content, self.facts.request_id, block_size, salt)

@@ -23,7 +23,7 @@ SMALLEST = 2.0**-126
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """Largest finite float32."""
 LARGEST_COUNT = 2**63 - 1
-"""What an int64 holds."""
+"""Largest int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Range:
     or_zero: bool = False
 
     def holds(self, value: object) -> bool:
-        """Whether it is a number within these limits."""
+        """Return whether it is a number within these limits."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return self.low <= value <= self.high or (self.or_zero and value == 0)
@@ -53,7 +53,7 @@ _RANGES = (
 
 
 def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: int | None = None) -> None:
-    """Raises `ConfigError` with everything about the parameters that cannot be."""
+    """Raise `ConfigError` with everything about the parameters that cannot be."""
     problems = [problem for one in _RANGES for problem in _out_of_range(params, one, where)]
     problems += _wrong_counts(params, where)
     if _is_whole(params.min_tokens) and _is_whole(params.max_tokens) and params.min_tokens > params.max_tokens:
@@ -73,7 +73,7 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
 
 
 def check_backend(params: SamplingParams, kind: str, where: str = "sampling") -> None:
-    """Raises `ConfigError` for what the workers of this kind of backend cannot compute exactly."""
+    """Raise `ConfigError` for what the workers of this kind of backend cannot compute exactly."""
     if kind == "vllm" and any(len(word) > 1 for word in params.bad_words_token_ids):
         message = "has a word of several tokens, which vLLM's workers forget when a request is computed again"
         raise ConfigError(
@@ -109,7 +109,7 @@ def _wrong_tokens(params: SamplingParams, where: str, vocab_size: int | None) ->
 
 
 def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
-    """What is wrong with the tokens that a request forbids or favours, besides their numbers."""
+    """Return the problems of the tokens that a request forbids or favours, besides their numbers."""
     problems = []
     allowed = params.allowed_token_ids
     if allowed is not None and not allowed:
@@ -168,7 +168,7 @@ def _is_whole(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a prompt may be.
+    """Limits of a prompt.
 
     Attributes:
         vocab_size: tokens of the model.
@@ -181,8 +181,11 @@ class PromptLimits:
     max_request_tokens: int
 
 
-def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "prompt") -> None:
-    """Raises `ConfigError` when the prompt is empty, too long for any output, or not of the model's vocabulary."""
+def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "prompt") -> int:
+    """Return the most tokens that may follow the prompt.
+
+    Raises `ConfigError` when it is empty, too long for any output, or not of the model's vocabulary.
+    """
     if not len(token_ids):
         raise ConfigError(Problem(where, "is empty", "Allowed: one token or more"))
     longest = limits.max_request_tokens
@@ -195,3 +198,4 @@ def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "p
         wrong = low if low < 0 else high
         message = f"has a token that is not in the model's vocabulary ({_shown(wrong)})"
         raise ConfigError(Problem(where, message, f"Allowed: 0 to {limits.vocab_size - 1}"))
+    return longest - len(token_ids)

@@ -34,14 +34,14 @@ from vajra_py.engine.compute import (
     load_runner,
 )
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, placed, said
+from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, placed, said, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _JOIN_S = 10.0
 _CLOSE_S = 2.0
-"""How long processes may take to end by themselves; then, and as long again, to be killed."""
+"""Time that processes may take to end by themselves; then, and as long again, to be killed."""
 
 
 def serve_steps(
@@ -50,7 +50,7 @@ def serve_steps(
     """A worker process: load, then answer what comes through the pipe until it is closed."""
     if logs is not None:
         logs.install()
-    calm_threads()
+    set_passive_omp_wait()
     try:
         runner = load(placed(options, ordinal))
     except BaseException as error:
@@ -125,7 +125,7 @@ class ProcessWorker:
             self._rendezvous = tempfile.mkdtemp(prefix="vajra-ranks-")
             options = replace(options, rendezvous=f"file://{Path(self._rendezvous) / 'store'}")
         context = context or get_context("spawn")
-        calm_threads()
+        set_passive_omp_wait()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(ranks):

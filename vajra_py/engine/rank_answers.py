@@ -28,7 +28,7 @@ class RankAnswers:
         self._num_left = 0
 
     def take(self, rank: int, answer: StepOutput) -> Iterator[Finished | LeftFirstStage]:
-        """What is known with one more answer, to be delivered in this order."""
+        """Return the answers that are complete with one more, to be delivered in this order."""
         self._answers[rank].append(answer)
         self._num_answers[rank] += 1
         if (
@@ -41,7 +41,7 @@ class RankAnswers:
             yield Finished(self._replica, self._joined([one.popleft() for one in self._answers]))
 
     def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
-        """What a step gave; stages compute one after the other, groups side by side."""
+        """Return the output of a step; stages compute one after the other, groups side by side."""
         options = self._options
         stages, groups = range(options.pipeline_stages), range(options.kv_groups)
         if len(stages) == len(groups) == 1:

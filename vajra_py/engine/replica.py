@@ -1,4 +1,4 @@
-"""What the engine's loop keeps of each replica, what it may be told, and the rules by which it runs."""
+"""State that the engine's loop keeps of each replica, messages that it takes, and its options."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ class EngineReplica(BackendReplica):
     executor: EngineExecutor
     worker: Worker
     ahead: LookAhead | None = None
-    """Whether, and how, its worker begins steps before they are decided."""
+    """Begins steps of its worker before they are decided; None: none is."""
     watch: StepWatch | None = None
     """Limits how long its worker takes for a step; None: nobody does."""
     under_way: deque[StepUnderWay] = field(default_factory=deque)
     """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False
     num_stale: int = 0
-    """How many answers are still to come of steps whose plans were dropped."""
+    """Number of answers still to come of steps whose plans were dropped."""
     compute_s: float = 0.0
-    """What its steps took on the device, in all."""
+    """Time that its steps took on the device, in all."""
     busy_ticks: int = 0
-    """What they took from forming them to taking their results in."""
+    """Time from forming them to taking their results in."""
 
     def submit(self, step: StepInput | Foreseen) -> None:
         """Give its worker a step."""
@@ -101,15 +101,15 @@ class LoopOptions:
     """Rules of one run of the loop."""
 
     serves: bool = False
-    """Whether to go on waiting for requests when there are none left, until told to stop."""
+    """True: go on waiting for requests when there are none left, until told to stop."""
     tenant_salt: bool = False
     check_every_steps: int = 0
     """Check conservation every so many steps; 0: never."""
     max_reruns: int | None = None
-    """How often a request is computed again when replicas fail under it; None: requests of a lost replica end."""
+    """Number of times that a request is computed again when replicas fail under it; None: requests of a lost replica end."""
     wait_s: float = 60.0
-    """How long requests wait while no replica of theirs is up."""
+    """Time that requests wait while no replica of theirs is up."""
     isolates_policies: bool = False
-    """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
+    """True when a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds breaks the contract; None: it may take for ever."""

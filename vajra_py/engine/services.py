@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.build import EngineServices
 from vajra_py.engine.config import ModelBackendConfig
@@ -15,7 +15,7 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 
 def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyModel:
-    """What policies ask how long a step will take."""
+    """Return the latency model that policies ask."""
     if settings.latency is None:
         return NoPredictions(f"backend.{settings.kind}.latency")
     return build_latency_model(settings.latency.type, settings.latency.parameters, registry)
@@ -24,13 +24,13 @@ def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyMode
 def length_predictor(
     settings: ModelBackendConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
 ) -> OutputLengthPredictor:
-    """What policies ask how long an output will be; `lengths` is the truth, for whoever asks for it."""
+    """Return the predictor of output lengths that policies ask; `lengths` is the truth, for whoever asks for it."""
     truth = Truth(seeds.child("output_lengths").stream, lengths)
     return build_output_lengths(settings.output_length.type, settings.output_length.parameters, truth, registry)
 
 
 def engine_services(
-    config: ExperimentConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
+    config: SystemConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
 ) -> EngineServices:
     """The services of a run; `replaced` are fields of `EngineServices` to set otherwise."""
     settings: ModelBackendConfig = config.backend.settings

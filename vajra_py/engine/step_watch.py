@@ -37,7 +37,7 @@ _PAUSE_S = 0.25
 
 @dataclass(slots=True)
 class StepTimes:
-    """What the steps of a replica took, on all its workers; first steps are left out.
+    """Times that the steps of a replica took, on all its workers; first steps are left out.
 
     Attributes:
         fixed_s: a limit that somebody set; None: it follows from the rest.
@@ -57,7 +57,7 @@ class StepTimes:
         self.most_tokens = max(self.most_tokens, num_tokens)
 
     def allowed_s(self, num_tokens: int, num_before: int) -> float:
-        """How long a step may take, before which its worker has computed `num_before`.
+        """Return how long a step may take, before which its worker has computed `num_before`.
 
         Steps with more tokens than any so far may take longer in proportion, and (attention grows with the square) up to ten minutes
         by the square of that.
@@ -104,7 +104,7 @@ class StepWatch:
         self._thread.start()
 
     def watched(self, replica: ReplicaKey, worker: Worker, deliver: Deliver) -> Deliver:
-        """What a new worker of a replica delivers to, in place of `deliver`."""
+        """Return the function that a new worker of a replica delivers to, in place of `deliver`."""
         times = self._times.get(replica)
         if times is None:
             floor_s = _FLOOR_S.get(worker.facts.device, _DEVICE_FLOOR_S)
@@ -174,7 +174,7 @@ class StepWatch:
 
 
 class LoadLimit:
-    """How long a worker may take to load again: one that takes longer is discarded, and its load fails."""
+    """Limits the time in which a worker loads again: one that takes longer is discarded, and its load fails."""
 
     def __init__(self, first_s: float) -> None:
         """`first_s`: how long the first ones took."""

@@ -18,7 +18,7 @@ MAX_ALL_STOP_CHARACTERS = 4096
 
 
 class StopAutomaton:
-    """What a set of stop strings looks like to a search; nothing of it changes, so that any number of searches share it.
+    """Stop strings as a search sees them; nothing of it changes, so that any number of searches share it.
 
     Nodes are numbers, 0 the root. A node stands for a beginning of stop strings.
     """

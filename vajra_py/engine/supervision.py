@@ -55,7 +55,7 @@ class Restarter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How often and how fast replicas are started again.
+    """Limits by which replicas are started again.
 
     Attributes:
         max_restarts: starts in a row that may fail.

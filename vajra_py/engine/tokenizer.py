@@ -27,7 +27,7 @@ class ChatEnd(Enum):
     """Where the text of a conversation ends."""
 
     ANSWER = "answer"
-    """Where the model's answer begins."""
+    """Place where the model's answer begins."""
     MESSAGE = "message"
     """Within the last message, which the model continues."""
     NOWHERE = "nowhere"
@@ -35,14 +35,14 @@ class ChatEnd(Enum):
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer."""
+    """Tokenizer, as the engine asks it."""
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """The text's tokens, with the special tokens that the model expects around it, unless a template wrote them."""
 
     @property
     def stripped_blanks(self) -> int | None:
-        """How many leading blanks a text loses that is else its tokens' pieces, as UTF-8; None: it is not."""
+        """Return how many leading blanks a text loses that is else its tokens' pieces, as UTF-8; None: it is not."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokens' text, without special tokens."""
@@ -147,7 +147,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
 
 
 def has_plain_decode(tokenizer: Any) -> bool:
-    """Whether a tokenizer of transformers decodes as most do, by its backend alone."""
+    """Return whether a tokenizer of transformers decodes as most do, by its backend alone."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -156,7 +156,7 @@ def has_plain_decode(tokenizer: Any) -> bool:
 
 
 def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence[Sequence[int]]], list[str]]:
-    """What turns sequences of tokens into texts.
+    """Return the decoder of sequences of tokens.
 
     A tokenizer that decodes as most do is asked below the library's own layers, which take three times as long as it does.
     """
@@ -167,7 +167,7 @@ def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence
 
 
 def has_tokenizer(directory: str | Path) -> bool:
-    """Whether the model's directory comes with a tokenizer."""
+    """Return whether the model's directory comes with a tokenizer."""
     folder = Path(directory).expanduser()
     return any((folder / name).exists() for name in _FILES)
 
@@ -179,7 +179,7 @@ class TextStream(Protocol):
         """The text that these tokens complete; empty while a character is incomplete."""
 
     def rest(self) -> str:
-        """What is left when no token follows: characters that stayed incomplete."""
+        """Return the text that is left when no token follows: characters that stayed incomplete."""
 
 
 def text_stream(tokenizer: Tokenizer) -> TextStream:
@@ -255,12 +255,12 @@ class WindowStream:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What decodes it."""
+        """Return its decoder."""
         return self._tokenizer
 
 
 def push_all(pushes: Sequence[tuple[TextStream, Sequence[int]]]) -> list[str]:
-    """What `push` gives for each (stream, tokens), with one call of each tokenizer for all of its streams."""
+    """Return the results of `push` for each (stream, tokens), with one call of each tokenizer for all of its streams."""
     windows: dict[Tokenizer, list[tuple[int, WindowStream, Sequence[int]]]] = {}
     texts = [""] * len(pushes)
     for place, (stream, token_ids) in enumerate(pushes):

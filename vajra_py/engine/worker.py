@@ -1,4 +1,4 @@
-"""Where a replica computes: the controller's thread, a thread of its own, or one process a rank.
+"""Places where a replica computes: the controller's thread, a thread of its own, or one process a rank.
 
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
@@ -61,7 +61,7 @@ class Worker(Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """What was loaded."""
+        """Facts of the loaded model."""
 
     def wait_loaded(self) -> None:
         """Wait until its weights are there. Raises what loading raised, `ExecutorError` when a process died."""
@@ -91,7 +91,7 @@ def close_all(workers: Iterable[Worker]) -> None:
         thread.join()
 
 
-def calm_threads() -> None:
+def set_passive_omp_wait() -> None:
     """Let idle OpenMP threads sleep instead of spinning: with other work on the cores they would slow it many times over.
 
     Has an effect on what is loaded later, so it is called before a tensor library is.
@@ -212,18 +212,18 @@ def load_in_process(
     replica: ReplicaKey, options: RunnerOptions, ordinal: int, threaded: bool, load: LoadRunner = load_runner
 ) -> Worker:
     """A worker of this process. Raises what loading the model raises."""
-    calm_threads()
+    set_passive_omp_wait()
     runner = load(placed(options, ordinal))
     return ThreadWorker(replica, runner) if threaded else InlineWorker(replica, runner)
 
 
 def lost(replica: ReplicaKey, what: str) -> str:
-    """Why a replica's requests ended."""
+    """Return why a replica's requests ended."""
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 
 def checked_facts(loaded: Sequence[ModelFacts]) -> ModelFacts:
-    """What all workers of a replicaset loaded; they are alike. Raises `ExecutorError` when they are not."""
+    """Return the facts of the model that all workers of a replicaset loaded; they are alike. Raises `ExecutorError` when they are not."""
     first = loaded[0]
     for facts in loaded[1:]:
         if facts.num_parameters != first.num_parameters or facts.eos_token_ids != first.eos_token_ids:

@@ -13,7 +13,7 @@ _PACKAGES = ("vajra_py", "vajra_kernels")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLogs:
-    """How a process writes its lines to standard error.
+    """Writer of a process's lines to standard error.
 
     Attributes:
         formatter: of each line.

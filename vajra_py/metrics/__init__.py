@@ -1,4 +1,4 @@
-"""What runs achieved, in numbers and pictures.
+"""Results of runs, as numbers and figures.
 
 From raw rows to pictures: `RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` keep the tables; `summarise` makes the numbers;
 `RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` show what is in it. Every definition is in
@@ -105,7 +105,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for (PEP 562)."""
+    """Import an exported name on first use (PEP 562)."""
     if name == "plots":
         return importlib.import_module(f"{__name__}.plots")
     if name not in _PLACE_OF:

@@ -1,7 +1,8 @@
 """Definitions of TTFT, TBT, TPOT, E2E, SLO attainment, quantiles and fairness.
 
-Every number that this package reports comes from a function of this module or is named after one. All functions work on whole columns
-(numpy arrays, one entry per request) and never change their arguments. NaN stands for "did not happen" and is left out of distributions.
+Every reported number comes from a function of this module or is named after one. All functions take whole columns
+(numpy arrays, one entry per request) and never modify their arguments. NaN means "did not happen" and is excluded from
+distributions.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 UNFINISHED = "unfinished"
-"""The `reason` of a request that had not ended when the run did; every other value is one of `EndReason`."""
+"""`reason` of a request that had not ended when the run did; every other value is one of `EndReason`."""
 
 COMPLETED_REASONS = (EndReason.STOP.value, EndReason.LENGTH.value)
-"""A request with one of these got the whole answer that it asked for."""
+"""Reasons of requests that received their complete answer."""
 
 REASONS: tuple[str, ...] = (*(reason.value for reason in EndReason), UNFINISHED)
-"""Everything that `reason` can be, in the order of reports."""
+"""All values of `reason`, in the order of reports."""
 
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-"""The quantiles that summaries report, by key."""
+"""Quantiles in summaries, by key."""
 
 # Keeps a product such as 0.07 * 100 = 7.000000000000001 at the rank that is meant.
 _RANK_SLACK = 1.0 - 1e-12
@@ -59,13 +60,13 @@ class Window:
         return self.end_at - self.start_at
 
     def holds(self, at: Floats) -> Bools:
-        """Which of these moments lie in it; NaN never does."""
+        """Return a mask of the moments inside the window; False for NaN."""
         return (at >= self.start_at) & (at <= self.end_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What is promised to a request that carries no promise of its own, seconds; None promises nothing."""
+    """SLO of a request without one of its own, in seconds; None: no SLO."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -75,13 +76,13 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class SloDefaults:
-    """Promises by SLO class, and for everyone else; each is used only where a request has no promise of that kind itself."""
+    """SLOs by class, and for all other requests; each applies only to requests without an SLO of that kind."""
 
     everyone: Slo = field(default_factory=Slo)
     by_class: Mapping[str, Slo] = field(default_factory=dict)
 
     def of(self, slo_class: str) -> Slo:
-        """What the class is promised; a kind that it leaves open is taken from `everyone`."""
+        """Return the SLO of a class; missing kinds are taken from `everyone`."""
         own = self.by_class.get(slo_class)
         if own is None:
             return self.everyone
@@ -99,19 +100,19 @@ class SloDefaults:
 
 
 class SloStatus(IntEnum):
-    """How a request stands to its promises."""
+    """Fulfilment of a request's SLOs."""
 
     NONE = 0
-    """Nothing was promised."""
+    """No SLO."""
     UNDECIDED = 1
-    """Withdrawn by its client, or cut off by the end of the run, before any promise was broken."""
+    """Withdrawn by the client, or cut off by the end of the run, before any SLO was violated."""
     MISSED = 2
     MET = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The columns that decide about latencies and promises; one entry per request, times in seconds, NaN = never."""
+    """Columns that determine latencies and SLOs; one entry per request, times in seconds, NaN = never."""
 
     arrived_at: Floats
     first_token_at: Floats
@@ -125,14 +126,14 @@ class Outcomes:
     """The longest gap between two tokens so far; None where gaps were not kept."""
 
     def observed_until(self) -> float:
-        """The last moment that any request tells of: what was still open then has waited at least until then."""
+        """Latest time in any request's record: requests open then have waited at least until then."""
         moments = [column[np.isfinite(column)] for column in (self.arrived_at, self.first_token_at, self.ended_at)]
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """One entry per request, seconds; NaN = not promised. `deadline_at` is a moment, the others are durations."""
+    """SLOs, one entry per request, in seconds; NaN = none. `deadline_at` is a moment, the others are durations."""
 
     ttft_s: Floats
     tpot_s: Floats
@@ -210,7 +211,7 @@ def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | N
 
 
 def _tbt_status(outcomes: Outcomes, promises: Promises, open_ended: Bools) -> NDArray[np.int8]:
-    """A gap that was too long breaks the promise at once, however the request ends."""
+    """Return the TBT status: a gap that is too long violates the SLO at once, however the request ends."""
     longest_s = outcomes.tbt_max_s
     if promises.tbt_s is None or longest_s is None:
         return np.full(len(open_ended), SloStatus.NONE, dtype=np.int8)
@@ -240,7 +241,7 @@ def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
 
 
 def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]) -> list[float]:
-    """`quantiles` of a list in which `values[i]` stands `weights[i]` times (whole, not negative), without making that list."""
+    """Return `quantiles` of a list with `weights[i]` copies of `values[i]` (whole, not negative), without building it."""
     total = int(weights.sum())
     if total <= 0:
         return [float("nan")] * len(fractions)
@@ -268,7 +269,7 @@ def _ranks(count: int, fractions: Sequence[float]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class GapStatistics:
-    """Of one request's gaps between tokens that its client sees, seconds; NaN with fewer than two tokens."""
+    """Statistics of one request's gaps between tokens seen by its client, in seconds; NaN with fewer than two tokens."""
 
     p50_s: float
     p99_s: float
@@ -297,8 +298,8 @@ def covered_s(begins: Floats, ends: Floats, start_at: float) -> float:
 def jain_index(shares: Floats) -> float:
     """Jain's fairness index, (sum x)^2 / (n * sum x^2): 1 when all get the same, 1/n when one gets all.
 
-    NaN when nobody is there or nobody got anything. Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination for
-    resource allocation in shared computer systems" (1984), equation 2.
+    NaN if there are no shares or all are zero. Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and
+    discrimination for resource allocation in shared computer systems" (1984), equation 2.
     """
     squares = float(np.square(shares).sum())
     if not squares > 0:
@@ -308,7 +309,7 @@ def jain_index(shares: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServiceWeights:
-    """What a token of service counts, and how much service a tenant is entitled to.
+    """Weights of tokens and tenants in the measure of service.
 
     The defaults of 1 per prompt token and 2 per output token are those of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language
     Models", OSDI 2024, section 3). A tenant of weight 2 is treated fairly when it gets twice the service of one of weight 1.

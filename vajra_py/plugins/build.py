@@ -32,7 +32,7 @@ LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REPLICASET_SCHEDULER: {"assign": 3, "pull": 3},
     Layer.REPLICA_SCHEDULER: {"schedule": 3},
 }
-"""What each layer's Protocol demands: methods and how many arguments each is called with."""
+"""Methods required by each layer's Protocol, with the number of arguments of each call."""
 
 LISTENING_METHODS: Mapping[str, int] = {
     "on_arrivals": 2,
@@ -41,33 +41,33 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_step_end": 1,
     "on_departures": 2,
 }
-"""What a policy of any layer may have, to be told about requests."""
+"""Optional methods of policies of any layer that notify them about requests."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
     Layer.REPLICASET_SCHEDULER: {},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
-"""What a policy may add in its layer; wrong when present and not callable in this way."""
+"""Optional methods of each layer's policies; an attribute with another signature is an error."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
     Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
     Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
 }
-"""What a policy declares in its layer."""
+"""Declarations of each layer's policies."""
 
 TRAITS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset(),
     Layer.REPLICASET_SCHEDULER: frozenset({"reads_load", "is_work_conserving"}),
     Layer.REPLICA_SCHEDULER: frozenset({"repeats_decodes", "needs_slack", "is_work_conserving"}),
 }
-"""Which fields of `SchedulerTraits` mean something in a layer."""
+"""Fields of `SchedulerTraits` that apply to each layer."""
 
 _TRAIT_NAMES = frozenset(field.name for field in fields(SchedulerTraits))
 
 _NEAR = 0.9
-"""How like a hook's name (0 to 1) another name has to be to be taken for a misspelling of it."""
+"""Similarity to a hook's name (0 to 1) above which another name counts as a misspelling of it."""
 
 
 def build_policy(
@@ -77,11 +77,11 @@ def build_policy(
     context: PolicyContext,
     registry: Registry | None = None,
 ) -> SchedulingPolicy:
-    """The policy of that name (or alias), built from its parameters, and checked against the layer's Protocol.
+    """Build the policy of this name (or alias) from its parameters and check it against the layer's Protocol.
 
-    Parameters that are an instance of the policy's own model have been validated and are taken as they are.
-    Raises `UnknownNameError`; `ConfigError` when the parameters are wrong or do not go with the replica (a `ValueError`
-    of the policy's own); `PluginError` when the package builds something that is no such policy.
+    Parameters that are an instance of the policy's own model are already validated and used as they are. Raises
+    `UnknownNameError`; `ConfigError` if the parameters are wrong or do not fit the replica (a `ValueError` raised by
+    the policy); `PluginError` if the package builds something that is not such a policy.
     """
     offer = (registry or load_registry()).policy(layer, name)
     where = f"scheduling.{layer.value}"
@@ -94,7 +94,7 @@ def build_policy(
 def build_latency_model(
     name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None
 ) -> LatencyModel:
-    """The latency model of that name; raises like `build_policy`."""
+    """Build the latency model of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).latency_model(name)
     where = "latency"
     config = validated_params(offer, params, where)
@@ -105,7 +105,7 @@ def build_latency_model(
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What an output-length predictor may be built from: streams of randomness by name, and the true lengths (for oracles)."""
+    """Inputs for building an output-length predictor: random streams by name, and the true lengths (for oracles)."""
 
     random_stream: Callable[[str], Any]
     output_tokens: Mapping[str, int]
@@ -114,7 +114,7 @@ class Truth:
 def build_output_lengths(
     name: str, params: Mapping[str, Any] | BaseModel, truth: Truth, registry: Registry | None = None
 ) -> OutputLengthPredictor:
-    """The output-length predictor of that name; raises like `build_policy`."""
+    """Build the output-length predictor of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).output_length(name)
     where = "output_length"
     config = validated_params(offer, params, where)
@@ -126,7 +126,7 @@ def build_output_lengths(
 
 
 def build_observer(name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None) -> Observer:
-    """The observer of that name; raises like `build_policy`."""
+    """Build the observer of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).observer(name)
     config = validated_params(offer, params, "observers")
     observer: Observer = _built(offer, "observers", lambda: offer.spec.build(config))
@@ -142,7 +142,9 @@ def validated_params(
     params: Mapping[str, Any] | BaseModel,
     where: str,
 ) -> BaseModel:
-    """The parameters as the offer's own model; a model that keeps its `type` gets it. Raises `ConfigError`."""
+    """Return the parameters as an instance of the offer's own model, with `type` set if the model has that field.
+    Raises `ConfigError`.
+    """
     config = offer.spec.config
     if isinstance(params, BaseModel):
         return _validated(config, params, where)
@@ -153,7 +155,7 @@ def validated_params(
 
 
 def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Check that an object is a policy of the layer. Raises `PluginError` naming the plug-in and the first thing that is wrong."""
+    """Check that an object is a policy of the layer. Raises `PluginError` that names the plug-in and the first problem."""
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, LAYER_METHODS[layer], what, plugin)
@@ -167,14 +169,14 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
 
 
 def hooks_of(layer: Layer) -> frozenset[str]:
-    """Every name of a policy of the layer that the mechanism reads or calls."""
+    """Return all attribute names of a policy of the layer that the mechanism reads or calls."""
     return DECLARATIONS[layer].union(LAYER_METHODS[layer], OPTIONAL_METHODS[layer], LISTENING_METHODS)
 
 
 def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Refuse names that are meant for the mechanism and would never be asked for: misspelt, or of another layer.
+    """Reject attributes that look like hooks but would never be called: misspelt, or of another layer.
 
-    A name near a hook's is taken for a misspelling unless the policy has that hook too.
+    A name close to a hook's counts as a misspelling unless the policy has that hook as well.
     """
     hooks, everywhere = hooks_of(layer), frozenset().union(*map(hooks_of, Layer))
     own = frozenset().union(*map(hooks_of, _layers_served(policy)))
@@ -194,7 +196,7 @@ def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
 
 
 def _layers_served(policy: object) -> list[Layer]:
-    """The layers whose methods the object has; it may serve several."""
+    """Return the layers whose methods the object has; there may be several."""
     return [layer for layer in Layer if all(hasattr(policy, name) for name in LAYER_METHODS[layer])]
 
 
@@ -202,7 +204,7 @@ def _check_traits(policy: object, what: str, plugin: str) -> None:
     traits = getattr(policy, "traits", NO_TRAITS)
     if not isinstance(traits, SchedulerTraits):
         raise PluginError(plugin, f"{what}: traits is {traits!r}; expected a SchedulerTraits")
-    steady: object = traits.repeats_decodes  # a plug-in may say anything
+    steady: object = traits.repeats_decodes  # a plug-in may declare anything
     if not isinstance(steady, frozenset) or not all(isinstance(one, SteadyState) for one in steady):
         expected = ", ".join(f"SteadyState.{one.name}" for one in SteadyState)
         raise PluginError(plugin, f"{what}: traits.repeats_decodes is {steady!r}; expected a frozenset of {expected}")
@@ -237,7 +239,7 @@ def _check_methods(target: object, methods: Mapping[str, int], what: str, plugin
         try:
             signature = inspect.signature(method)
         except (TypeError, ValueError):
-            continue  # written in C: nothing to read
+            continue  # written in C: no signature to inspect
         try:
             signature.bind(*range(num_arguments))
         except TypeError as error:
@@ -262,7 +264,9 @@ def _validated(config: type[BaseModel], params: Mapping[str, Any] | BaseModel, w
 
 
 def _built(offer: Offer[Any], where: str, build: Callable[[], Any]) -> Any:
-    """What the plug-in builds; a `ValueError` is about the user's settings, anything else about the plug-in."""
+    """Return the object that the plug-in builds; a `ValueError` is an error of the user's settings, any other exception
+    one of the plug-in.
+    """
     try:
         return build()
     except VajraError:

@@ -1,8 +1,8 @@
 """Discover installed plug-ins and check that they implement the hooks as specified.
 
-Entry points of the group `vajra` are loaded one by one, so that whatever fails is reported with the name and version of
-its package. Nothing is skipped: a plug-in that cannot be used ends the program unless `VAJRA_DISABLE_PLUGINS` (names of
-entry points or packages, separated by commas) leaves it out.
+Entry points of the group `vajra` are loaded one by one, so that every failure is reported with the name and version of
+its package. Nothing is skipped: an unusable plug-in ends the program unless `VAJRA_DISABLE_PLUGINS` (names of entry
+points or packages, separated by commas) excludes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Claim: TypeAlias = tuple[PluginSource, object]
 
 
 def load_registry() -> Registry:
-    """What the installed plug-ins offer; made once a process (and once a value of `VAJRA_DISABLE_PLUGINS`).
+    """Return the registry of installed plug-ins, built once per process (and per value of `VAJRA_DISABLE_PLUGINS`).
 
-    Raises `PluginError`, naming entry point, package and version.
+    Raises `PluginError` that names entry point, package and version.
     """
     return _cached_registry(os.environ.get(DISABLE_VARIABLE, ""))
 
@@ -42,7 +42,9 @@ def _cached_registry(disabled: str) -> Registry:
 
 
 def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = "") -> Registry:
-    """What these entry points offer, without those that `disabled` names (comma-separated); nothing is cached."""
+    """Build the registry of these entry points, except those that `disabled` names (comma-separated); nothing is
+    cached.
+    """
     found = sorted(((_source(entry), entry) for entry in entry_points), key=lambda pair: _load_order(pair[0]))
     switched_off = _disabled(disabled, [source for source, _ in found])
     loader = _Loader(pluggy.PluginManager(hookspecs.PROJECT), {})
@@ -58,7 +60,7 @@ def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = 
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """The plug-in manager, and who each registered plug-in is."""
+    """Plug-in manager, and the source of each registered plug-in."""
 
     manager: pluggy.PluginManager
     sources: dict[str, PluginSource]
@@ -93,7 +95,7 @@ class _Loader:
             raise PluginError(str(source), f"{module!r} implements no hook. Known hooks: {', '.join(known)}")
 
     def claims(self, hook: str) -> Sequence[Claim]:
-        """What every plug-in answers to a hook, in order of loading; raises `PluginError` where one fails."""
+        """Call a hook of every plug-in and return the results in load order; raises `PluginError` if one fails."""
         implementations = {each.plugin_name: each for each in getattr(self.manager.hook, hook).get_hookimpls()}
         claims: list[Claim] = []
         for name, source in self.sources.items():
@@ -102,7 +104,7 @@ class _Loader:
         return claims
 
     def claims_with_builtins(self, hook: str) -> Sequence[Claim]:
-        """Like `claims`, led by what the framework itself brings along."""
+        """Return the results of `claims`, preceded by the framework's own."""
         return [*((BUILTIN, spec) for spec in _builtin_specs(hook)), *self.claims(hook)]
 
 
@@ -119,7 +121,7 @@ def _answer(source: PluginSource, hook: str, implementation: pluggy.HookImpl) ->
 
 
 def _builtin_specs(hook: str) -> Sequence[object]:
-    """Imported when asked for: the models' arithmetic is of no use to whoever only lists policies."""
+    """Return the framework's own specs, imported on demand: listing policies does not need the models' arithmetic."""
     if hook == "vajra_latency_models":
         from vajra_py.latency import BUILTIN_LATENCY_MODELS
 
@@ -139,17 +141,21 @@ def _source(entry: metadata.EntryPoint) -> PluginSource:
 
 
 def _load_order(source: PluginSource) -> tuple[bool, str, str]:
-    """The framework's own plug-ins first, then by name: the order in which things are listed and clashes are blamed."""
+    """Return the sort key of plug-ins: the framework's own first, then by name. It decides the order of lists and the
+    culprit of a clash.
+    """
     return normalised(source.package) != "vajra-py", normalised(source.package), source.entry_point
 
 
 def normalised(package: str) -> str:
-    """A distribution's name in the one spelling by which packages are compared."""
+    """Return a distribution's name in the normalized spelling used for comparisons."""
     return package.lower().replace("_", "-").replace(".", "-")
 
 
 def _disabled(names: str, sources: Sequence[PluginSource]) -> frozenset[str]:
-    """Entry points and packages to leave out; a name that no plug-in has is an error, as it would disable nothing."""
+    """Return the entry points and packages to leave out; a name that matches no plug-in is an error, because it would
+    disable nothing.
+    """
     known: dict[str, str] = {}
     for source in sources:
         known[source.entry_point] = source.entry_point

@@ -19,27 +19,27 @@ UNITS: Mapping[str, str] = {
     "_requests": "requests",
     "_per_s": "per second",
 }
-"""What the ending of a field's name says about its unit; the longest ending counts."""
+"""Unit by suffix of a field's name; the longest matching suffix counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter, ready to be listed."""
+    """One parameter, ready for listing."""
 
     name: str
     type: str
     default: Any
-    """The default, None when there is none: see `required`."""
+    """Default value; None if there is none: see `required`."""
     required: bool
     unit: str
-    """Empty when it has none."""
+    """Unit; empty if there is none."""
     limits: str
-    """What its model demands beyond the type, such as `> 0`; empty when nothing."""
+    """Constraints of the model beyond the type, such as `> 0`; empty if there are none."""
     description: str
 
 
 def parameters_of(config: type[BaseModel]) -> tuple[Parameter, ...]:
-    """The parameters of a policy's (or a model's) configuration, in the order of their definition."""
+    """Return the parameters of a policy's (or a model's) configuration, in definition order."""
     schema = config.model_json_schema(mode="validation")
     definitions: Mapping[str, Any] = schema.get("$defs", {})
     properties: Mapping[str, Any] = schema.get("properties", {})
@@ -66,7 +66,7 @@ def _parameter(
 
 
 def unit_of(name: str) -> str:
-    """The unit that a field's name carries, empty when it carries none."""
+    """Return the unit in a field's name; empty if there is none."""
     endings = [ending for ending in UNITS if name.endswith(ending) or name == ending[1:]]
     return UNITS[max(endings, key=len)] if endings else ""
 

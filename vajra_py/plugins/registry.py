@@ -1,7 +1,7 @@
 """Registry of installed policies, presets, models and observers.
 
-A registry is read-only. Policies and presets are checked when it is made; latency models, output-length predictors and
-observers when they are first asked for, so that listing policies imports none of what they need.
+A registry is read-only. Policies and presets are checked when it is built; latency models, output-length predictors and
+observers on first use, so that listing policies does not import their dependencies.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 
 @dataclass(frozen=True, slots=True, order=True)
 class PluginSource:
-    """Who offers something: an entry point of a package at a version."""
+    """Origin of an offer: an entry point of a package at a version."""
 
     package: str
-    """Name of the distribution, as pip knows it."""
+    """Name of the distribution, as used by pip."""
     version: str
     entry_point: str
 
     def __str__(self) -> str:
-        """How errors name the plug-in."""
+        """Return the plug-in's name for error messages."""
         return f"{self.entry_point!r} of {self.package} {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer(Generic[SpecT]):
-    """Something that a plug-in offers by name."""
+    """Named object offered by a plug-in."""
 
     spec: SpecT
     source: PluginSource
 
     @property
     def package(self) -> str:
-        """Distribution that offers it."""
+        """Distribution that provides the offer."""
         return self.source.package
 
     @property
@@ -58,14 +58,14 @@ class Offer(Generic[SpecT]):
 
 
 Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
-"""What hooks returned: who, and one returned value."""
+"""Return values of hooks: the plug-in, and one returned value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """Everything that the installed plug-ins offer, by name.
+    """Everything that the installed plug-ins provide, by name.
 
-    `lazy` calls a hook of every plug-in and is asked at most once for each kind that is really needed.
+    `lazy` calls a hook of every plug-in, at most once for each kind that is used.
     """
 
     plugins: tuple[PluginSource, ...]
@@ -74,11 +74,13 @@ class Registry:
     lazy: Callable[[str], Claims]
 
     def __post_init__(self) -> None:
-        """Check what is always needed."""
+        """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
     def with_policies(self, specs: Iterable[PolicySpec]) -> Registry:
-        """The same with policies that no installed package offers; raises `PluginError` like any clash or broken offer."""
+        """Return a copy with policies that no installed package provides; raises `PluginError` like any clash or broken
+        offer.
+        """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         return replace(self, policy_claims=[*self.policy_claims, *given])
 
@@ -93,26 +95,26 @@ class Registry:
 
     @cached_property
     def _names(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
-        """Names and aliases alike."""
+        """Policies by layer and by name or alias."""
         return {layer: _with_aliases(self._policies[layer], kind_of(layer)) for layer in Layer}
 
     def policies(self, layer: Layer) -> Mapping[str, Offer[PolicySpec]]:
-        """The layer's policies by name, sorted; aliases are not listed."""
+        """Return the layer's policies by name, sorted; aliases are not listed."""
         return self._policies[layer]
 
     def policy(self, layer: Layer, name: str) -> Offer[PolicySpec]:
-        """The policy that a name or an alias means in this layer; raises `UnknownNameError`."""
+        """Return the layer's policy of this name or alias; raises `UnknownNameError`."""
         found = self._names[layer].get(name)
         if found is None:
             raise UnknownNameError(kind_of(layer), name, self.policy_names(layer))
         return found
 
     def policy_names(self, layer: Layer) -> tuple[str, ...]:
-        """Every name that `policy` takes in this layer, aliases included, sorted."""
+        """Return every name that `policy` accepts in this layer, including aliases, sorted."""
         return tuple(sorted(self._names[layer]))
 
     def find_policies(self, name: str) -> tuple[Offer[PolicySpec], ...]:
-        """The policies of that name or alias in any layer, in the order of the layers; raises `UnknownNameError`."""
+        """Return the policies of this name or alias in any layer, in layer order; raises `UnknownNameError`."""
         found = tuple(self._names[layer][name] for layer in Layer if name in self._names[layer])
         if not found:
             names = {known for layer in Layer for known in self.policy_names(layer)}
@@ -121,39 +123,39 @@ class Registry:
 
     @cached_property
     def presets(self) -> Mapping[str, Offer[Preset]]:
-        """Named settings of whole systems."""
+        """Presets by name."""
         offers = [_checked(source, claim, Preset, "preset") for source, claim in self.preset_claims]
         return _by_name(offers, "preset")
 
     @cached_property
     def latency_models(self) -> Mapping[str, Offer[LatencyModelSpec]]:
-        """What may stand in `latency: {type: …}`."""
+        """Latency models, by their `type` in `latency: {type: …}`."""
         return self._offers("vajra_latency_models", LatencyModelSpec, "latency model")
 
     @cached_property
     def output_lengths(self) -> Mapping[str, Offer[OutputLengthSpec]]:
-        """What may stand in `output_length: {type: …}`."""
+        """Output-length predictors, by their `type` in `output_length: {type: …}`."""
         return self._offers("vajra_output_length_predictors", OutputLengthSpec, "output-length predictor")
 
     @cached_property
     def observers(self) -> Mapping[str, Offer[ObserverSpec]]:
-        """What may stand in `observers: [{type: …}]`."""
+        """Observers, by their `type` in `observers: [{type: …}]`."""
         return self._offers("vajra_observers", ObserverSpec, "observer")
 
     def preset(self, name: str) -> Offer[Preset]:
-        """The preset of that name; raises `UnknownNameError`."""
+        """Return the preset of this name; raises `UnknownNameError`."""
         return lookup(self.presets, "preset", name)
 
     def latency_model(self, name: str) -> Offer[LatencyModelSpec]:
-        """The latency model of that name; raises `UnknownNameError`."""
+        """Return the latency model of this name; raises `UnknownNameError`."""
         return lookup(self.latency_models, "latency model", name)
 
     def output_length(self, name: str) -> Offer[OutputLengthSpec]:
-        """The output-length predictor of that name; raises `UnknownNameError`."""
+        """Return the output-length predictor of this name; raises `UnknownNameError`."""
         return lookup(self.output_lengths, "output-length predictor", name)
 
     def observer(self, name: str) -> Offer[ObserverSpec]:
-        """The observer of that name; raises `UnknownNameError`."""
+        """Return the observer of this name; raises `UnknownNameError`."""
         return lookup(self.observers, "observer", name)
 
     def _offers(self, hook: str, kind: type[SpecT], noun: str) -> Mapping[str, Offer[SpecT]]:
@@ -161,28 +163,28 @@ class Registry:
 
 
 def _module_of(spec: object) -> str:
-    """The module that defines a policy, as the name of what offers it."""
+    """Return the module that defines a policy, as the name of its source."""
     return str(getattr(getattr(spec, "config", None), "__module__", None) or type(spec).__module__)
 
 
 def kind_of(layer: Layer) -> str:
-    """How messages call a policy of this layer."""
+    """Return the term for a policy of this layer in messages."""
     return layer.value.replace("_", " ")
 
 
 def lookup(offers: Mapping[str, Offer[SpecT]], kind: str, name: str) -> Offer[SpecT]:
-    """The offer of that name; raises `UnknownNameError` with the nearest name and the list."""
+    """Return the offer of this name; raises `UnknownNameError` with the nearest name and the list."""
     if name not in offers:
         raise UnknownNameError(kind, name, offers)
     return offers[name]
 
 
 def _checked(source: PluginSource, claim: object, kind: type[SpecT], noun: str) -> Offer[SpecT]:
-    """The claim as an offer, when it is a well-formed spec of its kind; raises `PluginError`."""
+    """Return the claim as an offer if it is a well-formed spec of its kind; raises `PluginError` otherwise."""
     if not isinstance(claim, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise PluginError(str(source), f"offers {claim!r} as a {noun}; expected {article} {kind.__name__}")
-    given: Any = claim  # annotations promise nothing about what a plug-in really passed
+    given: Any = claim  # annotations do not guarantee the type that a plug-in passes
     if not isinstance(given.name, str) or not NAME_PATTERN.fullmatch(given.name):
         allowed = "lower-case letters, digits, '_', '-' and '.'"
         raise PluginError(str(source), f"offers a {noun} named {claim.name!r}; a name is made of {allowed}")
@@ -219,7 +221,7 @@ def _check_policy(offer: Offer[PolicySpec]) -> None:
 
 
 def _by_name(offers: Iterable[Offer[SpecT]], kind: str) -> Mapping[str, Offer[SpecT]]:
-    """Offers by name, sorted; two of one name are an error that names both plug-ins."""
+    """Return offers by name, sorted; a duplicate name is an error that names both plug-ins."""
     named: dict[str, Offer[SpecT]] = {}
     for offer in offers:
         _claim(named, offer.spec.name, offer, kind)

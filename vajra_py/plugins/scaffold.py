@@ -24,18 +24,18 @@ RESERVED = frozenset({"vajra", "vajra_py", "vajra_policies", "vajra_kernels"})
 
 @dataclass(frozen=True, slots=True)
 class PluginNames:
-    """Every name of a package that is written from the template."""
+    """All names of a package generated from the template."""
 
     distribution: str
-    """What pip installs: words joined by hyphens."""
+    """Name for pip: words joined by hyphens."""
     package: str
-    """What Python imports: words joined by underscores."""
+    """Name for imports: words joined by underscores."""
     prefix: str
-    """What its policies' names begin with, so that packages made from the template do not clash."""
+    """Prefix of its policies' names, so that packages generated from the template do not clash."""
 
 
 def plugin_names(name: str) -> PluginNames:
-    """The names that follow from the one that the user gives; raises `ConfigError` when it cannot be a package's name."""
+    """Derive the names from the one given by the user; raises `ConfigError` if it is not a valid package name."""
     package = re.sub(r"[-_. ]+", "_", name.strip().lower())
     if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", package) or keyword.iskeyword(package):
         allowed = "A name is made of letters, digits, hyphens and underscores, begins with a letter, and is not a Python keyword"
@@ -47,7 +47,7 @@ def plugin_names(name: str) -> PluginNames:
 
 
 def render_plugin(name: str) -> Mapping[str, str]:
-    """The files of a new package: path inside its folder -> text, sorted by path."""
+    """Return the files of a new package: text by path inside its folder, sorted by path."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     names = plugin_names(name)
@@ -65,8 +65,8 @@ def render_plugin(name: str) -> Mapping[str, str]:
 def write_plugin(name: str, directory: str | Path) -> Path:
     """Write a package named `name` into `directory`/<distribution> and return that folder.
 
-    The package is complete: `pip install` makes its policies available by name. Raises `ConfigError` when the name will
-    not do or the folder is there and not empty; nothing is overwritten.
+    The package is complete: `pip install` makes its policies available by name. Raises `ConfigError` if the name is
+    invalid or the folder exists and is not empty; nothing is overwritten.
     """
     folder = Path(directory) / plugin_names(name).distribution
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

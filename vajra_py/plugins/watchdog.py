@@ -1,7 +1,7 @@
-"""Interrupt plug-in code that does not return: a thread that looks at another thread's stack now and then.
+"""Interrupt plug-in code that does not return: a thread samples another thread's stack periodically.
 
-It stands outside the deterministic world: it reads the wall clock, and nothing that is decided depends on it. What it watches
-pays nothing, since no call is wrapped; the same call is recognised by its frame being there at one look after another.
+The watchdog reads the wall clock, but no decision of a run depends on it. The watched thread has no overhead, since no
+call is wrapped; a call is recognised by its frame, which is the same object in successive samples.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from vajra_py.errors import DidNotReturn, RunError, place_of_frame
 _log = logging.getLogger(__name__)
 
 _CALLERS = tuple(f"vajra_py.{name}" for name in ("runtime", "testing", "serve", "latency", "plugins"))
-"""Packages of the framework that call policies, by themselves or for another one of these."""
+"""Packages of the framework that call policies, directly or through another one of these."""
 _DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})
 _LOOKS = 8
-"""Looks within the time limit; a look counts for at most twice its share, so that a stopped process ages nobody."""
+"""Samples per time limit; a sample counts at most twice its share, so that a suspended process does not age calls."""
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @contextmanager
 def no_endless_calls(limit_s: float | None, on_blocked: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Watch this thread while the context lasts: a call of a plug-in that takes longer than `limit_s` is interrupted.
+    """Watch this thread while the context is active: interrupt a plug-in call that takes longer than `limit_s`.
 
-    `DidNotReturn` is raised inside the call; whoever asked a policy makes a `PolicyError` of it. Elsewhere (an observer) it
-    becomes a `RunError` here. A call that is blocked outside Python cannot be interrupted: it is named in the log, and
-    `on_blocked` is called with its description, and with "" when it has returned after all. None: nothing is watched.
+    `DidNotReturn` is raised inside the call; the caller of a policy converts it to `PolicyError`. Elsewhere (an
+    observer) it becomes a `RunError` here. A call that blocks outside Python cannot be interrupted: it is logged, and
+    `on_blocked` is called with its description, and with "" after it has returned. None disables the watchdog.
     """
     if limit_s is None:
         yield
@@ -49,7 +49,7 @@ def no_endless_calls(limit_s: float | None, on_blocked: Callable[[str], None] | 
 
 
 class _Watchdog(threading.Thread):
-    """Looks at the stack of one thread."""
+    """Thread that samples the stack of one thread."""
 
     def __init__(self, thread_id: int, limit_s: float, on_blocked: Callable[[str], None] | None) -> None:
         super().__init__(name="vajra-watchdog", daemon=True)
@@ -64,12 +64,12 @@ class _Watchdog(threading.Thread):
         self._is_blocked = False
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._is_over.set()
         self.join()
 
     def run(self) -> None:
-        """Look until told to stop."""
+        """Sample until stopped."""
         looked_at = monotonic()
         while not self._is_over.wait(self._pause_s):
             now = monotonic()
@@ -91,7 +91,7 @@ class _Watchdog(threading.Thread):
             self._interrupt(top, call)
 
     def _interrupt(self, top: FrameType, call: FrameType) -> None:
-        """Raise inside the call; if that had no effect, say so once, and try again with every look."""
+        """Raise inside the call; if that had no effect, log it once and try again at every sample."""
         self._num_interrupts += 1
         message = f"did not return within {self._limit_s:g} s"
         if self._num_interrupts == 3:
@@ -109,7 +109,7 @@ class _Watchdog(threading.Thread):
 
 
 def _plugin_call(top: FrameType) -> FrameType | None:
-    """The outermost frame of a plug-in that the mechanism has called; None when there is none, or when it is being debugged."""
+    """Return the outermost plug-in frame that the mechanism called; None if there is none, or if it is being debugged."""
     frames: list[FrameType] = []
     frame: FrameType | None = top
     while frame is not None:

@@ -23,7 +23,7 @@ from vajra_py.serve.api.answers import Answer
 from vajra_py.serve.api.openapi import true_document
 from vajra_py.serve.api.prepare import Preparer, Wanted, unknown_model
 from vajra_py.serve.api.reading import BodyReader, documented, read_headers, with_tenant
-from vajra_py.serve.api.replies import Exchange, now_s
+from vajra_py.serve.api.replies import Generation, now_s
 from vajra_py.serve.api.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
 from vajra_py.serve.api.tokenizing import Tokenizing
 from vajra_py.serve.api.tokens import TokenPaths
@@ -50,7 +50,7 @@ _TURNS = 8
 
 
 class Service:
-    """What the paths share: the session, the options, and how many requests are under way."""
+    """State that the paths share: the session, the options, and the number of requests under way."""
 
     def __init__(self, session: EngineSession, options: ServeOptions, tracing: Tracing | None = None) -> None:
         self.session = session
@@ -60,10 +60,10 @@ class Service:
         self.tokenizing = Tokenizing()
         self.preparer = Preparer(session, self.catalogue, self.tokenizing)
         self.created = now_s()
-        self.num_exchanges = 0
+        self.num_generating = 0
         self.num_broken_streams = 0
         self.statuses: Counter[int] = Counter()
-        """How many answers had which status."""
+        """Number of answers by status."""
         self.history = History(self.totals, time.time)
         self.stats: ServerStats | None = None
         self.tracing = tracing
@@ -97,8 +97,8 @@ class Service:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether no further request may generate now."""
-        return self.num_exchanges >= self.options.max_concurrent
+        """Return whether no further request may generate now."""
+        return self.num_generating >= self.options.max_concurrent
 
     async def enter(self) -> None:
         """One more request generates. Raises `ApiError` when there are too many, or no replica is ready."""
@@ -109,13 +109,13 @@ class Service:
         if not self.session.is_ready:
             raise ApiError(503, self.session.why_unavailable(), code="unavailable", retry_after_s=retry)
         if self.is_saturated:
-            message = f"{self.num_exchanges} requests are being answered; no more may be at once"
+            message = f"{self.num_generating} requests are being answered; no more may be at once"
             raise ApiError(429, message, code="too_many_requests", retry_after_s=retry)
-        self.num_exchanges += 1
+        self.num_generating += 1
 
     def leave(self) -> None:
         """One request less."""
-        self.num_exchanges -= 1
+        self.num_generating -= 1
 
     async def generate(self, request: Request, body: GenerationBody) -> Response:
         """Answer a request for outputs."""
@@ -126,14 +126,16 @@ class Service:
                 raise bad_request(wrong, name, "unknown_field")
         trace = None if self.tracing is None else self.tracing.begin(request.headers, body)
         try:
-            exchange = await self._exchange(body, headers, trace)
+            generation = await self._generation(body, headers, trace)
         except BaseException as error:
             if trace is not None:
                 trace.fail(error)
             raise
-        return await exchange.respond(request)
+        return await generation.respond(request)
 
-    async def _exchange(self, body: GenerationBody, headers: SchedulingHeaders, trace: RequestTrace | None) -> Exchange:
+    async def _generation(
+        self, body: GenerationBody, headers: SchedulingHeaders, trace: RequestTrace | None
+    ) -> Generation:
         """Everything about a request before the engine gets it. Raises `ApiError`."""
         if body.model not in self.names:
             raise unknown_model(body.model, self.names)
@@ -144,7 +146,7 @@ class Service:
             name = self.preparer.new_id("chatcmpl" if is_chat else "cmpl")
             prepare = self.preparer.chat if is_chat else self.preparer.completion
             prepared = await prepare(wanted, name)
-            answer = Answer(name, now_s(), body.model, body, prepared.reply, prepared.tokenizer, prepared.echoes)
+            answer = Answer(name, now_s(), body.model, body, prepared.response, prepared.tokenizer, prepared.echoes)
         except BaseException:
             self.leave()
             raise
@@ -152,9 +154,9 @@ class Service:
         def release() -> None:
             self.leave()
             if trace is not None:
-                trace.end(name, prepared.reply.tickets, body.n)
+                trace.end(name, prepared.response.outputs, body.n)
 
-        return Exchange(self.session, answer, self.options.retry_after_s, self._count_broken_stream, release)
+        return Generation(self.session, answer, self.options.retry_after_s, self._count_broken_stream, release)
 
     def _count_broken_stream(self) -> None:
         self.num_broken_streams += 1

@@ -38,7 +38,7 @@ from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_BYTES_S = 1.0
-"""How long connections get, at the very end, to take what was written to them; more where grace time is left."""
+"""Time that connections get, at the very end, to take what was written to them; more where grace time is left."""
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
 """After the grace time, or a second signal, what is left takes less; then the process is ended from outside the event loop."""
@@ -124,17 +124,17 @@ class DrainingServer(uvicorn.Server):
     async def _drained(self) -> None:
         service, session = self._service, self._service.session
         session.drain()
-        _log.info("draining: %d requests are being answered", service.num_exchanges)
+        _log.info("draining: %d requests are being answered", service.num_generating)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + service.options.grace_s
-        while service.num_exchanges and loop.time() < deadline and not self.should_exit:
+        while service.num_generating and loop.time() < deadline and not self.should_exit:
             await asyncio.sleep(0.02)
         left_s = 0.0 if self.should_exit else deadline - loop.time()
         await session.close(0.5 if self.should_exit else STOP_S)
         last_bytes_s = min(max(left_s, _LAST_BYTES_S), _MOST_LAST_BYTES_S)
         self.config.timeout_graceful_shutdown = round(last_bytes_s)
         deadline = loop.time() + last_bytes_s
-        while service.num_exchanges and loop.time() < deadline:
+        while service.num_generating and loop.time() < deadline:
             await asyncio.sleep(0.01)
         self.should_exit = True
 
@@ -182,7 +182,7 @@ def end_process(code: int, why: str) -> NoReturn:
 
 
 def _address(bound: socket.socket, options: ServeOptions) -> str:
-    """Where clients find the server."""
+    """Return where clients find the server."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host, port = bound.getsockname()[:2]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, PolicyChoice
+from vajra_py.config import PolicyChoice, SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
@@ -233,7 +233,7 @@ class Mechanism(Backend[_VllmReplica]):
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
             # A tick of its own, before the step ends: its blocks are free before those of who ends with the step, as in vLLM.
-            self._driver.now = self.open_turn()
+            self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
         else:
@@ -388,7 +388,7 @@ def _is_part(plan: StepPlan, request: Request) -> bool:
 
 
 def make_mechanism(
-    config: ExperimentConfig, registry: Registry, clock: Clock, max_model_len: int, bytes_per_token: int
+    config: SystemConfig, registry: Registry, clock: Clock, max_model_len: int, bytes_per_token: int
 ) -> Mechanism:
     """The mechanism of an experiment's settings, which give every size.
 
@@ -424,7 +424,7 @@ def make_mechanism(
     return Mechanism(build_controller(config, services), clock)
 
 
-def check_policies(config: ExperimentConfig, registry: Registry, max_model_len: int) -> None:
+def check_policies(config: SystemConfig, registry: Registry, max_model_len: int) -> None:
     """Ask the policies about one request of no one's. Raises `ConfigError` for a setting that they find missing only then."""
     mechanism = make_mechanism(config, registry, lambda: 0, max_model_len, 1)
     facts = RequestFacts(request_id="none", num_prompt_tokens=1, max_tokens=1)

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vajra_py.vllm.mechanism import PlannedChunk, Replica, Request, StepPlan
 from vajra_py.vllm.records import Record
+from vajra_py.vllm.step_message import StepMessage
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,7 +30,7 @@ class Messages:
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
-        """Whether resumed requests are told like new ones (vLLM's second model runner)."""
+        """True when resumed requests are told like new ones (vLLM's second model runner)."""
         self._zeroes = zeroes
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
@@ -43,6 +44,8 @@ class Messages:
         self._last = -1
         """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
         self._step = 0
+        self._taken: list[int] = []
+        """Blocks taken for this step whose content is not to be read."""
         self.finished: set[str] = set()
         """Requests that the workers may forget with the next step."""
         self.preempted: set[str] = set()
@@ -50,45 +53,27 @@ class Messages:
     def empty(self) -> SchedulerOutput:
         """A step that computes nothing, and tells what has ended; the workers take every request out of their batch."""
         self._step += 1
-        return self._output_of(_Draft())
+        return self._output_of(StepMessage())
 
     def tell(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
-        draft = _Draft()
+        message = StepMessage()
         for chunk in plan.chunks:
-            self._add_chunk(chunk, draft)
+            self._add_chunk(chunk, message)
         if plan.pool is not None:
-            self._add_decodes(plan, draft)
-        return self._output_of(draft)
+            self._add_decodes(plan, message)
+        return self._output_of(message)
 
-    def _output_of(self, draft: _Draft) -> SchedulerOutput:
-        output = SchedulerOutput(
-            scheduled_new_reqs=draft.new,
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=draft.ids,
-                resumed_req_ids=draft.resumed,
-                new_token_ids=[],
-                all_token_ids=draft.all_tokens,
-                new_block_ids=draft.blocks,
-                num_computed_tokens=draft.computed,
-                num_output_tokens=draft.outputs,
-            ),
-            num_scheduled_tokens=draft.scheduled,
-            total_num_scheduled_tokens=draft.num_tokens,
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            finished_req_ids=self.finished,
-            free_encoder_mm_hashes=[],
-            preempted_req_ids=self.preempted,
-            new_block_ids_to_zero=draft.taken if self._zeroes and draft.taken else None,
-        )
+    def _output_of(self, message: StepMessage) -> SchedulerOutput:
+        zeroed, self._taken = self._taken, []
+        output = message.output(self.finished, self.preempted, zeroed if self._zeroes and zeroed else None)
         self.finished, self.preempted = set(), set()
         return output
 
     # One by one
 
-    def _add_chunk(self, chunk: PlannedChunk, draft: _Draft) -> None:
+    def _add_chunk(self, chunk: PlannedChunk, message: StepMessage) -> None:
         request, num_tokens, computed, kind = chunk
         record = self._records.get(request.request_id)
         if record is None:  # it has ended while the step before was computed; its part of this one is not computed
@@ -98,23 +83,19 @@ class Messages:
         blocks = self._new_blocks(record, request)
         if self._zeroes and blocks is not None:
             shared = computed // self._block_size if kind != "running" else 0
-            draft.taken += blocks[shared:]
+            self._taken += blocks[shared:]
         name = record.request_id
-        draft.scheduled[name] = num_tokens
-        draft.num_tokens += num_tokens
+        message.schedule(name, num_tokens)
         was_absent, record.ran_in = record.ran_in != self._step - 1, self._step
         if not record.is_known or (kind != "running" and self._resumes_as_new):
-            draft.new.append(self._as_new(record, blocks or [], computed))
+            message.new.append(self._as_new(record, blocks or [], computed))
             record.is_known = True
             return
-        draft.ids.append(name)
-        draft.blocks.append(None if blocks is None else (blocks,))
-        draft.computed.append(computed)
-        draft.outputs.append(record.num_kept + request.num_output_tokens)
+        message.add_known(name, blocks, computed, record.num_kept + request.num_output_tokens)
         if kind != "running":
-            draft.resumed.add(name)
+            message.resumed.add(name)
         if (was_absent or kind != "running") and not self._resumes_as_new:
-            draft.all_tokens[name] = record.all_tokens()
+            message.all_tokens[name] = record.all_tokens()
 
     def _as_new(self, record: Record, blocks: list[int], computed: int) -> NewRequestData:
         request = record.request
@@ -133,7 +114,7 @@ class Messages:
 
     # All at once
 
-    def _add_decodes(self, plan: StepPlan, draft: _Draft) -> None:
+    def _add_decodes(self, plan: StepPlan, message: StepMessage) -> None:
         assert plan.pool is not None
         order = plan.pool.in_admission_order()
         if order is not self._order or plan.pool.num_committed != self._at_step + 1:
@@ -143,7 +124,7 @@ class Messages:
             self._settle()
             for chunk in plan.entries():
                 if chunk.request in plan.pool:
-                    self._add_chunk(chunk, draft)
+                    self._add_chunk(chunk, message)
             self._order = None
             return
         count, computed = len(self._ids), self._computed
@@ -152,13 +133,13 @@ class Messages:
             blocks = self._new_blocks(self._decodes[index], order[index])
             if blocks is not None:
                 new[index] = (blocks,)
-                draft.taken += blocks
-        draft.ids += self._ids
-        draft.blocks += new
-        draft.computed += computed.tolist()
-        draft.outputs += self._output.tolist()
-        draft.scheduled.update(dict.fromkeys(self._ids, 1))
-        draft.num_tokens += count
+                self._taken += blocks
+        message.ids += self._ids
+        message.blocks += new
+        message.computed += computed.tolist()
+        message.outputs += self._output.tolist()
+        message.num_scheduled.update(dict.fromkeys(self._ids, 1))
+        message.num_tokens += count
         self._last = self._step
         computed += 1
         self._output += 1
@@ -178,7 +159,7 @@ class Messages:
         self._last = -1
 
     def _are_absent(self) -> bool:
-        """Whether one of the decodes was not part of the step before, so that more must be said of it."""
+        """Return whether one of the decodes was not part of the step before, so that more must be said of it."""
         if self._last == self._step - 1:
             return False
         return any(one.ran_in != self._step - 1 for one in self._decodes)
@@ -188,33 +169,3 @@ class Messages:
         if self._last >= 0:
             for record in self._decodes:
                 record.ran_in = max(record.ran_in, self._last)
-
-
-class _Draft:
-    """A step's message while it is put together."""
-
-    __slots__ = (
-        "all_tokens",
-        "blocks",
-        "computed",
-        "ids",
-        "new",
-        "num_tokens",
-        "outputs",
-        "resumed",
-        "scheduled",
-        "taken",
-    )
-
-    def __init__(self) -> None:
-        self.new: list[NewRequestData] = []
-        self.ids: list[str] = []
-        self.resumed: set[str] = set()
-        self.all_tokens: dict[str, list[int]] = {}
-        self.blocks: list[tuple[list[int], ...] | None] = []
-        self.computed: list[int] = []
-        self.outputs: list[int] = []
-        self.scheduled: dict[str, int] = {}
-        self.num_tokens = 0
-        self.taken: list[int] = []
-        """Blocks taken for this step whose content is not to be read."""

@@ -15,7 +15,7 @@ from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.runs.recording import check_is_free
 from vajra_py.plugins import load_registry
 from vajra_py.vllm.mechanism import check_policies
-from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
+from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, vajra_options_of
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _MANY_BLOCKS = 1 << 20
@@ -84,12 +84,12 @@ def check(config: Any, version: tuple[int, int]) -> None:
     check_options(config)
     registry = load_registry()
     sizes = sizes_of(config, config.cache_config.block_size or 16, _MANY_BLOCKS, version)
-    wishes = wishes_of(config.additional_config)
-    experiment = experiment_of(sizes, wishes, config.scheduler_config, registry)
+    options = vajra_options_of(config.additional_config)
+    experiment = experiment_of(sizes, options, config.scheduler_config, registry)
     fallback_of(experiment, registry)
     check_policies(experiment, registry, sizes.max_model_len)
-    if wishes.save_run is not None:
-        check_is_free(wishes.save_run)
+    if options.save_run is not None:
+        check_is_free(options.save_run)
 
 
 class TimeToRecord(int):
@@ -102,7 +102,7 @@ def grant_time_to_record(config: Any) -> None:
     With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it tells them to end. What it decides besides,
     whether running requests are aborted at once, stays as it is: see `abort_at_once`.
     """
-    if config.shutdown_timeout == 0 and wishes_of(config.additional_config).save_run is not None:
+    if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:
         config.shutdown_timeout = TimeToRecord(_SECONDS_TO_RECORD)
 
 

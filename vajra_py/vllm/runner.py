@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vllm import SamplingParams as VllmSampling
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData
 
 from vajra_py.engine.compute import (
     Chunk,
@@ -33,25 +33,26 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.compute.interface import needs_prompt
 from vajra_py.errors import ExecutorError
 from vajra_py.vllm.config import VllmOptions
+from vajra_py.vllm.step_message import StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""How a token is sampled that nobody wants."""
+"""Sampling of a token that nobody wants."""
 
 
 class Workers(Protocol):
-    """What computes: `VllmWorkers`, or a stand-in."""
+    """Workers that compute: `VllmWorkers`, or a stand-in."""
 
     facts: ModelFacts
     is_cpu: bool
 
     def num_blocks_in(self, memory_fraction: float) -> int:
-        """KV blocks that there is room for."""
+        """Return the number of KV blocks that there is room for."""
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV memory."""
 
     def execute(self, message: Any) -> Any:
-        """A `ModelRunnerOutput` for a `SchedulerOutput`."""
+        """Return the `ModelRunnerOutput` of a `SchedulerOutput`."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -59,7 +60,7 @@ class Workers(Protocol):
 
 @dataclass(slots=True)
 class _Row:
-    """A request in its slot, and what the workers know of it.
+    """Request in its slot, as far as the workers know it.
 
     Attributes:
         sampling: how its tokens are sampled, in vLLM's terms.
@@ -256,22 +257,26 @@ class VllmRunner:
                 ]
 
 
-class _Message:
-    """A `SchedulerOutput` while it is put together."""
+class _Message(StepMessage):
+    """A step's message, and which of its tokens go where.
+
+    Attributes:
+        slots: of its requests.
+        samples: of requests whose tokens are wanted.
+    """
+
+    __slots__ = ("samples", "slots")
 
     def __init__(self) -> None:
+        super().__init__()
         self.slots: list[int] = []
         self.samples: set[int] = set()
-        """Slots whose tokens are wanted."""
-        self._new: list[NewRequestData] = []
-        self._cached = CachedRequestData.make_empty()
-        self._num_tokens: dict[str, int] = {}
 
     def begin(self, slot: int, row: _Row, num_tokens: int, known: list[int], sampling: VllmSampling) -> None:
-        """Tell of a request that the workers do not know."""
+        """Add a request that the workers do not know."""
         self.slots.append(slot)
-        self._num_tokens[row.name] = num_tokens
-        self._new.append(
+        self.schedule(row.name, num_tokens)
+        self.new.append(
             NewRequestData(
                 req_id=row.name,
                 prompt_token_ids=known,
@@ -285,33 +290,16 @@ class _Message:
         )
 
     def go_on(self, slot: int, row: _Row, num_tokens: int, blocks: list[int] | None, *, is_moved: bool = False) -> None:
-        """Tell of one that they know; `blocks` are new ones, or all when they are others than before."""
+        """Add one that they know; `blocks` are new ones, or all when they are others than before."""
         self.slots.append(slot)
-        self._num_tokens[row.name] = num_tokens
-        cached = self._cached
-        cached.req_ids.append(row.name)
-        cached.new_block_ids.append(None if blocks is None else (list(blocks),))
-        cached.num_computed_tokens.append(row.num_computed)
-        cached.num_output_tokens.append(row.num_sampled)
+        self.schedule(row.name, num_tokens)
+        self.add_known(row.name, None if blocks is None else list(blocks), row.num_computed, row.num_sampled)
         if is_moved:
-            cached.resumed_req_ids.add(row.name)
-
-    def output(self, finished: set[str]) -> SchedulerOutput:
-        """The message, with who has left."""
-        return SchedulerOutput(
-            scheduled_new_reqs=self._new,
-            scheduled_cached_reqs=self._cached,
-            num_scheduled_tokens=self._num_tokens,
-            total_num_scheduled_tokens=sum(self._num_tokens.values()),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            finished_req_ids=finished,
-            free_encoder_mm_hashes=[],
-        )
+            self.resumed.add(row.name)
 
 
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
-    """How vLLM samples a request that has put out so many tokens already.
+    """Return the sampling parameters of vLLM for a request that has put out so many tokens already.
 
     It draws from a stream of the request's own, which begins anew for each number of tokens so far.
     """

@@ -37,7 +37,7 @@ from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
-from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, wishes_of
+from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class Scheduler(WithoutExtras):
         self._zero_ns = time.monotonic_ns()
         registry = load_registry()
         sizes = sizes_of(vllm_config, block_size, kv_cache_config.num_blocks - 1, version)
-        wishes = wishes_of(vllm_config.additional_config)
-        self.config = experiment_of(sizes, wishes, vllm_config.scheduler_config, registry)
+        options = vajra_options_of(vllm_config.additional_config)
+        self.config = experiment_of(sizes, options, vllm_config.scheduler_config, registry)
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         group = kv_cache_config.kv_cache_groups[0]
@@ -93,10 +93,10 @@ class Scheduler(WithoutExtras):
         if self._fallback is not None:
             self.mechanism.check_policies(self._fallback)
         self._recording: SessionRecording | None = None
-        if wishes.save_run is not None:
+        if options.save_run is not None:
             abort_at_once(vllm_config)
             end_before_workers()
-            run = RunRecording(self.config, registry, wishes.save_run)
+            run = RunRecording(self.config, registry, options.save_run)
             self._recording = SessionRecording(run, self.mechanism, facts_of(vllm_config, sizes, bytes_per_token))
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
@@ -124,7 +124,7 @@ class Scheduler(WithoutExtras):
         """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
-        init_logger("vllm.vajra").info(described(self.config, wishes, is_async=self._is_async))
+        init_logger("vllm.vajra").info(described(self.config, options, is_async=self._is_async))
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns

@@ -1,4 +1,4 @@
-"""The experiment that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
+"""The system that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
 `VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, PolicyChoice, config_from_mapping, load_config
+from vajra_py.config import PolicyChoice, SystemConfig, load_system, system_from_mapping
 from vajra_py.config.single import only_replicaset
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
@@ -27,13 +27,12 @@ from vajra_py.vllm.support import policy_options
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
-"""What `--additional-config` takes under `vajra`, and the variables that say the same."""
-_WORKLOAD = {"type": "jsonl", "path": "requests come from vLLM's clients"}
+"""Keys that `--additional-config` takes under `vajra`, and the variables that say the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a user asks of the scheduler besides vLLM's options.
+class VajraOptions:
+    """This scheduler's own options, besides vLLM's.
 
     Attributes:
         experiment: the experiment file; None: vLLM's own algorithm.
@@ -44,8 +43,8 @@ class Wishes:
     save_run: Path | None = None
 
 
-def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> Wishes:
-    """What `--additional-config` and the environment say. Raises `ConfigError`."""
+def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> VajraOptions:
+    """Return the options of `--additional-config` and of the environment. Raises `ConfigError`."""
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):
@@ -57,12 +56,12 @@ def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> W
         if not isinstance(value, str) or not value:
             raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
     said = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
-    return Wishes(**{name: Path(value) for name, value in said.items() if value})
+    return VajraOptions(**{name: Path(value) for name, value in said.items() if value})
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What vLLM has room for.
+    """Sizes that vLLM has room for.
 
     Attributes:
         num_blocks: without vLLM's null block, which nobody ever gets.
@@ -81,7 +80,7 @@ class Sizes:
 
 
 def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[int, int]) -> Sizes:
-    """What vLLM has room for, by its options; the blocks are its cache's, without the null block."""
+    """Return the sizes that vLLM has room for, by its options; the blocks are its cache's, without the null block."""
     scheduler = vllm_config.scheduler_config
     return Sizes(
         model=str(vllm_config.model_config.model),
@@ -96,8 +95,8 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
     )
 
 
-def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
-    """The policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
+def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
+    """Return the policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
     settings = config.backend.settings
     if settings.fallback is None:
         return None
@@ -105,33 +104,34 @@ def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, Pol
         "version": 1,
         "name": "fallback",
         "preset": settings.fallback,
-        "workload": _WORKLOAD,
         "backend": {"vllm": {"model": str(settings.model)}},
     }
-    other = config_from_mapping(given, (), registry)
+    other = system_from_mapping(given, (), registry)
     scheduling = only_replicaset(other).scheduling
     return {layer: scheduling.choice(layer) for layer in Layer}
 
 
-def orders_by_priority(config: ExperimentConfig) -> bool:
-    """Whether requests go by their priorities, so that arrival times count as their frontends say them."""
+def orders_by_priority(config: SystemConfig) -> bool:
+    """Return whether requests go by their priorities, so that arrival times count as their frontends say them."""
     scheduling = only_replicaset(config).scheduling
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
-def described(config: ExperimentConfig, wishes: Wishes, *, is_async: bool) -> str:
-    """One line: by which policies a vLLM is scheduled, and who says so."""
+def described(config: SystemConfig, options: VajraOptions, *, is_async: bool) -> str:
+    """Return one line: by which policies a vLLM is scheduled, and who says so."""
     scheduling = only_replicaset(config).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
-    source = f"by {wishes.experiment}" if wishes.experiment else "by vLLM's own algorithm (no experiment file is named)"
+    source = (
+        f"by {options.experiment}" if options.experiment else "by vLLM's own algorithm (no experiment file is named)"
+    )
     fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
-    recorded = f"; recorded in {wishes.save_run}" if wishes.save_run else ""
+    recorded = f"; recorded in {options.save_run}" if options.save_run else ""
     mode = "asynchronous" if is_async else "synchronous"
     return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}"
 
 
-def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:
-    """The experiment with every size written out. Raises `ConfigError`."""
+def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry: Registry) -> SystemConfig:
+    """Return the system with every size written out. Raises `ConfigError`."""
     replica = {
         "max_batch_size": sizes.max_num_seqs,
         "max_batch_tokens": sizes.max_step_tokens,
@@ -141,14 +141,14 @@ def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Regist
         "memory.prefix_cache.enabled": sizes.prefix_caching,
     }
     overrides = [f"replica.{name}={json.dumps(value)}" for name, value in replica.items()]
-    if wishes.experiment is None:
-        return config_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
-    return _experiment_of_file(wishes.experiment, sizes, scheduler, overrides, registry)
+    if options.experiment is None:
+        return system_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
+    return _experiment_of_file(options.experiment, sizes, scheduler, overrides, registry)
 
 
 def _experiment_of_file(
     path: Path, sizes: Sizes, scheduler: Any, overrides: list[str], registry: Registry
-) -> ExperimentConfig:
+) -> SystemConfig:
     own = policy_options(scheduler)
     if own:
         name, value = next(iter(own.items()))
@@ -161,18 +161,13 @@ def _experiment_of_file(
     scheduling = entries.get("scheduling")
     if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
         overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is one replica to choose
-    if "workload" not in entries:
-        overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
     backend = entries.get("backend")
     section = backend.get("vllm") if isinstance(backend, dict) else None
     if not isinstance(section, dict):
         overrides = [f"backend={json.dumps({'vllm': {'model': sizes.model}})}", *overrides]
     elif "model" not in section:
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
-    config = load_config(path, overrides, registry)
-    if not config.is_single:
-        what = "replications" if config.sweep is None else "sweep"
-        raise ConfigError(Problem(f"{path} {what}", "a vLLM is scheduled by one experiment", f"Leave the {what} out"))
+    config = load_system(path, overrides, registry)
     problems = problems_of(f"{path} replica", only_replicaset(config).replica)
     if problems:
         raise ConfigError(problems)
@@ -180,7 +175,7 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """VLLM's own algorithm under the options that it was given."""
+    """Return vLLM's own algorithm under the options that it was given."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_share_tokens": sizes.max_input_tokens,
@@ -204,6 +199,5 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
             "replica_scheduler": {"policy": "vllm_v1", "params": params},
             "request_prioritizer": dict(zip(("policy", "params"), order, strict=True)),
         },
-        "workload": _WORKLOAD,
         "backend": {"vllm": {"model": sizes.model}},
     }

@@ -56,7 +56,7 @@ class Job:
 
 @dataclass
 class Draft:
-    """A step in the making."""
+    """A step that is being formed."""
 
     chunks: list[tuple[Job, Chunk]] = field(default_factory=list)
     decodes: list[Job] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Draft:
 
 
 class Driver:
-    """Runs jobs on a runner in a random order of chunks and decodes; counts what happened."""
+    """Runs jobs on a runner in a random order of chunks and decodes; counts events."""
 
     def __init__(
         self, runner: ModelRunner, num_blocks: int, seed: int, num_host_blocks: int = 0, max_chunk: int = 9
@@ -195,7 +195,7 @@ class Driver:
             if not others:
                 return False
             victim = others[int(self.rng.integers(len(others)))]
-            # What it was given in this very step must not be undone by this step's changes.
+            # Changes of this step must not undo its own assignments.
             draft.victims.append(victim)
             draft.tables = [update for update in draft.tables if update.slot != victim.slot]
             fresh = any(row.slot == victim.slot for row in draft.new)
@@ -237,7 +237,7 @@ def slot_of(job: Job) -> int:
 
 @dataclass(frozen=True)
 class ComputeKit:
-    """What the tests of the computing part share."""
+    """Shared helpers of the tests of `engine.compute`."""
 
     job: type[Job] = Job
     driver: type[Driver] = Driver

@@ -1,4 +1,4 @@
-"""Drive a preset's replica by hand: arrivals, single steps, given tokens.
+"""Drive a preset's replica step by step: arrivals, single steps, given tokens.
 
 The replica stands behind no door: what a recorded engine took in is taken in, although a run would refuse what may never
 fit. Requests get the index and the arrival that make the trace's own ties.
@@ -31,7 +31,7 @@ MAX_CHECKED_BLOCKS = 512
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A preset, and what a trace sets otherwise."""
+    """A preset, and a trace's overrides."""
 
     preset: str
     replica: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request as a trace tells it."""
+    """One request of a trace."""
 
     request_id: str
     prompt: Sequence[int]
@@ -55,11 +55,11 @@ class _NoExecutor:
     """Tokens come from the trace; lengths are not known in advance."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Never known."""
+        """Return None, since lengths are never known."""
         return None
 
     def release(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 class Driver:
@@ -147,7 +147,7 @@ class Driver:
             self.replica.memory.check()
         return [(request.request_id, reason) for request, reason in ended]
 
-    # What there is to look at
+    # State for comparisons
 
     def running(self) -> list[Request]:
         """Requests that hold blocks, in order of admission."""

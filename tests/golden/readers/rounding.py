@@ -38,7 +38,7 @@ class Event:
     """Here, seconds on the run's clock."""
     expected_at: float
     scale_s: float
-    """What the difference is measured against: the recorded TTFT or E2E."""
+    """Scale of the difference: the recorded TTFT or E2E."""
 
     @property
     def relative_difference(self) -> float:
@@ -47,7 +47,7 @@ class Event:
 
 
 class StepTimes(Observer):
-    """When every step ran, and with how many tokens."""
+    """Records the time and number of tokens of every step."""
 
     def __init__(self) -> None:
         self.formed_at: list[float] = []
@@ -72,7 +72,7 @@ def significant_digits(path: Path) -> int:
 
 
 def half_units(columns: Mapping[str, Floats], digits: int) -> Mapping[str, Floats]:
-    """How much the rounding to so many significant digits may have moved each entry."""
+    """Return the largest error of each entry by rounding to `digits` significant digits."""
     moved = {}
     for name, values in columns.items():
         safe = np.where(values > 0, values, 1.0)

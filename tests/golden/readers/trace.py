@@ -15,7 +15,7 @@ Step: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a run first differs from its trace."""
+    """First difference of a run from its trace."""
 
     step: str
     field: str
@@ -27,7 +27,7 @@ class Difference:
     """Our side: the step, and every request that is alive."""
 
     def lines(self) -> list[str]:
-        """For people: what differs, then both sides."""
+        """Return readable lines: the difference, then both sides."""
         return [
             f"step {self.step}: {self.field}",
             f"  recorded: {self.expected}",
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one trace."""
+    """Result for one trace."""
 
     system: str
     name: str
@@ -49,18 +49,18 @@ class Result:
     """Steps compared, the differing one included; or requests."""
     difference: Difference | None = None
     unit: str = "steps"
-    """What is compared one by one."""
+    """Unit of comparison."""
     note: str = ""
-    """What is worth telling about a match."""
+    """Additional information on a match."""
 
     @property
     def matches(self) -> bool:
-        """Whether everything that is compared is equal."""
+        """True if all compared values are equal."""
         return self.difference is None
 
 
 def first_difference(expected: Step, actual: Step) -> str | None:
-    """The first field of `actual` that the recorded step tells otherwise."""
+    """Return a description of the first field of `actual` that differs from the recorded step."""
     for field, value in actual.items():
         if field in expected and expected[field] != value:
             return field

@@ -79,7 +79,7 @@ def compare(system: str, workload: Path) -> Result:
 
 
 def read_settings(folder: Path, name: str) -> Settings:
-    """What the folder says about a workload's settings."""
+    """Read a workload's settings from the folder."""
     readmes = sorted(folder.glob("*README*"), key=lambda path: (not path.name.startswith(name), path.name))
     text = "\n".join(path.read_text() for path in readmes)
     settings = settings_in(f"{text}\n{_section_about(folder)}")
@@ -151,7 +151,7 @@ class Tables:
     """The same, to be looked up at the exact number of tokens."""
     rounded_may_move: Floats
     exact_may_move: Floats
-    """How much the rounding of the file may have moved each entry; 0 where the file is exact."""
+    """Largest error of each entry by rounding of the file; 0 if the file is exact."""
     attention: Columns
 
     def step_times(self, settings: Settings) -> VidurTables:
@@ -166,7 +166,7 @@ class Tables:
         )
 
     def may_move_s(self, settings: Settings, max_tokens: int) -> Floats:
-        """How much a step of 0, 1, 2 … tokens may differ in seconds, for the rounding of the tables."""
+        """Largest difference in seconds of a step of 0, 1, 2 … tokens by rounding of the tables."""
         tokens = np.arange(1, max_tokens + 1)
         grain = settings.token_grain
         up = np.minimum(-(-tokens // grain) * grain, len(self.rounded))

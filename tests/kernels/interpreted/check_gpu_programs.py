@@ -1,4 +1,4 @@
-"""The programs that a GPU is to run, with small sizes, kernels in the interpreter, and stand-ins for what is CUDA's own."""
+"""The GPU programs with small sizes, kernels in the interpreter, and stand-ins for CUDA's functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vajra_kernels import checks  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
 from vajra_py.engine.compute.step.runner import TorchRunner  # noqa: E402
 
-# What overflows becomes infinite, on a GPU without a word.
+# Overflow gives infinity, on a GPU without a warning.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -34,7 +34,7 @@ TINY = gpu_engine.Shape("llama", 32, 48, 2, 64, 4, 2, 16)
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph`: the launches that were captured, again."""
+    """Stand-in for `torch.cuda.CUDAGraph` that repeats the captured launches."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []

@@ -20,7 +20,7 @@ NUM_BLOCKS = (1 << 31) // (BLOCK * HEADS * DIM) + 8
 
 @pytest.fixture
 def caches(tmp_path: Path) -> list[torch.Tensor]:
-    """K and V in sparse files, of which only what is touched takes memory."""
+    """K and V in sparse files, of which only accessed pages take memory."""
     made = []
     for name in ("k", "v"):
         size = NUM_BLOCKS * BLOCK * HEADS * DIM

@@ -8,7 +8,7 @@ import torch
 from vajra_kernels.checks import sampling_inputs, sampling_mismatches
 from vajra_kernels.sampling import Column, sample_tokens
 
-# What overflows becomes infinite, on a GPU without a word.
+# Overflow gives infinity, on a GPU without a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 
 
@@ -21,7 +21,7 @@ def test_tokens_are_those_of_sorting(dtype: torch.dtype, vocab_size: int, genera
 
 
 def parameters_of(num_rows: int, **columns: float) -> torch.Tensor:
-    """Rows at temperature 1 that keep everything, but for these columns; each with its own number."""
+    """Parameters of rows at temperature 1 without truncation, except for these columns; each with its own random number."""
     made = torch.zeros((num_rows, len(Column)), dtype=torch.float64)
     made[:, Column.TOP_K] = 10**6
     made[:, [Column.TEMPERATURE, Column.TOP_P, Column.REPETITION]] = 1.0

@@ -49,17 +49,17 @@ __all__ = [
 ]
 
 LoadRunner: TypeAlias = Callable[[RunnerOptions], ModelRunner]
-"""Makes a runner; a function of a module, so that another process can import it."""
+"""Factory of a runner; a module-level function, so that another process can import it."""
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:
-    """A model on a device, weights loaded and checked, KV memory not yet allocated.
+    """Load a model on a device and check its weights; KV memory is not allocated yet.
 
     Raises:
-        ConfigError: the model directory is missing or broken, the architecture does not keep to the attention interface,
-            the model does not fit, or the device is absent; one problem a line.
+        ConfigError: the model directory is missing or broken, the architecture does not use the attention interface,
+            the model does not fit, or the device is absent; one problem per line.
     """
-    # Before tensor libraries, whose import takes seconds.
+    # Checked before importing tensor libraries, which takes seconds.
     inspect_model(options.model, options.random_weights)
     from vajra_py.engine.compute.step.runner import TorchRunner
 

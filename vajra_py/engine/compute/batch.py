@@ -1,10 +1,10 @@
-"""Tokens, positions and KV slots of a step, derived from what the worker remembers of each request.
+"""Tokens, positions and KV slots of a step, derived from the worker's state of each request.
 
 Invariants:
     - Decodes come first in the flattened row, then chunks of one token, then longer ones: attention's fast path reads
       the leading run of single tokens.
-    - What is remembered lives in arrays by slot and is updated when a step is taken in, so that the next step can be
-      taken in before this one's tokens are known on the host.
+    - State is kept in arrays by slot and updated when a step is submitted, so that the next step can be
+      submitted before this one's tokens are available on the host.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class HostBatch:
 
     Attributes:
         slots: of every sequence: decodes, then chunks of one token, then longer ones.
-        num_decodes: how many of them go on from the token that was sampled last.
+        num_decodes: number of them that continue from their last sampled token.
         token_ids: of the chunks, one after another.
         query_lens: of every sequence.
         kv_lens: of every sequence, this step's tokens included; of the part held here, with KV parallelism.
         positions: of every token.
-        write_slots: where every token's K and V go (block * block_size + offset); of sequences whose newest part is here.
+        write_slots: KV slot of every token (block * block_size + offset); of sequences whose newest part is here.
         table: int32 [sequences, blocks of the longest].
         sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks).
         followers: by sequence, the tokens to score by the logits of its first tokens; only of sequences that have any.
-        num_newest: how many sequences have their newest part here: all, without KV parallelism.
+        num_newest: number of sequences with their newest part here: all, without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
         max_kv_len: the longest sequence, all parts together.
     """
@@ -120,11 +120,11 @@ class BatchState:
         self.max_model_len = max_model_len
         self.tables: npt.NDArray[np.int32] = np.zeros((max_requests, -(-max_model_len // block_size)), np.int32)
         self.num_computed: Ints = np.zeros(max_requests, np.int64)
-        # One more than there are slots: what padding rows of a graph read and write.
+        # One extra entry, which padding rows of a graph read and write.
         self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
 
     def update_tables(self, updates: Sequence[TableUpdate], num_blocks: int) -> None:
-        """Take in changed block tables."""
+        """Apply changed block tables."""
         width = self.tables.shape[1]
         for update in updates:
             end = update.start + len(update.block_ids)
@@ -142,14 +142,14 @@ class BatchState:
                 )
 
     def undo(self, slots: Sequence[int], last_tokens: torch.Tensor) -> None:
-        """Take back decodes of these slots; `last_tokens` is a copy from before them."""
+        """Undo decodes of these slots; `last_tokens` is a copy from before them."""
         undone = np.array(slots, np.int64)
         self.num_computed[undone] -= 1
         places = to_device(undone, self._device)
         self.last_tokens.index_copy_(0, places, last_tokens.index_select(0, places))
 
     def take(self, step: StepInput) -> HostBatch:
-        """The step's batch; progress is counted on as if it were computed."""
+        """Return the step's batch, and advance the progress of its requests as if it were computed."""
         order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         listed = [*step.decodes, *(chunk.slot for chunk in chunks)]
@@ -201,7 +201,7 @@ class BatchState:
         )
 
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
-        """By what chunks are ordered: those whose newest part is here first, then by whether they are longer than a token."""
+        """Sort key of chunks: those whose newest part is here first, then single tokens before longer ones."""
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1
 
@@ -212,7 +212,7 @@ class BatchState:
             raise ExecutorError(f"step: slots are not distinct ones of 0 to {self._limits[0] - 1} ({slots}).")
 
     def _checked_longest(self, slots: Ints, query_lens: Ints, kv_lens: Ints) -> int:
-        """The longest of the sequences, none of which is too long or without tokens."""
+        """Length of the longest sequence. Raises if one is too long or has no tokens."""
         longest, found = self._limits[1], int(kv_lens.max())
         if query_lens.min() < 1 or (kv_lens - query_lens).min() < 0 or found > longest:
             worst = int(np.argmax(kv_lens)) if found > longest else int(np.argmin(query_lens))
@@ -273,11 +273,11 @@ class BatchState:
         )
 
     def _split(self, batch: HostBatch, write_slots: torch.Tensor) -> SplitMetadata:
-        """The batch's metadata where other groups compute some of its sequences too."""
+        """Metadata of a batch with sequences that other groups compute too."""
         assert self._groups is not None
         count, newest = len(batch.slots), batch.num_newest
         ends = np.cumsum(batch.query_lens)
-        # In the order of slots, which is the same in every group.
+        # Ordered by slot, which is the same in every group.
         shared = sorted((k for k in range(count) if len(batch.groups[k]) > 1), key=lambda k: int(batch.slots[k]))
         rows = {k: np.arange(ends[k] - batch.query_lens[k], ends[k]) for k in shared}
         first = dict(zip(shared, np.cumsum([0, *(len(rows[k]) for k in shared)]).tolist(), strict=False))

@@ -1,7 +1,7 @@
 """Messages between the controller, which decides, and a worker, which computes.
 
-The worker remembers what it was told (block tables, sampling parameters, the last sampled token, how far each row is),
-so a step carries only what changed: a request in steady decode costs one small integer.
+The worker keeps state (block tables, sampling parameters, last sampled token and progress of each row),
+so a step carries changes only: a request in steady decode costs one small integer.
 
 Invariants:
     - Everything here is plain data without tensors: it can be pickled to another process and recorded.
@@ -23,7 +23,7 @@ from vajra_py.runtime.kv import BlockCopy
 LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
 """Error of a row without finite logits."""
 NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token that can be sampled"
-"""The same of a row that forbids tokens."""
+"""Error of a row whose constraints leave no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,29 @@ class SamplingParams:
     top-k, top-p, min-p.
 
     Attributes:
-        max_tokens: output tokens at most. The controller's business.
+        max_tokens: largest number of output tokens. Applied by the controller.
         temperature: logits are divided by it; 0 takes the largest logit (greedy).
         top_k: only the k largest logits, or all (None).
         top_p: the fewest tokens, largest first, whose probabilities reach this; in (0, 1].
         min_p: only tokens with at least this fraction of the largest probability; in [0, 1].
-        presence_penalty: taken from the logit of every token that was put out already.
-        frequency_penalty: the same, times how often.
+        presence_penalty: subtracted from the logit of every token in the output.
+        frequency_penalty: the same, times the token's count.
         repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
         seed: of the request's own random stream; None lets the controller draw one.
-        logprobs: how many of the most likely tokens to report with each token (0: the token alone), or None for none.
-        prompt_logprobs: the same for the prompt's tokens from the second on; its request shares no cached prefix, since
-            what is not computed has no logits.
-        stop: strings that end the request. The controller's business.
+        logprobs: number of most likely tokens to report with each token (0: the token alone), or None for no log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens from the second on; its request uses no cached prefix, since
+            cached tokens have no logits.
+        stop: strings that end the request. Applied by the controller.
         stop_token_ids: tokens that end the request, besides the model's own.
         min_tokens: no token that would end the request is sampled before this many output tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the request.
         allowed_token_ids: only these tokens; None: all.
-        logit_bias: (token, what is added to its logit), each token once.
-        bad_words: strings that the output is not to contain. They become `bad_words_token_ids` where there is a tokenizer
+        logit_bias: (token, value added to its logit), each token once.
+        bad_words: strings that the output must not contain. They become `bad_words_token_ids` where there is a tokenizer
             (`vajra_py.engine.tokenizer.with_bad_words`), before a request is submitted.
-        bad_words_token_ids: sequences of tokens that the output never completes, whatever the prompt ends with.
+        bad_words_token_ids: token sequences that the output never completes, even after a prompt that ends with their start.
         include_stop_str_in_output: the stop string, or the text of the token, that ends the request is part of its text.
-            The controller's business.
+            Applied by the controller.
     """
 
     max_tokens: int = 16
@@ -83,16 +83,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request takes a slot.
+    """Assignment of a slot to a request.
 
     Attributes:
         slot: its name from now on.
-        sampling: how its tokens are chosen.
+        sampling: its sampling parameters.
         seed: of its random stream: `sampling.seed`, or one that the controller drew.
         prompt_token_ids: its prompt; read only when `needs_prompt(sampling)`, may be empty otherwise.
-        output_token_ids: what it has put out already (a request that lost its slot and got another); read only when
+        output_token_ids: its output so far (of a request that lost its slot and got another); read only when
             `needs_outputs(sampling)`.
-        num_output_tokens: how many that are; always read (`min_tokens`, the place in the random stream).
+        num_output_tokens: their number; always read (`min_tokens`, the place in the random stream).
     """
 
     slot: int
@@ -115,14 +115,14 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to compute whose ids the worker does not know: part of a prompt, or of what is computed again.
+    """Tokens to compute whose ids the worker does not have: part of a prompt, or tokens to recompute.
 
     Attributes:
-        slot: whose they are.
+        slot: of their request.
         token_ids: one or more.
         num_computed: position of the first of them: tokens of this request that are in KV memory already.
-        samples: whether the last token's logits give a token (the chunk reaches the end of what is known).
-        followers: the tokens that follow the chunk's first ones, as many as are to be scored: the k-th gets its
+        samples: True if a token is sampled from the last token's logits (the chunk reaches the last known token).
+        followers: the tokens to score that follow the chunk's first ones: the k-th gets its
             log-probability from the logits of the k-th token. For requests with `prompt_logprobs`.
         groups: with KV parallelism, the groups that compute it: each holds `kv_group_tokens` earlier tokens of the
             request, the last one those behind them, this chunk's included.
@@ -138,13 +138,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step's batch, as changes to what the worker knows.
+    """One step's batch, as changes to the worker's state.
 
     Attributes:
         chunks: rows whose tokens are given.
-        decodes: slots that go on as they were: compute the token that was sampled last, at the next position, and sample.
+        decodes: slots in steady decode: compute the last sampled token at the next position, and sample.
         new: slots taken.
-        freed: slots given back, before `new`.
+        freed: slots released, before `new`.
         tables: block tables that grew or changed.
         copies: KV blocks to move between device and host before computing, in this order.
     """
@@ -159,13 +159,13 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Decodes to be started before it is decided which of them are wanted.
+    """Decodes to start before the scheduler has decided which of them are needed.
 
     Attributes:
-        decodes: slots of requests that ask for no log-probabilities, and whose sampling does not depend on their outputs
+        decodes: slots of requests without log-probabilities and whose sampling does not depend on their outputs
             (`needs_outputs`).
-        growing: those whose next token is the first of a block: it goes to a spare one, until the step that has the row
-            tells the block's own place; at most `RunnerOptions.spare_blocks`.
+        growing: those whose next token starts a new block: it is written to a spare one, until the step with the row
+            supplies the block id; at most `RunnerOptions.spare_blocks`.
     """
 
     decodes: Sequence[int]
@@ -174,13 +174,13 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """A step, and decodes that will probably follow, to be started before this one's tokens are known.
+    """A step, and decodes that will probably follow, to start before this one's tokens are available.
 
     Attributes:
-        step: what is to be computed now.
-        begun: those of its decodes that were given as `ahead` last; the other rows of that are dropped, and the rest of
-            this step is computed behind them.
-        ahead: what is to be begun behind it; or None.
+        step: to compute now.
+        begun: those of its decodes that the previous `ahead` has started; its other rows are dropped, and the rest of
+            this step is computed after them.
+        ahead: decodes to start after it, or None.
     """
 
     step: StepInput
@@ -194,7 +194,7 @@ class TokenLogprobs:
 
     Attributes:
         logprob: of the sampled token.
-        rank: how many tokens are more likely, plus 1.
+        rank: number of more likely tokens, plus 1.
         top: (token id, log-probability) of the most likely ones, best first.
     """
 
@@ -211,10 +211,10 @@ class StepOutput:
         slots: rows that sampled: the step's `decodes` in order, then its sampling `chunks` in order.
         token_ids: their tokens.
         duration_s: from the step's start on the device to its sampled tokens on the host.
-        logprobs: by slot, for the requests that asked.
+        logprobs: by slot, for the requests with `logprobs`.
         prompt_logprobs: by slot, of the `followers` of its chunk, and perhaps of those of earlier ones before them.
-        faults: by slot, why a row could not be computed or gave no token. Its token id means nothing, nor does what it left in
-            KV memory; the other rows are as ever.
+        faults: by slot, the reason that a row could not be computed or sampled. Its token id and KV are invalid; the other
+            rows are not affected.
     """
 
     slots: Sequence[int]
@@ -238,9 +238,9 @@ class RunnerOptions:
         block_size: tokens of a KV block.
         max_model_len: longest sequence, or None for the model's own.
         max_requests: slots.
-        max_step_tokens: most tokens of one step (for the memory profile and buffers).
+        max_step_tokens: largest number of tokens of one step (for the memory profile and buffers).
         max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: none does.
-        spare_blocks: KV blocks besides those of requests, for what is begun ahead.
+        spare_blocks: additional KV blocks, for decodes that are started ahead.
         num_threads: threads of CPU computation, or None to leave them as they are.
         tensor_parallel_size: ranks that share every layer.
         pipeline_stages: parts that the layers are divided into, one after another.
@@ -249,7 +249,7 @@ class RunnerOptions:
         rank: this rank among the replica's, which are counted by group, in it by stage, in it by tensor-parallel rank.
         rendezvous: address at which ranks meet (`tcp://host:port` or `file:///path`), with more than one.
         self_check: compare with transformers' own attention while loading.
-        fused: use this package's own forward pass where the model is of a kind that it knows (faster), else transformers'.
+        fused: use this package's own (faster) forward pass for model types that it supports, else transformers'.
     """
 
     model: str
@@ -338,15 +338,15 @@ class ModelFacts:
 
 
 class PendingStep(Protocol):
-    """A step under way; on a CPU it is done already."""
+    """A submitted step; on a CPU it is complete already."""
 
     def result(self) -> StepOutput:
-        """Wait for it. To be called once, in the order of submission."""
+        """Wait for the step and return its output. Called once, in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """A `PendingStep` that was computed when it was submitted."""
+    """A `PendingStep` that was computed at submission."""
 
     output: StepOutput
 
@@ -373,7 +373,7 @@ class ModelRunner(Protocol):
         """
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Make KV memory, and host memory to swap to. Once, before the first step.
+        """Allocate KV memory, and host memory to swap to. Called once, before the first step.
 
         Raises:
             ExecutorError: it does not fit.
@@ -383,47 +383,47 @@ class ModelRunner(Protocol):
         """Start a step. On a GPU the next one may be submitted before the result of this one is taken.
 
         Raises:
-            ExecutorError: the device failed or ran out of memory, or the step contradicts what went before.
+            ExecutorError: the device failed or ran out of memory, or the step contradicts earlier ones.
         """
 
     def run(self, step: StepInput) -> StepOutput:
-        """`submit(step).result()`."""
+        """Return `submit(step).result()`."""
 
     def close(self) -> None:
-        """Give back memory and leave the group of ranks. May be called twice."""
+        """Release memory and leave the group of ranks. May be called twice."""
 
 
 class ForeseeingRunner(ModelRunner, Protocol):
-    """A runner that can begin a step before it is known to be wanted."""
+    """A runner that can start a step before the scheduler has decided on it."""
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
-        """The output of `work.step`, with `work.ahead` behind it: submitted where a device computes it meanwhile. Raises like `submit`.
+        """Return the output of `work.step`; `work.ahead` is submitted after it if a device computes asynchronously. Raises like `submit`.
 
-        With nothing of it `begun`, a step takes back what was begun ahead, and so does `submit`.
+        A step without `begun` rows undoes the decodes that were started ahead, and so does `submit`.
         """
 
     def begin_ahead(self) -> None:
-        """Compute what is to be begun and was not submitted: for whoever has delivered the output and would only wait.
+        """Compute the decodes to start ahead that were not submitted; for a caller that is idle after delivering the output.
 
-        Raises like `submit`. Without this call it is computed with the step that counts on it.
+        Raises like `submit`. Without this call they are computed with the step that has them as `begun`.
         """
 
 
 def forbids_tokens(sampling: SamplingParams) -> bool:
-    """Return whether sampling may be left without an allowed token."""
+    """Return True if constraints may leave no token to sample."""
     return sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
 
 
 def needs_history(sampling: SamplingParams) -> bool:
-    """Return whether penalties need counts of prompt and output tokens."""
+    """Return True if penalties need counts of prompt and output tokens."""
     return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
 
 
 def needs_prompt(sampling: SamplingParams) -> bool:
-    """True where `NewRow` must carry the prompt."""
+    """Return True if `NewRow` must carry the prompt."""
     return sampling.prompt_logprobs is not None or needs_history(sampling)
 
 
 def needs_outputs(sampling: SamplingParams) -> bool:
-    """Return whether earlier output tokens affect sampling, so that `NewRow` must carry them."""
+    """Return True if earlier output tokens affect sampling, so that `NewRow` must carry them."""
     return needs_history(sampling) or any(len(word) > 1 for word in sampling.bad_words_token_ids)

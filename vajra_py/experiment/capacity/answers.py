@@ -1,4 +1,4 @@
-"""Answers of a capacity search: for each setting of the sweep, and how far apart they are under common seeds."""
+"""Answers of a capacity search: one per setting of the sweep, and differences between them under common seeds."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, difference, holm
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What the runs at one rate, or with some numbers of replicas, measured."""
+    """Measurements of the runs at one rate, or with given replica counts."""
 
     setting: Setting
     seeds: tuple[int, ...]
     values: Mapping[str, tuple[float | None, ...]]
-    """By the text of a metric of the SLO: a value for each seed."""
+    """Values by seed, for each metric of the SLO."""
     slacks: tuple[tuple[float, ...], ...]
-    """By seed, the slack of each condition of the SLO."""
+    """Slack of each condition of the SLO, by seed."""
     slack: tuple[float, ...]
-    """By seed, that of the whole SLO: at least zero where it holds."""
+    """Slack of the whole SLO, by seed: at least zero if it holds."""
     num_overloaded: int
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityAnswer:
-    """The answer for one setting of the sweep."""
+    """Answer for one setting of the sweep."""
 
     label: str
     answer: Answer | None
     curve: tuple[CurvePoint, ...] = ()
-    """By rising rate or cost."""
+    """Points by rising rate or cost."""
     paths: tuple[str, ...] = ()
-    """What was searched."""
+    """Searched settings, as dotted paths."""
     costs: tuple[float, ...] = ()
-    """Of a replica of each kind; empty for a rate."""
+    """Cost of a replica of each kind; empty for a rate."""
     unit: str = "requests/s"
     num_runs: int = 0
     num_new: int = 0
-    """Of the runs, those that were not there before."""
+    """Number of runs that did not exist before."""
     error: str | None = None
     range: tuple[float, float] = (0.0, 0.0)
-    """Of the rates that were allowed."""
+    """Allowed range of rates."""
     seeds: tuple[int, ...] = ()
-    """Of a rate's answer, in the order of its capacities by seed."""
+    """Seeds of a rate's answer, in the order of its capacities by seed."""
     precision_fraction: float = 0.0
-    """How exact a rate was to be."""
+    """Requested relative precision of a rate."""
     note: str = ""
-    """Why it was run under fewer seeds than asked for (without an interval where it is one), or what alone differs between them."""
+    """Reason for fewer seeds than requested (no interval for a single one), or the only source of variation between
+    them.
+    """
 
     @property
     def sentence(self) -> str:
@@ -63,12 +65,12 @@ class CapacityAnswer:
         return answer_line(self)
 
     def cost(self, setting: Setting) -> float:
-        """Of numbers of replicas; a rate stands for itself."""
+        """Return the cost of replica counts; a rate is its own cost."""
         return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
     @property
     def by_seed(self) -> dict[int, float] | None:
-        """The capacities of the seeds, of the condition that decides; None where some of them are not known."""
+        """Capacities of the seeds, for the deciding condition; None if some are unknown."""
         found = None if self.answer is None else self.answer.deciding
         if found is None or self.answer is None or self.answer.outcome != "found":
             return None
@@ -79,29 +81,29 @@ class CapacityAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CapacityDifference:
-    """How much more one setting takes than another, as a part of the other's capacity."""
+    """Relative difference between the capacities of two settings."""
 
     first: str
     second: str
     fraction: float
-    """0.1: a tenth more."""
+    """Relative difference: 0.1 is a tenth more."""
     interval: Interval
-    """Of this comparison alone."""
+    """Interval for this comparison alone."""
     p_value: float
-    """Two-sided, of no difference."""
+    """Two-sided p-value under no difference."""
     corrected_p: float
-    """Holm's, over all pairs of settings."""
+    """P-value with Holm's correction over all pairs of settings."""
     num_seeds: int
     is_paired: bool
 
     @property
     def is_significant(self) -> bool:
-        """Whether the two are told apart."""
+        """True if the difference is significant."""
         return self.corrected_p < SIGNIFICANT_P
 
 
 def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
-    """Every pair of settings whose rates are known, the one that takes more first.
+    """Return every pair of settings with known rates, the one with the higher capacity first.
 
     Student's t of the differences of the logarithms of the seeds' capacities, in pairs of one seed: the ratio of two geometric means, which are the two answers where both have the same
     seeds. Each answer is that of the condition that decides it.
@@ -110,7 +112,7 @@ def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDiff
     pairs = []
     for (first, ours), (second, theirs) in itertools.combinations(known, 2):
         found = difference(_logs(ours), _logs(theirs))
-        if found is None or found.interval is None or found.p_value is None:  # the same in every pair: nothing to test
+        if found is None or found.interval is None or found.p_value is None:  # equal in every pair: nothing to test
             continue
         num_seeds = len(ours.keys() & theirs.keys()) or min(len(ours), len(theirs))
         if found.mean < 0:
@@ -132,7 +134,7 @@ def _logs(rates: Mapping[int, float]) -> dict[str, float]:
 
 
 def plain_values(slo: str, answers: Sequence[CapacityAnswer]) -> dict[str, Any]:
-    """Answers, curves and differences for JSON."""
+    """Return answers, curves and differences as plain values for JSON."""
     return {
         "slo": slo,
         "answers": [_plain(one) for one in answers],

@@ -1,7 +1,9 @@
-"""Searches for the highest rate at which an SLO holds: the rate at which each of its conditions ends to hold, under each seed by itself.
+"""Search for the highest rate at which an SLO holds: the highest rate of each condition, under each seed.
 
-Every run says of every condition how it does, so that one search serves them all. One seed finds the neighbourhood; each seed then closes in on its own capacity from there, all seeds
-at once; and seeds are added while the interval is wider than wanted. What is run next depends on nothing but what was run: a search that was interrupted goes on, however many workers there are.
+Each run yields the slack of every condition, so one search covers all of them. One seed locates the neighbourhood; each
+seed then brackets its own capacity, all seeds at once; and seeds are added while the interval is wider than requested.
+The next runs depend only on the results so far, so an interrupted search resumes with the same runs, for any number of
+workers.
 """
 
 from __future__ import annotations
@@ -28,28 +30,28 @@ from vajra_py.experiment.capacity.seeds import (
 from vajra_py.metrics.comparison.intervals import CONFIDENCE
 
 _COARSE = 1.5
-"""Ratio of the ends of a bracket below which the first seed says no more about the others."""
+"""Ratio of a bracket's ends at which the first seed carries no more information about the others."""
 _FIRST_STEP = 2.0
 _LONGEST_STEP = 1.6
-"""Of a seed whose neighbourhood is known."""
+"""Largest step of a seed whose neighbourhood is known."""
 _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
-"""Of the steps of a seed whose capacity lies further out, on the logarithm of the rate."""
+"""Growth of the steps of a seed whose capacity lies further out, on the logarithm of the rate."""
 _MAX_LINES = 3
-"""Probes of a bracket after which it is halved instead of cut where a line through its ends passes zero."""
+"""Probes of a bracket after which it is bisected instead of interpolated."""
 _PEAK = 1.25
-"""Ratio of two rates below which no rate between them is sought at which a goodput may hold."""
+"""Ratio of two rates below which no rate between them is searched for a goodput."""
 _MOST_PROBES = 40
-"""Rates that are run under one seed: slacks that have nothing to do with the rate would be searched for ever."""
+"""Limit on rates per seed: slacks that do not depend on the rate would be searched for ever."""
 _FLATTEST = -0.5
-"""Change of the slack by the logarithm of the rate that is taken for less."""
+"""Smallest slope of the slack over the logarithm of the rate; flatter ones are replaced by it."""
 _BEYOND = 1.5
-"""Times the capacity: a condition that holds there under all seeds does not decide, and is followed no further."""
+"""Multiple of the capacity: a condition that holds there under all seeds does not decide and is not followed further."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateQuestion:
-    """What is asked about a rate."""
+    """Parameters of a search for a rate."""
 
     slo: Slo
     low: float
@@ -61,12 +63,12 @@ class RateQuestion:
 
     @property
     def num_first_seeds(self) -> int:
-        """Seeds that are run in any case: an interval takes `FEWEST_SEEDS`."""
+        """Number of seeds that always run: an interval needs `FEWEST_SEEDS`."""
         return max(self.replications, min(FEWEST_SEEDS, self.max_replications))
 
 
 def search_rate(question: RateQuestion) -> Search:
-    """The highest rate at which the SLO holds; see `capacity_seeds` for what that is."""
+    """Search for the highest rate at which the SLO holds, as defined in `capacity_seeds`."""
     study = _Study(question)
     guess = yield from _locate(study)
     num_seeds = question.num_first_seeds
@@ -74,7 +76,7 @@ def search_rate(question: RateQuestion) -> Search:
     while True:
         yield from _close_in(study, num_seeds, guess, limit)
         found = study.estimate(num_seeds)
-        if limit < _needed(found) < math.inf:  # the first seed took less than the others
+        if limit < _needed(found) < math.inf:  # the first seed's capacity was below the others'
             limit = max(_needed(found), _BEYOND * found.most)
             continue
         answer = study.answer(found, num_seeds)
@@ -87,12 +89,12 @@ def search_rate(question: RateQuestion) -> Search:
 
 
 def _needed(found: RateEstimate) -> float:
-    """A rate that a condition has to hold at under all seeds so as not to decide."""
+    """Return a rate at which a condition must hold under all seeds to be not deciding."""
     return found.most if found.interval is None else max(found.most, found.interval.high)
 
 
 def _locate(study: _Study) -> Generator[Sequence[Probe], Slacks, float]:
-    """A rate near the whole SLO's capacity under the first seed."""
+    """Return a rate near the whole SLO's capacity under the first seed."""
     question = study.question
     runs = study.seed(0)
     guess = study.inside(question.start)
@@ -107,7 +109,7 @@ def _locate(study: _Study) -> Generator[Sequence[Probe], Slacks, float]:
 
 
 def _close_in(study: _Study, num_seeds: int, guess: float, limit: float) -> Generator[Sequence[Probe], Slacks, None]:
-    """Run every seed where its conditions end to hold, all seeds at once, one rate of each at a time."""
+    """Run every seed at the boundary of its conditions, all seeds at once, one rate of each at a time."""
     while True:
         slopes = study.slopes()
         followed = study.limits(num_seeds, limit)
@@ -123,20 +125,20 @@ def _close_in(study: _Study, num_seeds: int, guess: float, limit: float) -> Gene
 
 @dataclass(frozen=True, slots=True)
 class _Aim:
-    """How one condition's crossing under one seed is sought."""
+    """Target of the search for one condition's crossing under one seed."""
 
     guess: float
     ratio: float
-    """Of the ends of a bracket that is narrow enough."""
+    """Ratio of the ends of a bracket that is narrow enough."""
     slope: float | None
-    """Change of the slack by the logarithm of the rate, as other seeds show it."""
+    """Slope of the slack over the logarithm of the rate, from other seeds."""
     limit: float
-    """A rate beyond which nothing more is wanted."""
+    """Rate above which no runs are needed."""
 
 
 @dataclass(slots=True)
 class _Study:
-    """Everything that was run, by seed."""
+    """All runs so far, by seed."""
 
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
@@ -149,23 +151,25 @@ class _Study:
         return len(self.question.slo.conditions)
 
     def seed(self, position: int) -> SeedRuns:
-        """What was run under a seed."""
+        """Return the runs of a seed."""
         while len(self.seeds) <= position:
             self.seeds.append(SeedRuns.none_yet(self.num_conditions))
         return self.seeds[position]
 
     def run(self, wanted: Sequence[tuple[float, int]]) -> Generator[Sequence[Probe], Slacks, None]:
-        """Have rates run under seeds."""
+        """Request runs at rates under seeds."""
         found = yield [((rate,), seed) for rate, seed in wanted]
         for rate, seed in wanted:
             self.seed(seed).add(rate, found[(rate,), seed])
 
     def inside(self, rate: float) -> float:
-        """Four significant digits, which people can read and find again; or the end of the range that the rate lies beyond, as it was given."""
+        """Round a rate to four significant digits, for readability and reproducibility, or clamp it to the end of the
+        range.
+        """
         return min(max(float(f"{rate:.4g}"), self.question.low), self.question.high)
 
     def slopes(self) -> list[float]:
-        """By condition, the change of the slack by the logarithm of the rate where it passes zero: the median of the seeds; of no use where it does not fall."""
+        """Return the slope of each condition's slack at its zero, median over seeds; unusable if it does not fall."""
         found = []
         for condition in range(self.num_conditions):
             own = [_slope(one.crossing(condition)) for one in self.seeds if one.rates]
@@ -174,14 +178,14 @@ class _Study:
         return found
 
     def limits(self, num_seeds: int, limit: float) -> list[float]:
-        """By condition, the rate up to which it is followed: to its end where any seed fails below the limit."""
+        """Return the rate up to which each condition is followed: to its end if any seed fails below the limit."""
         known = self.seeds[:num_seeds]
         ends = [[one.crossing(k) for one in known if one.rates] for k in range(self.num_conditions)]
         fails = [any(one.high is not None and one.rate < limit for one in own) for own in ends]
         return [math.inf if failed else limit for failed in fails]
 
     def next_of_seed(self, seed: int, guess: float, slopes: Sequence[float], limits: Sequence[float]) -> float | None:
-        """The rate to run next under a seed, for the condition that ends first among those that are not settled; None when all are."""
+        """Return the next rate of a seed, for the lowest condition that is not settled; None if all are."""
         runs = self.seed(seed)
         if not runs.rates:
             return self.inside(guess)
@@ -199,7 +203,9 @@ class _Study:
         return None
 
     def next_rate(self, runs: SeedRuns, condition: int, aim: _Aim, num_cuts: int = 0) -> float | None:
-        """The rate that says most about where a condition ends to hold; None when that is known well enough, or lies outside the range."""
+        """Return the most informative next rate for a condition; None if it is known precisely enough, or outside the
+        range.
+        """
         if not runs.rates:
             return aim.guess
         found = runs.crossing(condition)
@@ -217,11 +223,11 @@ class _Study:
             return None
         rounded = self.inside(at)
         if rounded in runs.slacks:
-            rounded = min(max(at, self.question.low), self.question.high)  # finer than what people read
+            rounded = min(max(at, self.question.low), self.question.high)  # finer than four digits
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:
-        """A rate to try when none of those that were run holds: lower than all, unless the slack is largest further up."""
+        """Return a rate to try if none so far holds: below all of them, unless the slack is largest further up."""
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
         lowest, highest = runs.rates[0], runs.rates[-1]
@@ -249,7 +255,7 @@ class _Study:
         )
 
     def answer(self, found: RateEstimate, num_seeds: int) -> Answer:
-        """The answer as it stands."""
+        """Return the answer with the runs so far."""
         question = self.question
         sides = [_outcome(one.by_seed, question) for one in found.conditions]
         decided = question.slo.combined(sides)
@@ -274,7 +280,9 @@ class _Study:
         return "precision" if is_narrow and found.confidence >= CONFIDENCE else "max_replications"
 
     def _fails_below(self, rate: float, num_seeds: int) -> int | None:
-        """The condition that fails up to this rate under most seeds though it holds at higher ones: a goodput that so few requests cannot reach."""
+        """Return the condition that fails up to this rate under most seeds but holds at higher ones: a goodput out of
+        reach of so few requests.
+        """
         for condition in range(self.num_conditions):
             rises = sum(self.seeds[k].crossing(condition).rises_at >= rate for k in range(num_seeds))
             if 2 * rises > num_seeds:
@@ -283,7 +291,7 @@ class _Study:
 
 
 def _outcome(seeds: Sequence[SeedCapacity], question: RateQuestion) -> float:
-    """-1 of a condition that never holds in the range, 1 of one that always does, else 0."""
+    """Return -1 for a condition that never holds in the range, 1 for one that always does, else 0."""
     if all(one.side == "below" for one in seeds):
         return -1.0
     return float(all(one.side == "above" and one.rate >= question.high for one in seeds))
@@ -296,7 +304,7 @@ def _slope(found: Crossing) -> float | None:
 
 
 def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> float:
-    """The factor by which to go on beyond the last rate, along the slope and a quarter further; longer each time, so that nothing is far."""
+    """Return the factor beyond the last rate, by the slope plus a quarter; it grows with each step."""
     if aim.slope is None:
         distance = math.log(_FIRST_STEP)
     else:
@@ -309,7 +317,9 @@ def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> 
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], ratio: float, num_cuts: int) -> float:
-    """A rate between two: a little to the farther end's side of where a line passes zero, so that the bracket soon shrinks from both."""
+    """Return a rate between two, shifted from the interpolated zero towards the farther end, so that the bracket
+    shrinks from both sides.
+    """
     middle = math.sqrt(low[0] * high[0])
     if num_cuts > _MAX_LINES or high[0] > 4 * low[0]:
         return middle

@@ -1,8 +1,9 @@
 """Searches for a capacity as generators, and the one for the cheapest replicas at which an SLO holds.
 
-A search yields the probes that it needs next and is sent the slack of each condition of the SLO in each; it knows nothing of runs. A slack is at least zero where the condition holds
-under that seed. The same seeds are used everywhere (common random numbers), so that slacks of neighbouring settings differ by the setting and not by chance. Conditions are judged each
-by itself.
+A search yields the probes it needs next and receives the slack of each condition of the SLO for each; it is independent
+of runs. A slack is at least zero if the condition holds under that seed. All settings use the same seeds (common random
+numbers), so that slacks of neighbouring settings differ by the setting and not by chance. Conditions are judged
+separately.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from vajra_py.experiment.capacity.seeds import Bound, ConditionCapacity
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 Setting: TypeAlias = tuple[float, ...]
-"""What is searched: one rate, or numbers of replicas."""
+"""Search point: one rate, or replica counts."""
 Probe: TypeAlias = tuple[Setting, int]
-"""A setting, and the position of the seed that it is wanted under: 0 for the first."""
+"""Setting, and the position of its seed: 0 for the first."""
 Slacks: TypeAlias = Mapping[Probe, Sequence[float]]
-"""Of the probes that were wanted: the slack of each condition."""
+"""Slack of each condition, by requested probe."""
 
 _FAR = 0.35
-"""Slack beyond which one seed decides about numbers of replicas: more than a third off the limit."""
+"""Slack above which one seed decides about replica counts: more than a third off the limit."""
 
 Outcome: TypeAlias = Literal["found", "never", "always", "apart"]
 Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
@@ -35,27 +36,29 @@ Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a search found; `never` and `always` are about the whole range that was allowed.
+    """Result of a search; `never` and `always` refer to the whole allowed range.
 
     `apart`: each condition holds somewhere, and nowhere all of them.
     """
 
     outcome: Outcome
     setting: Setting = ()
-    """The highest rate, or the cheapest numbers of replicas; the end of the range where the SLO holds nowhere or everywhere."""
+    """Highest rate, or cheapest replica counts; the end of the range if the SLO holds nowhere or everywhere."""
     interval: Interval | None = None
-    """Of the rate, or of the cost of the replicas."""
+    """Interval of the rate, or of the cost of the replicas."""
     num_seeds: int = 0
     confidence: float = CONFIDENCE
-    """Of the interval."""
+    """Confidence of the interval."""
     bound: Bound = "exact"
-    """What the rate is of the capacity, where that of some seed lies outside the range."""
+    """Relation of the rate to the capacity, if that of some seed lies outside the range."""
     conditions: tuple[ConditionCapacity, ...] = ()
-    """Of a rate: the capacity of each condition of the SLO."""
+    """Capacity of each condition of the SLO, for a rate."""
     decides: int | None = None
-    """Of the conditions, the one whose capacity is the answer; with `apart`, one that fails at the rate at which another one ends to hold."""
+    """Position of the condition whose capacity is the answer; with `apart`, one that fails at the limit of another one."""
     stop: Stop | None = None
-    """Why no more seeds were run for a rate: the interval is as narrow as `precision_fraction` wants it, there are no more seeds, or the range is too small for more to help."""
+    """Reason that no more seeds were run for a rate: the interval meets `precision_fraction`, no seeds are left, or the
+    range is too small.
+    """
 
     @property
     def deciding(self) -> ConditionCapacity | None:
@@ -68,13 +71,13 @@ Search: TypeAlias = Generator[Sequence[Probe], Slacks, Answer]
 
 @dataclass(slots=True)
 class _Seen:
-    """Slacks known so far, by setting and seed."""
+    """Known slacks, by setting and seed."""
 
     slo: Slo
     slacks: dict[Setting, list[Sequence[float]]] = field(default_factory=dict)
 
     def ask(self, setting: Setting, num_seeds: int) -> Generator[Sequence[Probe], Slacks, None]:
-        """Have a setting run under so many seeds, unless it was."""
+        """Request runs of a setting under so many seeds, unless they exist."""
         own = self.slacks.setdefault(setting, [])
         missing = [(setting, seed) for seed in range(len(own), num_seeds)]
         if missing:
@@ -82,11 +85,11 @@ class _Seen:
             own += [found[probe] for probe in missing]
 
     def first(self, setting: Setting) -> float:
-        """The slack of the whole SLO under the first seed."""
+        """Return the slack of the whole SLO under the first seed."""
         return self.slo.combined(self.slacks[setting][0])
 
     def judged(self, setting: Setting, judge: Callable[[Sequence[float]], float]) -> float:
-        """The conditions, each judged by its slacks over all seeds, as one number."""
+        """Reduce the conditions, each judged by its slacks over all seeds, to one number."""
         return self.slo.combined([judge(own) for own in zip(*self.slacks[setting], strict=True)])
 
 
@@ -95,19 +98,20 @@ def _mean(slacks: Sequence[float]) -> float:
 
 
 def _surely(slacks: Sequence[float]) -> float:
-    """The lower end of Student's interval of the mean slack."""
+    """Return the lower end of Student's interval of the mean slack."""
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else interval.low
 
 
 def _maybe(slacks: Sequence[float]) -> float:
-    """Its upper end, at most the best seed's slack: where every seed fails, the condition does."""
+    """Return its upper end, at most the best seed's slack: if every seed fails, the condition does."""
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else min(interval.high, max(slacks))
 
 
 def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
-    """The cheapest numbers of replicas at which the mean slack of each condition is at least zero, when more of any kind that is there never make it worse.
+    """Search for the cheapest replica counts at which the mean slack of each condition is at least zero, if more
+    replicas of an existing kind never make it worse.
 
     Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind and the same kinds left out; where it holds, all that cost as much or more. The
     interval goes from the cheapest that cannot be told from holding to the cheapest that certainly holds.
@@ -142,7 +146,9 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
 
 def _is_other(one: Setting, failed: Setting) -> bool:
-    """Whether nothing follows about this setting from one at which the SLO failed: it has more of some kind, or other kinds."""
+    """Return whether a failure of the SLO at `failed` implies nothing for this setting: it has more of some kind, or
+    other kinds.
+    """
     return any(a > b for a, b in zip(one, failed, strict=True)) or [not a for a in one] != [not b for b in failed]
 
 

@@ -1,4 +1,4 @@
-"""Capacities of the single seeds, and an estimate of their geometric mean: the statistics of a search for a rate.
+"""Capacities of single seeds, and an estimate of their geometric mean: the statistics of a search for a rate.
 
 The capacity of a condition under one seed is the highest rate at which it holds: the rate at which the non-increasing least-squares fit of its slack over the logarithm of the rate
 passes zero, so that a slack which turns its sign more than once by chance has one capacity all the same. The capacity of a condition is the geometric mean of those of the seeds.
@@ -40,7 +40,7 @@ class SeedCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Where a condition's slack passes zero, from what was run under one seed."""
+    """Zero crossing of a condition's slack, from the runs under one seed."""
 
     low: tuple[float, float] | None
     """The highest rate at which it holds, with the slack of the fit; None where it holds nowhere."""
@@ -54,18 +54,18 @@ class Crossing:
         """The rate at which a line through both ends, over the logarithm of the rate, passes zero; else the end that there is."""
         if self.low is None or self.high is None:
             end = self.high if self.low is None else self.low
-            assert end is not None  # something was run
+            assert end is not None  # there is at least one run
             return end[0]
         return root(self.low, self.high)
 
     @property
     def capacity(self) -> SeedCapacity:
-        """The rate, and what is known of it."""
+        """Return the rate, and its relation to the capacity."""
         return SeedCapacity(self.rate, "below" if self.low is None else "above" if self.high is None else "exact")
 
 
 def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
-    """The crossing of a condition's slack, from the rates under which one seed was run, in order.
+    """Return the crossing of a condition's slack, from the rates under which one seed was run, in order.
 
     The fit begins at the largest slack: a goodput is too low at low rates as well as at high ones, and its capacity is the upper end.
     """
@@ -83,7 +83,7 @@ def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
 
 
 def _falling(slacks: Sequence[float]) -> Sequence[float]:
-    """The non-increasing least-squares fit."""
+    """Return the non-increasing least-squares fit."""
     if all(a >= b for a, b in itertools.pairwise(slacks)):
         return slacks
     from scipy.optimize import isotonic_regression
@@ -93,7 +93,7 @@ def _falling(slacks: Sequence[float]) -> Sequence[float]:
 
 
 def root(low: tuple[float, float], high: tuple[float, float]) -> float:
-    """Where a line through two (rate, slack) points, over the logarithm of the rate, passes zero; between them."""
+    """Return the zero of a line through two (rate, slack) points, over the logarithm of the rate; between them."""
     (first, above), (last, below) = low, high
     part = 0.5 if above == below else min(1.0, max(0.0, above / (above - below)))
     return float(first * (last / first) ** part)
@@ -120,7 +120,7 @@ class ConditionCapacity:
 
     @property
     def bound(self) -> Bound:
-        """What the rate is of the capacity."""
+        """Relation of the rate to the capacity."""
         return bound_of(self.least, self.most)
 
 
@@ -128,7 +128,7 @@ Bound: TypeAlias = Literal["exact", "at least", "at most", "unknown"]
 
 
 def bound_of(least: float, most: float) -> Bound:
-    """What is known of a value between these two."""
+    """Return the kind of bound of a value between these two."""
     if math.isclose(least, most, rel_tol=1e-12):
         return "exact"
     if least > 0:
@@ -137,7 +137,7 @@ def bound_of(least: float, most: float) -> Bound:
 
 
 def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> ConditionCapacity:
-    """The capacity of a condition from those of its seeds.
+    """Return the capacity of a condition from those of its seeds.
 
     `may_go_on`: more seeds would have been run, had the interval been wider; see `_seeds_interval`.
     """
@@ -168,7 +168,7 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
         return Interval(low, high), min(CONFIDENCE, 1 - 2.0 ** ((0 if one_sided else 1) - count))
     logs = [math.log(one) for one in rates]
     found = replication_interval(logs)
-    assert found is not None  # there are two at least
+    assert found is not None  # there are at least two
     mean, half = float(np.mean(logs)), found.half_width * (1 + 1 / count if may_go_on else 1.0)
     return Interval(math.exp(mean - half), max(math.exp(mean), min(math.exp(mean + half), high))), CONFIDENCE
 
@@ -195,7 +195,9 @@ def typical_curve(
 def _along(
     levels: Sequence[float], known: Sequence[tuple[Sequence[tuple[float, float]], float]], rate: float
 ) -> list[tuple[float, float]]:
-    """The curve's points at slacks ever further from zero, as long as enough seeds were run there and the rate goes on the same way."""
+    """Return the curve's points at slacks ever further from zero, as long as enough seeds were run there and the rate
+    goes on the same way.
+    """
     curve, last = [], 0.0
     for level in levels:
         moves = []
@@ -231,12 +233,12 @@ class RateEstimate:
 
     @property
     def bound(self) -> Bound:
-        """What the rate is of the capacity."""
+        """Relation of the rate to the capacity."""
         return bound_of(self.least, self.most)
 
 
 def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEstimate:
-    """The capacity of the SLO from those of its conditions; each end of the interval is that of their ends."""
+    """Return the capacity of the SLO from those of its conditions; each end of the interval is that of their ends."""
     least, by_least = slo.decided([one.least for one in conditions])
     most, by_most = slo.decided([one.most for one in conditions])
     decides = by_least if least > 0 else by_most
@@ -250,32 +252,32 @@ def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEsti
 
 @dataclass(slots=True)
 class SeedRuns:
-    """What was run under one seed: the slack of each condition by rate."""
+    """Runs under one seed: the slack of each condition by rate."""
 
     num_conditions: int
     rates: list[float]
-    """In order."""
+    """Rates in rising order."""
     slacks: dict[float, tuple[float, ...]]
     _crossings: list[Crossing | None]
 
     @classmethod
     def none_yet(cls, num_conditions: int) -> SeedRuns:
-        """Of a seed that was not run."""
+        """Return an empty record of a seed."""
         return cls(num_conditions, [], {}, [None] * num_conditions)
 
     def add(self, rate: float, slacks: Sequence[float]) -> None:
-        """A run at a rate."""
+        """Add a run at a rate."""
         if rate not in self.slacks:
             bisect.insort(self.rates, rate)
         self.slacks[rate] = tuple(slacks)
         self._crossings = [None] * self.num_conditions
 
     def of(self, condition: int) -> Mapping[float, float]:
-        """The slack of one condition by rate, in order."""
+        """Return the slack of one condition by rate, in order."""
         return {rate: self.slacks[rate][condition] for rate in self.rates}
 
     def crossing(self, condition: int) -> Crossing:
-        """Of one condition."""
+        """Return the crossing of one condition."""
         known = self._crossings[condition]
         if known is None:
             known = crossing(self.rates, [self.slacks[rate][condition] for rate in self.rates])

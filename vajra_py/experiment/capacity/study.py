@@ -1,4 +1,4 @@
-"""Answers the question of an experiment's `capacity:` section for every setting of its sweep.
+"""Search for the capacity of an experiment, for every setting of its sweep.
 
 Each setting has a search of its own (`capacity_search`); all share one pool of workers, and what a search asks for next depends on nothing but its own results, so that answers
 are the same however many workers there are. Every run is kept in a folder of its own, `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; runs that are there are read, not repeated.
@@ -31,11 +31,11 @@ from vajra_py.plugins import Registry, load_registry
 
 _SEED = "seed"
 _MANY = 1 << 30
-"""Runs that a search may ask for: as many as there are workers at least."""
+"""Limit on runs requested by a search when workers are plentiful."""
 
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
-"""Called with a setting's label, its runs that are finished and asked for, and what is being run."""
+"""Called with a setting's label, its finished and requested runs, and a description of the current ones."""
 
 
 def find_capacity(
@@ -47,13 +47,15 @@ def find_capacity(
     progress: SearchProgress | None = None,
     pool: MakePool | None = None,
 ) -> list[CapacityAnswer]:
-    """The answer for each setting of the experiment's sweep, in order.
+    """Return the answer for each setting of the experiment's sweep, in order.
 
-    Raises `ConfigError` where the experiment asks no question that can be answered, `RunInterrupted` when the user stops it.
+    Raises `ConfigError` if the experiment has no valid `capacity:` section, `RunInterrupted` if the user stops it.
     """
     registry = registry or load_registry()
     searches = [_Search(one, overwrite, registry) for one in _settings(config, registry)]
-    if workers is None and config.backend.kind != "simulator":  # runs on a device would measure each other
+    if (
+        workers is None and config.backend.kind != "simulator"
+    ):  # concurrent runs on a device would disturb each other's times
         workers = 1
     workers_pool = pool(None) if pool else local_pool(workers, _MANY, registry, None)
     owners: dict[int, tuple[_Search, Setting, int]] = {}
@@ -96,20 +98,22 @@ class _Question:
 
     label: str
     mapping: dict[str, Any]
-    """Its configuration as plain values, without the question."""
+    """Its configuration as plain values, without `capacity:`."""
     folder: Path
     seeds: tuple[int, ...]
-    """Those that give different runs, as many as may be asked for: common to all settings of the sweep but for those."""
+    """Seeds that give different runs, as many as may be requested: common to all settings of the sweep except for seeds
+    that repeat a run.
+    """
     question: CapacityConfig
     slo: Slo
     paths: tuple[str, ...]
     costs: tuple[float, ...]
     unit: str
     note: str = ""
-    """Why there are fewer seeds than were asked for, or what alone differs between them."""
+    """Reason for fewer seeds than requested, or the only source of variation between them."""
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
-        """The experiment at a rate or with so many replicas, under one seed."""
+        """Return the experiment at a rate or with so many replicas, under one seed."""
         absent = [path for path, value in zip(self.paths, setting, strict=True) if self.costs and not value]
         mapping = _without([path.split(".")[1] for path in absent], self.mapping) if absent else self.mapping
         values = [(path, self._value(value)) for path, value in zip(self.paths, setting, strict=True)]
@@ -117,7 +121,7 @@ class _Question:
         return config_from_mapping(mapping, [*texts, f"{_SEED}={seed}"], registry)
 
     def path(self, setting: Setting, seed: int) -> Path:
-        """The folder of such a run."""
+        """Return the folder of such a run."""
         names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in self.paths]
         parts = [f"{name}-{self._value(value)}" for name, value in zip(names, setting, strict=True)]
         return self.folder / "-".join([*parts, f"seed-{seed}"])
@@ -126,11 +130,11 @@ class _Question:
         return str(int(value)) if self.costs else f"{value:.10g}"
 
     def cost(self, setting: Setting) -> float:
-        """Of numbers of replicas; a rate stands for itself."""
+        """Return the cost of replica counts; a rate is its own cost."""
         return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
     def seed_at(self, position: int) -> int:
-        """The seed at a position of the search's seeds."""
+        """Return the seed at a position of the search's seeds."""
         return self.seeds[position]
 
     @property
@@ -140,13 +144,13 @@ class _Question:
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """The search that answers it, with the further points of its curve."""
+        """Return the search that answers it, with the further points of its curve."""
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
             return search_replicas(self.slo, ranges, self.costs, fewest)
         rate = asked.rate
-        assert rate is not None  # the schema sees to it
+        assert rate is not None  # ensured by the schema
         given = _at(self.mapping, rate.path)
         start = float(given) if isinstance(given, int | float) else math.sqrt(rate.min * rate.max)
         question = RateQuestion(
@@ -164,7 +168,7 @@ def _with_curve(search: Search, factors: Sequence[float], num_seeds: int) -> Sea
 
 
 def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
-    """A question for each setting of the sweep. Raises `ConfigError`."""
+    """Return a capacity search for each setting of the sweep. Raises `ConfigError`."""
     asked = config.capacity
     if asked is None:
         raise ConfigError(
@@ -219,7 +223,7 @@ def _replicaset_of(path: str) -> str:
 
 
 def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment without these replicasets, whose requests go to those after them."""
+    """Return the experiment without these replicasets, whose requests go to those after them."""
     left = {name: one for name, one in mapping["replicasets"].items() if name not in names}
     changed = {**mapping, "replicasets": left}
     backend = mapping["backend"].get("simulator")
@@ -230,7 +234,7 @@ def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_start(question: _Question, registry: Registry) -> None:
-    """Raises `ConfigError` where what is searched cannot be set, before anything is run."""
+    """Check that the searched settings can be set before anything runs. Raises `ConfigError`."""
     asked = question.question
     first = (
         (asked.rate.min,)
@@ -249,7 +253,7 @@ def _at(mapping: Mapping[str, Any], path: str) -> Any:
 
 @dataclass(slots=True)
 class _Search:
-    """A search under way: what it asks for, and the runs that it got."""
+    """Search in progress: its requested and finished runs."""
 
     question: _Question
     overwrite: bool
@@ -266,7 +270,7 @@ class _Search:
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
     _is_random_after_all: bool = field(init=False, default=False)
-    """A run drew something by its seed, which could not be seen before: the search begins anew with all seeds."""
+    """True after a run drew from its seed unexpectedly: the search restarts with all seeds."""
 
     def __post_init__(self) -> None:
         self._generator = self.question.search()
@@ -278,12 +282,12 @@ class _Search:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that was asked for has come, and the search can go on."""
+        """True if all requested runs have finished, so the search can advance."""
         return not self._pending and self._answer is None and self._error is None
 
     @property
     def doing(self) -> str:
-        """What is being run, in a few words."""
+        """Short description of the current runs."""
         if self._answer is not None or self._error is not None:
             return "done" if self._error is None else "failed"
         rates = sorted({setting for setting, _ in self._pending})
@@ -303,7 +307,7 @@ class _Search:
         return []
 
     def take(self, setting: Setting, seed: int, error: str | None) -> None:
-        """A run has ended."""
+        """Record the end of a run."""
         self._pending.discard((setting, seed))
         self.num_new += 1
         if error is None:
@@ -315,7 +319,7 @@ class _Search:
             self._error = error
 
     def result(self) -> CapacityAnswer:
-        """The answer, with the curve of everything that was run."""
+        """Return the answer, with the curve of everything that was run."""
         asked = self.question
         curve: list[CurvePoint] = []
         if self._error is None:
@@ -352,7 +356,7 @@ class _Search:
         }
 
     def _missing(self) -> list[tuple[Setting, int, RunTask]]:
-        """Runs that are wanted and lie neither in memory nor on disk."""
+        """Return requested runs that are neither in memory nor on disk."""
         found: list[tuple[Setting, int, RunTask]] = []
         if self._answer is not None:
             return found
@@ -395,7 +399,7 @@ class _Search:
 
 
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
-    """The value of an SLO's metric in a run; None where no request came far enough to have one.
+    """Return the value of an SLO's metric in a run; None if no request came far enough to have one.
 
     Raises `RunError` for a group that the run does not have, and where requests were completed and none of them has a value.
     """

@@ -21,7 +21,9 @@ _PAIR_HEADS = ("takes more than", "by", "low", "high", "p", "adjusted p", "seeds
 
 
 def answer_table(answers: Sequence[CapacityAnswer], slo: str) -> Table:
-    """A row for each answer: the rate or the replicas with the interval, the condition that decides, and how much was run."""
+    """Return a row for each answer: the rate or the replicas with the interval, the condition that decides, and how
+    much was run.
+    """
     has_replicas = any(answer.costs for answer in answers)
     notes = ["In brackets the interval over seeds, of 95 % unless it is said"] * any(map(_interval, answers))
     notes += [note.removesuffix(".") for note in answer_notes(answers)]
@@ -75,7 +77,7 @@ def _interval(answer: CapacityAnswer) -> Interval | None:
 
 
 def difference_table(answers: Sequence[CapacityAnswer]) -> Table:
-    """A row for each pair of settings whose capacities are known, the one that takes more first."""
+    """Return a row for each pair of settings whose capacities are known, the one that takes more first."""
     pairs = capacity_differences(answers)
     rows = tuple(Row(one.first, _pair_cells(one)) for one in pairs)
     notes = (
@@ -164,7 +166,7 @@ def run_table(answers: Sequence[CapacityAnswer]) -> Table:
 
 
 def _raw_table(columns: Sequence[str], rows: Sequence[Sequence[Raw]]) -> Table:
-    """A table of raw values; the first of a row is its heading."""
+    """Return a table of raw values; the first of a row is its heading."""
     shown = tuple(Row(str(first), tuple(map(_raw, rest))) for first, *rest in rows)
     return Table(columns[0], tuple(columns[1:]), shown)
 

@@ -1,4 +1,6 @@
-"""Capacity answers as sentences: the rate or the replicas, how sure that is, and which settings are told apart."""
+"""Capacity answers as sentences: the rate or the replicas, their uncertainty, and significant differences between
+settings.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def _rate_text(answer: CapacityAnswer, found: Answer) -> str:
 
 
 def bounded_text(rate: float, bound: Bound, unit: str = "") -> str:
-    """A rate that is exact, or a bound of it."""
+    """Return a rate that is exact, or a bound of it."""
     text = f"{significant(rate)} {unit}".rstrip()
     return {"exact": text, "unknown": f"not known, about {text}"}.get(bound, f"{bound} {text}")
 
@@ -61,7 +63,7 @@ def _interval_text(found: Answer) -> str:
 
 
 def _conditions_text(found: Answer) -> str:
-    """The condition that decides, and where the others end to hold."""
+    """Return the condition that decides, and where the others end to hold."""
     if len(found.conditions) < 2 or found.deciding is None:
         return ""
     others = [one for place, one in enumerate(found.conditions) if place != found.decides]
@@ -74,7 +76,9 @@ def _own(one: ConditionCapacity) -> str:
 
 
 def _precision_text(answer: CapacityAnswer, found: Answer) -> str:
-    """Whether the interval is as narrow as it was to be, and if not, why the search ended."""
+    """Return a sentence on whether the interval is as narrow as requested, and if not, the reason that the search
+    ended.
+    """
     wanted = f"{100 * answer.precision_fraction:.3g} % of precision_fraction"
     if found.stop == "one seed":
         return "" if answer.note else "; one seed: no interval"
@@ -113,7 +117,7 @@ def _replicas_text(answer: CapacityAnswer) -> str:
 
 
 def counts_text(answer: CapacityAnswer) -> str:
-    """The numbers of replicas of an answer."""
+    """Return the numbers of replicas of an answer."""
     found = answer.answer
     assert found is not None
     names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in answer.paths]
@@ -137,7 +141,9 @@ def _warning(answer: CapacityAnswer) -> str:
 
 
 def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Why searches were run under fewer seeds, or what alone differs between them; with the settings where it is not all."""
+    """Return the reasons that searches used fewer seeds, or the only source of variation; with the settings if not all
+    are concerned.
+    """
     notes = []
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
         labels = [answer.label for answer in answers if answer.note == note]
@@ -146,7 +152,9 @@ def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
 
 
 def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """The settings compared in pairs, the one that takes more first; which ones may be the highest, and what says so."""
+    """Return the pairwise comparison of settings, the one with the higher capacity first; then the candidates for the
+    highest one, and the criterion.
+    """
     pairs = capacity_differences(answers)
     if not pairs:
         return []
@@ -181,7 +189,7 @@ def _difference_line(one: CapacityDifference) -> str:
 
 
 def bounds_text(interval: Interval) -> str:
-    """The ends of an interval that may be open."""
+    """Return the ends of an interval that may be open."""
     low, high = significant(interval.low), significant(interval.high)
     if math.isinf(interval.high):
         return f"{low} or more" if interval.low > 0 else "all rates"

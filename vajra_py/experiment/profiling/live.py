@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.observer import Observer, StepEnd
 from vajra_py.engine.build import Engine
@@ -66,7 +66,7 @@ class _Allocated:
         """See `ModelRunner`; the profile closes it."""
 
 
-def serve_a_while(config: ExperimentConfig, num_blocks: int, runner: ModelRunner) -> list[LiveStep]:
+def serve_a_while(config: SystemConfig, num_blocks: int, runner: ModelRunner) -> list[LiveStep]:
     """Serve requests in waves, so that there are steps of few and of many; times are the wall clock's."""
     memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
     replica = config.replica.model_copy(update={"memory": memory})

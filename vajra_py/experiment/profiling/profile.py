@@ -23,12 +23,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vajra_py import __version__
-from vajra_py.config import AdmissionConfig, ExperimentConfig, SchedulingConfig
+from vajra_py.config import AdmissionConfig, SchedulingConfig, SystemConfig
 from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig
-from vajra_py.engine.llm import DEFAULT_SCHEDULING, experiment_keys, llm_config
-from vajra_py.engine.worker import calm_threads, placed
+from vajra_py.engine.llm import DEFAULT_SCHEDULING, llm_config, system_keys
+from vajra_py.engine.worker import placed, set_passive_omp_wait
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.profiling.bench import Batch, Bench, Reference, paces
 from vajra_py.experiment.profiling.live import LiveStep, serve_a_while
@@ -66,7 +66,7 @@ class ProfileSettings:
             machine typically has while it is measured.
     """
 
-    config: ExperimentConfig
+    config: SystemConfig
     passes: int = 5
     num_random: int = 40
     seed: int = 0
@@ -75,14 +75,15 @@ class ProfileSettings:
 
 def profile_config(
     model: str | Path | None, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
-) -> ExperimentConfig:
+) -> SystemConfig:
     """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises `ConfigError`.
 
     Without `model` it is the one that the experiment's engine has.
     Steps are measured, not policies: of an experiment, simulated or not, its sizes and its engine count. Its policies may ask for
     predictions although the profile that is to tell them is not there yet.
     """
-    given = experiment_keys(config)
+    given = system_keys(config)
+    given.pop("sweep", None)
     backend = given.get("backend")
     if isinstance(backend, Mapping) and set(backend) == {"simulator"}:
         del given["backend"]
@@ -131,7 +132,7 @@ def profile_model(
     problems = engine.problems(config.effective_replicasets)
     if problems:
         raise ConfigError(problems)
-    calm_threads()
+    set_passive_omp_wait()
     options = placed(engine.runner_options(replica, replica.pipeline_stages or 1, engine.num_threads), 0)
     if options.num_ranks > 1:
         message = f"a profile is measured on one rank (the settings make a replica of {options.num_ranks})"

@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Return the origin of the steps' durations."""
 
     def prepare(self, folder: Path) -> None:
-        """The run's folder is ready: what this backend alone records goes there."""
+        """Prepare backend-specific recording in the run's folder."""
 
     def start(self) -> Outcome:
         """Serve the whole workload."""
@@ -75,20 +75,20 @@ class Backend(Protocol):
         """(seconds on the run's clock, steps) so far; also after a failure."""
 
     def close(self) -> None:
-        """Give everything back, whatever happened."""
+        """Release all resources, after success or failure."""
 
 
 MakeBackend: TypeAlias = Callable[[Run], Backend]
 
 
 def make_backend(run: Run) -> Backend:
-    """The backend that the configuration names."""
+    """Build the backend that the configuration names."""
     kind = run.config.backend.kind
     if kind == "simulator":
         from vajra_py.experiment.runs.simulated import SimulatedRun
 
         return SimulatedRun(run)
-    from vajra_py.engine.config import MODEL_BACKENDS  # a simulation ends without the engine
+    from vajra_py.engine.config import MODEL_BACKENDS  # a simulation must not import the engine
 
     if kind in MODEL_BACKENDS:
         from vajra_py.experiment.runs.engined import EngineRun

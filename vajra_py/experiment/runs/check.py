@@ -1,12 +1,14 @@
-"""Find what is wrong with an experiment and only shows when its parts are made: unreadable traces, models or policies that do not fit."""
+"""Find mistakes that appear only when an experiment's parts are built: unreadable traces, incompatible models or
+policies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, SweepPoint
+from vajra_py.config import ExperimentConfig, SweepPoint, SystemConfig
 from vajra_py.errors import ConfigError, Problem, WorkloadError
 from vajra_py.experiment.runs.backend import Run, make_backend
 from vajra_py.experiment.runs.run import load_workload
@@ -16,7 +18,7 @@ from vajra_py.workload import Workload
 
 
 def problems_of_parts(
-    points: Sequence[tuple[SweepPoint, ExperimentConfig]], registry: Registry, where: str = ""
+    points: Sequence[tuple[SweepPoint, SystemConfig]], registry: Registry, where: str = ""
 ) -> Iterator[Problem]:
     """Read the workload's files and put replicas and policies together once for every point; yield what is wrong, each thing once.
 
@@ -27,24 +29,26 @@ def problems_of_parts(
     found: set[str] = set()
     for point, config in points:
         try:
-            paths = tuple(_paths(config.workload))
-            if paths and paths not in seen:
-                seen.add(paths)
-                load_workload(config)
+            if isinstance(config, ExperimentConfig):
+                paths = tuple(_paths(config.workload))
+                if paths and paths not in seen:
+                    seen.add(paths)
+                    load_workload(config)
             if config.backend.kind == "simulator":
-                make_backend(Run(config, registry, nothing, SeedTree(config.seed)))
+                experiment = cast(ExperimentConfig, config)  # nothing is run, so that nobody asks a system for its workload
+                make_backend(Run(experiment, registry, nothing, SeedTree(config.seed)))
         except WorkloadError as error:
             yield from error.problems
         except ConfigError as error:
             place = where if len(points) == 1 else f"{where} ({point.label})"
             for problem in error.problems:
-                if str(problem) not in found:  # what is wrong with every point is shown of the first
+                if str(problem) not in found:  # a mistake of every point is reported for the first
                     found.add(str(problem))
                     yield replace(problem, where=f"{place} {problem.where}".strip())
 
 
 def _paths(workload: Any) -> Iterator[str]:
-    """The files that a workload is read from."""
+    """Yield the files that a workload is read from."""
     if getattr(workload, "path", None):
         yield workload.path
     for part in getattr(workload, "workloads", ()):

@@ -162,7 +162,7 @@ class PartOfRun(SimulatedRun):
         self.workload = Workload(run.workload.columns.take(rows), run.workload.name, run.workload.source)
 
     def _plan(self, division: Division, part: int) -> tuple[I64, list[int]]:
-        """The rows of this part's requests in the workload, and the replica of each (-1: not known beforehand)."""
+        """Return the rows of this part's requests in the workload, and the replica of each (-1: not known beforehand)."""
         rows: list[int] = []
         replicas: list[int] = []
         views = {name: _views(one) for name, one in self.controller.replicasets.items()}
@@ -182,7 +182,9 @@ class PartOfRun(SimulatedRun):
         return np.array(rows, dtype=np.int64), replicas
 
     def _assign(self, replicaset: Replicaset, request: Request, views: Sequence[ReplicaLoadView], now: float) -> int:
-        """The replica that the whole would bind a request to. Raises `RunError` when it cannot be told here."""
+        """Return the replica to which the undivided run would bind a request. Raises `RunError` if it cannot be
+        determined here.
+        """
         try:
             chosen = replicaset.scheduler.assign(request, views, now)
         except POLICY_EXCEPTIONS as error:
@@ -198,12 +200,12 @@ class PartOfRun(SimulatedRun):
         return int(self._rows[self._position])
 
     def planned(self) -> int:
-        """The replica of the request that was submitted last."""
+        """Return the replica of the request that was submitted last."""
         return self._replicas[self._position]
 
 
 class _Planned:
-    """Binds requests as the plan says."""
+    """Scheduler that binds requests according to the plan."""
 
     traits = SchedulerTraits(reads_load=False)
 
@@ -211,9 +213,9 @@ class _Planned:
         self._part = part
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int | None:
-        """The replica that was planned."""
+        """Return the planned replica."""
         return self._part.planned()
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Nothing: every request is bound."""
+        """Return None: every request is bound on arrival."""
         return ()

@@ -16,7 +16,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.loop import EngineLoop
-from vajra_py.engine.outputs import OutputBuffer, Submission
+from vajra_py.engine.outputs import Submission
 from vajra_py.engine.prompts import PromptMaker, request_seed
 from vajra_py.engine.services import engine_services, length_predictor, predictions
 from vajra_py.errors import ConfigError, ExecutorError, Problem
@@ -116,21 +116,17 @@ class EngineRun:
     def _submission(self, spec: RequestSpec) -> Submission:
         sampling = self._settings.sampling.params(spec.num_output_tokens)
         facts = facts_of(spec)
-        stops = () if sampling.ignore_eos else self._engine.model_of(facts).eos_token_ids
         prompt = self._prompts.prompt(spec)
-        return Submission(
-            facts=facts,
-            prompt_token_ids=prompt.token_ids,
-            seed=request_seed(self._run.config.seed, spec.request_id),
-            collected=OutputBuffer(sampling, stops),
-            content=prompt.content,
-            shares=prompt.shares,
-            num_output_tokens=spec.num_output_tokens,
-        )
+        seed = request_seed(self._run.config.seed, spec.request_id)
+        eos = self._engine.model_of(facts).eos_token_ids
+        submission = Submission.of(facts, prompt.token_ids, sampling, eos, seed)
+        submission.content, submission.shares = prompt.content, prompt.shares
+        submission.num_output_tokens = spec.num_output_tokens
+        return submission
 
     def _ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
         assert self.loop is not None
-        self._outputs[request.request_id] = submission.collected.token_ids
+        self._outputs[request.request_id] = submission.output.token_ids
         self._write_output(request, submission, reason.value)
         self._num_ended += 1
         if self._run.progress is not None:
@@ -145,8 +141,8 @@ class EngineRun:
                 "request_id": request.request_id,
                 "reason": reason,
                 "detail": request.detail,
-                "failed_at": request.num_computed_tokens if submission.collected.is_faulty else None,
-                "token_ids": submission.collected.token_ids,
+                "failed_at": request.num_computed_tokens if submission.output.is_faulty else None,
+                "token_ids": submission.output.token_ids,
             }
             self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
 

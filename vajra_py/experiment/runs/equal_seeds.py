@@ -1,4 +1,4 @@
-"""Recognises, before anything is run, the seeds of a setting that would give equal runs.
+"""Recognise, before anything runs, the seeds of a setting that would give equal runs.
 
 Two seeds give one run when the requests that they draw are equal and nothing else in the experiment is drawn. Requests are drawn and compared; whether policies, predictors of output
 lengths or step times draw is seen by putting the experiment together without requests. A policy that asks for its stream only later shows it in its run (`drew_beside_workload`).
@@ -31,13 +31,13 @@ class SettingSeeds:
 
     points: tuple[int, ...]
     original: tuple[int, ...]
-    """For each of them, the first that gives the same run; itself where none does."""
+    """First equivalent point of each; itself if there is none."""
     same_load: str = ""
     """Sentence on the differences between its runs where their requests are equal."""
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The points that are worth a run."""
+        """Points worth running."""
         return tuple(dict.fromkeys(self.original))
 
     @property
@@ -47,12 +47,12 @@ class SettingSeeds:
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
     def copies_of(self, point: int) -> list[int]:
-        """The other points that give the run of this one."""
+        """Return the other points that give the run of this one."""
         return [one for one, first in zip(self.points, self.original, strict=True) if first == point and one != point]
 
 
 class EqualSeeds:
-    """Tells which of several seeds would repeat another one's run; files are read once for all settings."""
+    """Finds seeds that would repeat another one's run; files are read once for all settings."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -60,7 +60,7 @@ class EqualSeeds:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def of_points(self, points: Sequence[tuple[SweepPoint, ExperimentConfig]]) -> list[SettingSeeds]:
-        """The settings among the points of a sweep, in order: points that differ in their seed alone are one."""
+        """Return the settings among the points of a sweep, in order: points that differ in their seed alone are one."""
         groups: dict[str, list[int]] = {}
         for index, (point, _) in enumerate(points):
             values = {path: value for path, value in point.items() if path != SEED}
@@ -72,9 +72,9 @@ class EqualSeeds:
         return found
 
     def of_seeds(self, config: ExperimentConfig, seeds: Sequence[int]) -> SettingSeeds:
-        """An experiment under each of these seeds, in their order.
+        """Return an experiment under each of these seeds, in their order.
 
-        What cannot be drawn or put together counts as different: its runs say why.
+        A setting that cannot be drawn or built counts as different: its runs report the error.
         """
         every = tuple(range(len(seeds)))
         different = SettingSeeds(every, every)
@@ -95,7 +95,9 @@ class EqualSeeds:
         return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
     def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
-        """Of the experiment's seed and those after it, so many in all, the ones that give different runs; and why there are fewer, or what alone differs."""
+        """Return so many seeds from the experiment's on that give different runs, and the reason that there are fewer,
+        or the only source of variation.
+        """
         every = range(config.seed, config.seed + count)
         own = self.of_seeds(config, every)
         return tuple(every[i] for i in own.kept), own.why or own.same_load
@@ -116,7 +118,7 @@ def drew_beside_workload(path: Path) -> bool:
 
 
 def note_copies(path: Path, seeds: SettingSeeds) -> None:
-    """Say in a run's summary that it stands for several seeds; what was said before is replaced."""
+    """Record in a run's summary that it represents several seeds, replacing any earlier record."""
     file = path / SUMMARY_FILE
     written = file.read_text(encoding="utf-8")
     if not seeds.why and f'"{SECTION}"' not in written:

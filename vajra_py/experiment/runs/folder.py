@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, dump_effective, run_manifest
+from vajra_py.config import SystemConfig, dump_effective, run_manifest
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.metrics.runs.differences import natural
 from vajra_py.plugins import Registry
@@ -25,28 +25,28 @@ _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manif
 """Files written before the manifest: a folder with nothing else belongs to a run that was killed at its start."""
 
 
-def config_digest(config: ExperimentConfig) -> str:
-    """Names what an experiment's settings say; where results are written and what else is asked does not count."""
+def config_digest(config: SystemConfig) -> str:
+    """Return a digest of an experiment's settings, except output locations and `capacity:`."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def files_digest(config: ExperimentConfig) -> dict[str, str]:
-    """The contents of the files that an experiment's settings name (traces, profiles), by path, as digests."""
+def files_digest(config: SystemConfig) -> dict[str, str]:
+    """Return digests of the files that an experiment's settings name (traces, profiles), by path."""
     found: dict[str, str] = {}
     for name in named_paths(config):
         try:
             with Path(name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-        except (OSError, ValueError):  # no file: a folder, or a word with a dot in it
+        except (OSError, ValueError):  # not a file: a folder, or a word with a dot
             continue
     return found
 
 
-def named_paths(config: ExperimentConfig) -> list[str]:
-    """The strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
+def named_paths(config: SystemConfig) -> list[str]:
+    """Return the strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
@@ -65,7 +65,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
+    """Return the run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
     if (path / "manifest.json").exists() or not path.is_dir():
         return [path]
     found = sorted(
@@ -76,7 +76,7 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def find_all_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run folders at these paths, each once, however often and by whatever way it is named."""
+    """Return the run folders at these paths, without duplicates."""
     return list({os.path.realpath(found): found for path in paths for found in find_runs(path)}.values())
 
 
@@ -92,20 +92,22 @@ class RunFolder:
         self.path = path
         self._lock: int | None = None
 
-    def is_finished(self, config: ExperimentConfig) -> bool:
+    def is_finished(self, config: SystemConfig) -> bool:
         """Return whether it holds the complete results of exactly these settings and the files they name."""
         manifest = self._manifest()
         is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
         return is_same and manifest.get("status") == FINISHED
 
-    def holds_other_results(self, config: ExperimentConfig) -> bool:
+    def holds_other_results(self, config: SystemConfig) -> bool:
         """Return whether the folder holds something other than a run of these settings."""
         if not self.path.exists() or {one.name for one in self.path.iterdir()} <= _FIRST_FILES:
             return False
         return self._manifest().get("config_digest") != config_digest(config)
 
-    def check(self, config: ExperimentConfig, *, overwrite: bool) -> None:
-        """Raises `ConfigError` when other results lie there and `overwrite` was not asked for, or something that is not a run's."""
+    def check(self, config: SystemConfig, *, overwrite: bool) -> None:
+        """Raise `ConfigError` if the folder holds other results and `overwrite` is false, or files that do not belong
+        to a run.
+        """
         changed = [] if overwrite else self._changed_files(config)
         if changed:
             message = f"holds results from before these files changed ({', '.join(changed)})"
@@ -124,7 +126,7 @@ class RunFolder:
                 )
             )
 
-    def start(self, config: ExperimentConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
+    def start(self, config: SystemConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
         """Make the folder ready for a run of these settings, for everyone or its owner only.
 
         Raises like `check`, and `ConfigError` while another run is written there.
@@ -153,13 +155,13 @@ class RunFolder:
         self._write_json("manifest.json", {**self._facts, "status": status})
 
     def close(self) -> None:
-        """Let other runs be written there."""
+        """Release the folder for other runs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Lock the folder itself, so that nothing is left when a process is killed."""
+        """Lock the folder itself, so that a killed process leaves no lock file."""
         lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,11 +171,11 @@ class RunFolder:
             raise ConfigError(
                 Problem(f"output {self.path}", message, "Wait for it, or another name or folder")
             ) from None
-        except OSError:  # a file system without locks: as good as it gets
+        except OSError:  # a file system without locks: continue unlocked
             pass
         self._lock = lock
 
-    def _changed_files(self, config: ExperimentConfig) -> list[str]:
+    def _changed_files(self, config: SystemConfig) -> list[str]:
         """Files that the settings name whose contents are not what the results were made from."""
         known = self._manifest().get("files")
         if not isinstance(known, dict):

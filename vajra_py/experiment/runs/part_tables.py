@@ -40,7 +40,7 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
 
 
 def take_emitted(paths: Sequence[Path]) -> Any:
-    """The figures that policies emitted in all parts, as one table."""
+    """Return the figures that policies emitted in all parts, as one table."""
     return combined([_read(path / _EMITTED) for path in paths])
 
 

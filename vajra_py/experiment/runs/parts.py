@@ -29,7 +29,9 @@ from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 
 
 def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[Part] | str:
-    """The parts that `count` workers run this experiment in, or why it stays whole. Raises `ConfigError` as a run does."""
+    """Return the parts that `count` workers run this experiment in, or the reason that it stays undivided. Raises
+    `ConfigError` as a run does.
+    """
     reason = why_whole(config, registry)
     if reason is not None:
         return reason

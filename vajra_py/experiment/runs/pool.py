@@ -63,13 +63,13 @@ class RunPool(Protocol):
     """Executes runs."""
 
     def submit(self, number: int, task: RunTask) -> None:
-        """Have a task executed; more may be submitted while `ends` is read."""
+        """Submit a task; allowed while `ends` is being read."""
 
     def ends(self) -> Iterator[End]:
-        """Tasks as they end, until none is left. Raises `RunInterrupted` when the user stops it; finished runs are kept."""
+        """Yield tasks as they end. Raises `RunInterrupted` if the user stops it; finished runs are kept."""
 
     def close(self) -> None:
-        """Give back what the pool holds."""
+        """Release the pool's resources."""
 
 
 class InProcess:
@@ -116,7 +116,7 @@ class InProcess:
                 yield number, None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 _Message: TypeAlias = tuple[int, int, int, float]
@@ -152,7 +152,7 @@ class Processes:
             raise RunInterrupted(INTERRUPTED) from None
 
     def close(self) -> None:
-        """End the processes; what is not finished is dropped.
+        """End the processes; unfinished tasks are dropped.
 
         A worker that is only starting, since the others did everything, is waited for: it would not find its queues.
         """
@@ -173,7 +173,9 @@ class Processes:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits meanwhile, and never reaches a process that is started here: a terminal sends it to all, and workers are ended by who started them."""
+    """Defer Ctrl-C in the context and hide it from processes started here: a terminal signals the whole group, but
+    their starter ends workers.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -198,7 +200,7 @@ def _set_up_worker(messages: ProcessQueue[_Message]) -> None:
 
 
 def _execute(number: int, settings: dict[str, Any], path: Path, overwrite: bool, part: Part | None) -> str | None:
-    """In a worker process: execute a task; the error's text when it fails."""
+    """Execute a task in a worker process; report the error's text if it fails."""
 
     def report(done: int, total: int, now: float) -> None:
         if _messages is not None and done % _REPORT_EVERY == 0:
@@ -214,7 +216,7 @@ def execute_task(
     progress: Callable[[int, int, float], None],
     part: Part | None = None,
 ) -> str | None:
-    """Execute a run, or a part of it, from plain settings; the error's text when it fails."""
+    """Execute a run, or a part of it, from plain settings; return the error's text if it fails."""
     config, backend = config_from_mapping(settings), backend_of(part)
     try:
         run_experiment(config, folder=path, progress=progress, overwrite=overwrite, backend=backend)
@@ -229,7 +231,9 @@ def backend_of(part: Part | None, whole: MakeBackend = make_backend) -> MakeBack
 
 
 def local_pool(num_workers: int | None, num_tasks: int, registry: Registry, progress: TaskProgress | None) -> RunPool:
-    """A pool of this machine; one worker a core unless `num_workers` says otherwise, and no more than tasks."""
+    """Create a pool of this machine, with one worker per core unless `num_workers` is given, and no more workers than
+    tasks.
+    """
     count = min(num_workers or os.cpu_count() or 1, max(num_tasks, 1))
     return InProcess(registry, progress) if count == 1 else Processes(count, progress)
 

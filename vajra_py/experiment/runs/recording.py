@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
@@ -45,7 +45,7 @@ _RESERVE_BYTES = 2**16
 
 
 class _Log(io.RawIOBase):
-    """A file that takes everything, and keeps it as long as the disk does."""
+    """File that accepts all writes, and stores them until the disk fails."""
 
     def __init__(self, path: Path, tell: Callable[[OSError], None]) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ def check_is_free(folder: Path) -> None:
 
 
 class RunRecording:
-    """Keeps one session. Made before the model is loaded, so that a folder that is taken is found out at once."""
+    """Recording of one session. Created before the model is loaded, so that an occupied folder is reported at once."""
 
-    def __init__(self, config: ExperimentConfig, registry: Registry, folder: Path) -> None:
+    def __init__(self, config: SystemConfig, registry: Registry, folder: Path) -> None:
         check_is_free(folder)
         self._place = RunFolder(folder)
         self._place.start(config, registry, overwrite=False, is_private=True)
@@ -111,13 +111,13 @@ class RunRecording:
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
         self._controller: Controller | None = None
-        """Whom the recorder and the decision log watch; None: nobody."""
+        """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
         self.stopped = ""
         """Reason that recording has stopped; empty while it goes on."""
 
     def _stop(self, error: Exception) -> None:
-        """Record nothing more."""
+        """Stop recording after an error."""
         if not self.stopped:
             self.stopped = f"the recording stopped, and the server went on: {error}"
             _log.error("%s (%s)", self.stopped, self._place.path)
@@ -163,7 +163,7 @@ class RunRecording:
             self._outputs.flush()
 
     def note(self, entry: Input) -> None:
-        """Something reached the controller."""
+        """Record an input of the controller."""
         assert self._inputs is not None
         if self._keeps_on():
             self._inputs.note(entry)
@@ -174,7 +174,7 @@ class RunRecording:
             self._write_output(request, reason.value, token_ids, is_faulty=is_faulty)
 
     def finish(self, end: SessionEnd | None, error: BaseException | None) -> None:
-        """Nothing more will happen. No end: it never began."""
+        """Finish the recording. `end` is None if the session never began."""
         facts: dict[str, Any] = {}
         try:
             if end is not None:
@@ -182,9 +182,9 @@ class RunRecording:
                 facts = self._facts(end)
                 if not self.stopped:
                     self._write_tables(end.controller)
-        except Exception as failed:  # whatever it is, the server has done its work
+        except Exception as failed:  # the server's work is complete, whatever the error
             self._stop(failed)
-        for partial in self._place.path.glob("*.partial"):  # makes room on a full disk
+        for partial in self._place.path.glob("*.partial"):  # frees space on a full disk
             partial.unlink()
         said = (
             "" if error is None else str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from vajra_py.config import ExperimentConfig, load_config
+from vajra_py.config import SystemConfig, load_system
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
@@ -52,9 +52,10 @@ from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.parquet"
+_Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
-"""Duration of a step whose end the recorded run did not see."""
+"""Duration of a step whose end the run did not record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Recording:
     """Recorded run of an engine."""
 
     path: Path
-    config: ExperimentConfig
+    config: SystemConfig
     inputs: Sequence[Input]
     outputs: Mapping[int, RecordedOutput]
     """By the request's index."""
@@ -76,7 +77,7 @@ class Recording:
 
     @property
     def knows_tokens(self) -> bool:
-        """True if the prefix cache knows any request by its tokens."""
+        """True if the prefix cache identifies any request by its tokens."""
         return any(isinstance(one, Arrival) and one.prompt_token_ids is not None for one in self.inputs)
 
 
@@ -101,10 +102,12 @@ class ReplayReport:
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
-    """A run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings are broken."""
+    """Return a run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings
+    are broken.
+    """
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
-    config = load_config(path / "config.yaml", registry=registry)
+    config = load_system(path / "config.yaml", registry=registry)
     if not isinstance(config.backend.settings, ModelBackendConfig):
         message = f"is a run of the {config.backend.kind}; only what computed with a model can be replayed"
         raise RunError(str(Problem(str(path), message, "Run it again to repeat it")))
@@ -158,7 +161,7 @@ def _ticks(seconds: float) -> int:
 
 
 def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
-    """Let the simulator do what a run of the engine did, and compare. Raises like `read_recording`."""
+    """Replay a run of the engine in the simulator and compare. Raises like `read_recording`."""
     registry = registry or load_registry()
     recording = read_recording(path, registry)
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
@@ -181,7 +184,7 @@ def _status(path: Path) -> str:
 
 
 class _RecordedTimer:
-    """Steps of one replica last as long as they did."""
+    """Timer that replays the recorded step durations of one replica."""
 
     def __init__(self, replica: Replica, recording: Recording) -> None:
         self._replica = replica
@@ -208,7 +211,7 @@ class _RecordedTimer:
 
 
 class _RecordedExecutor(SimulatedExecutor):
-    """Requests put out the tokens that they put out, and end where they ended."""
+    """Executor that replays each request's recorded tokens and end."""
 
     def __init__(self, outputs: Mapping[int, RecordedOutput]) -> None:
         super().__init__()
@@ -216,14 +219,14 @@ class _RecordedExecutor(SimulatedExecutor):
         self._nothing = RecordedOutput()
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """The recorded length of those that came to their end; one more of those that failed, at the latest in that step."""
+        """Return the recorded length of finished requests; for failed ones one token more, at the latest in that step."""
         output = self._outputs.get(request.index, self._nothing)
         if output.failed_at is not None:
             return len(output.token_ids) + 1
         return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
 
     def result(self, plan: StepPlan) -> StepResult:
-        """The recorded tokens of every entry that was due one."""
+        """Return the recorded tokens of every entry that produces one."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
@@ -267,7 +270,7 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
-        elif not isinstance(one, PolicyViolation | StageEnd):  # a violation happens again by itself, or is missed
+        elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 
@@ -303,8 +306,10 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
     return build_controller(sized_config(config, engine), services), executor
 
 
-def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> ExperimentConfig:
-    """The settings with the sizes written out that the engine found: KV blocks and length of each replicaset's model."""
+def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
+    """Return the settings with the sizes found by the engine written out: KV blocks and length of each replicaset's
+    model.
+    """
     replicasets = {}
     for name, one in config.effective_replicasets.items():
         memory = one.replica.memory
@@ -334,7 +339,7 @@ def _replay_log(
 
 
 def _compare_logs(recorded: Path, replayed: Path) -> str | None:
-    """The first step that differs, said so that one can see what differs in it."""
+    """Describe the first step that differs between the decision logs."""
     pairs = zip_longest(read_decisions(recorded), read_decisions(replayed))
     for number, (one, other) in enumerate(pairs, 1):
         if one != other:

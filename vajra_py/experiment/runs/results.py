@@ -68,7 +68,7 @@ def _write_tables(path: Path, tables: Tables) -> None:
 
 
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
-    """The summary of the tables, pyarrow's; `steps` has the columns that are read."""
+    """Return the summary of the tables, pyarrow's; `steps` has the columns that are read."""
     arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
     return summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
@@ -90,7 +90,7 @@ def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_a
 
 
 def _asked_rate(config: ExperimentConfig) -> float | None:
-    """Requests per second that the workload was asked to come at: its `rate`, or that of the arrivals of single requests."""
+    """Return the configured request rate of the workload: its `rate`, or that of the arrivals of single requests."""
     asked = config.workload.rate
     if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
         asked = getattr(config.workload.arrivals, "rate", None)

@@ -35,7 +35,7 @@ def run_experiment(
     overwrite: bool = False,
     backend: MakeBackend = make_backend,
 ) -> RunData:
-    """Run one experiment (without a sweep) and return its results; a finished run of the same settings is not repeated.
+    """Run one experiment (without a sweep) and return its results; a finished run of equal settings is not repeated.
 
     Raises `ConfigError` before anything is written when the experiment cannot be built or its folder holds other results;
     a failure or an interruption later leaves the tables so far in the folder, marked in its manifest, and is raised on.
@@ -65,7 +65,7 @@ def run_experiment(
 
 
 def load_workload(config: ExperimentConfig) -> Workload:
-    """The experiment's workload; the same for every experiment with the same seed and workload settings."""
+    """Return the experiment's workload; the same for every experiment with the same seed and workload settings."""
     workload = build_workload(config.workload, SeedTree(config.seed).child("workload").stream, Path.cwd())
     last = float(workload.columns.arrived_at.max())
     if not last <= LAST_S:
@@ -105,14 +105,14 @@ class _Attempt:
         controller.diary.emitted.is_kept = True
 
     def execute(self) -> None:
-        """Run, and write what came of it."""
+        """Run the experiment and write its results."""
         try:
             outcome = self._backend.start()
         except KeyboardInterrupt:
             self._write()
             self._place.note(INTERRUPTED, **self._facts())
             raise RunInterrupted(f"interrupted; what was reached is in {self._place.path}") from None
-        except Exception as error:  # whatever failed, what was reached is kept
+        except Exception as error:  # keep partial results after any failure
             self._write()
             self._place.note(FAILED, error=_said(error), **self._facts())
             raise

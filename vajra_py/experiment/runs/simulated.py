@@ -54,7 +54,7 @@ class SimulatedRun:
             settings.output_length.type, settings.output_length.parameters, truth, run.registry
         )
         executor = SimulatedExecutor()
-        intake = _intake(latency)
+        request_overhead = _intake(latency)
         services = Services(
             registry=run.registry,
             latency=predictions,
@@ -63,7 +63,7 @@ class SimulatedRun:
             facts=model_facts(latency),
             executor_of=lambda replicaset, replica_id: executor,
             reserves_growth=True,
-            holds_ended_slots=intake.get("asynchronous", False),
+            holds_ended_slots=request_overhead.get("asynchronous", False),
             models=models,
         )
         self.controller = build_controller(run.config, services)
@@ -73,7 +73,7 @@ class SimulatedRun:
             drain=settings.drain,
             tenant_salt=any(one.tenant_salt for one in memories),
             policy_timeout_s=run.config.policy_timeout_s,
-            **intake,
+            **request_overhead,
         )
         seeds = run.seeds.child("steps")
         timers = {name: _timers(one, settings.scheduling_overhead_s, seeds) for name, one in latencies.items()}
@@ -96,10 +96,10 @@ class SimulatedRun:
         return any(isinstance(one, VariesSteps) and one.variation is not None for one in self.latency_models.values())
 
     def prepare(self, folder: Path) -> None:
-        """Nothing of its own to record: a simulation is repeated by running it again."""
+        """Do nothing: a simulation needs no recording, as it can be repeated."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: no resources are held."""
 
     def start(self) -> Outcome:
         """Simulate the whole workload."""

@@ -38,7 +38,7 @@ class PointStatus:
 
 
 SweepProgress: TypeAlias = Callable[[int, PointStatus], None]
-"""Called with the point's position and how it stands."""
+"""Called with the point's position and status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class SweepResult:
 def sweep_points(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig, Path]]:
-    """Every point with its settings and its folder, `<output.dir>/<name>/<point>`; of a single run, `<output.dir>/<name>`."""
+    """Return every point with its settings and its folder, `<output.dir>/<name>/<point>`; of a single run,
+    `<output.dir>/<name>`.
+    """
     base = config.output_dir / config.name
     if config.is_single:
         return [(point, one, base) for point, one in expand_sweep(config, registry)]
@@ -132,10 +134,10 @@ class _Plan:
         self._settings = settings
         self._overwrite = overwrite
         self.copies = {copy: kept for own in settings for kept in own.kept for copy in own.copies_of(kept)}
-        """Points that are not run, each with the one that stands for it."""
+        """Points that are not run, each with the one that represents it."""
 
     def kept(self) -> list[int]:
-        """The points to run, with those that finished runs turn out not to stand for."""
+        """Return the points to run, including those that finished runs turn out not to represent."""
         for kept in sorted(set(self.copies.values())):
             if self._is_finished(kept):
                 self.released_by(kept)
@@ -146,7 +148,9 @@ class _Plan:
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Points that this one, now finished, does not stand for after all: its run drew something that could not be seen before."""
+        """Return points that this one, now finished, does not represent after all: its run drew from the seed
+        unexpectedly.
+        """
         own = [copy for copy, kept in self.copies.items() if kept == index]
         if not own or not drew_beside_workload(self._points[index][2]):
             return []
@@ -155,7 +159,7 @@ class _Plan:
         return own
 
     def note(self, failures: Mapping[int, str]) -> None:
-        """Say in the runs' summaries which of them stand for several seeds."""
+        """Record in the runs' summaries which of them represent several seeds."""
         for own in self._settings:
             first = tuple(self.copies.get(index, index) for index in own.points)
             for index in own.kept:

@@ -16,7 +16,8 @@ _HEADS = ("metric", "baseline", "value", "difference", "change", "better in", "p
 def difference_table(
     comparison: Comparison, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
 ) -> Table:
-    """A row for each other setting of the baseline's load and each metric that has a better end, the primary ones first.
+    """Return a row for each other setting under the baseline's load and each metric with a better direction, primary
+    metrics first.
 
     Differences of replicated settings have their interval, the share of replications in which the setting is better, and p-values; those of one seed are not tested. Raises
     `RunError` for a baseline that is not there.
@@ -65,17 +66,17 @@ def _cells(metric: Metric, base: float, value: float, versus: Versus) -> tuple[C
 
 
 def spread_of(metric: Metric, versus: Versus) -> str:
-    """The interval of a difference as `±0.12`, or nothing."""
+    """Return the interval of a difference as `±0.12`, or an empty string."""
     interval = None if versus.difference is None or versus.untested else versus.difference.interval
     return f"±{error_text(metric, interval.half_width)}" if interval is not None and interval.half_width else ""
 
 
 def signed(metric: Metric, value: float) -> str:
-    """A difference with its sign, and none where it reads zero."""
+    """Return a difference with its sign, or without if it reads zero."""
     text = error_text(metric, value)
     return text if not any(digit in "123456789" for digit in text) else f"{'-' if value < 0 else '+'}{text}"
 
 
 def p_text(value: float | None) -> str:
-    """A p-value with two significant digits, or nothing."""
+    """Return a p-value with two significant digits, or an empty string."""
     return "" if value is None else "<0.001" if value < 0.001 else f"{value:.2g}"

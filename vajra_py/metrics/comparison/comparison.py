@@ -1,4 +1,4 @@
-"""Puts the numbers of runs side by side: one column per setting, the mean of its replications where it has several.
+"""Compare runs: one column per setting, the mean of its replications if it has several.
 
 The scopes are all requests, each SLO class and each tenant. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
 in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark says only which value is lowest or highest.
@@ -43,19 +43,25 @@ class Comparison:
     values: Mapping[str, Mapping[str, Row]]
     """By scope (`overall`, `slo_class gold`, `tenant a`), then by metric key: a raw value per setting (the mean of its replications), None where it has none."""
     loads: tuple[str, ...]
-    """What each setting's workload has of its own, as text; empty for all when they share one."""
+    """Distinctive part of each setting's workload, as text; empty for all if they share one."""
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
-    """The same, by seed; only of settings with several replications."""
+    """Values by seed, in the structure of `values`; only for settings with several replications."""
     replications: tuple[int, ...] = ()
     """Runs of each setting."""
     copied: tuple[int, ...] = ()
-    """Of each setting whose several seeds all give one run, their number; 0 for others. Nothing is tested of such a setting, and it has no interval."""
+    """Number of seeds for each setting whose seeds all give one run; 0 for others. Such a setting is not tested and has
+    no interval.
+    """
     step_times: tuple[str, ...] = ()
-    """Where each setting's step times come from, in a sentence without its stop; empty for runs that do not say. No entries: none says."""
+    """Origin of each setting's step times, as a sentence without its full stop; empty for runs that do not record it.
+    No entries: no run records it.
+    """
     primary: tuple[str, ...] = DEFAULT_PRIMARY
     """Keys of the metrics that are tested."""
     one_sample: tuple[str, ...] = ()
-    """Of each setting, the reason why its runs count as one observation; empty where each run is a replication. No entries: each is."""
+    """Reason that each setting's runs count as one observation; empty if each run is a replication. No entries: each
+    is.
+    """
     workloads: str = ""
     """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
     _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
@@ -68,11 +74,13 @@ class Comparison:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether some setting was run with several seeds."""
+        """True if some setting was run with several seeds."""
         return any(count > 1 for count in self.replications)
 
     def scope(self, given: str) -> str:
-        """The scope of that name; a class or tenant needs no `slo_class` or `tenant` in front where that is not ambiguous. Raises `RunError`."""
+        """Return the scope of this name; a class or tenant needs no `slo_class` or `tenant` prefix if it is
+        unambiguous. Raises `RunError`.
+        """
         if given in self.values:
             return given
         found = [scope for scope in self.values if scope.partition(" ")[2] == given]
@@ -84,13 +92,13 @@ class Comparison:
         raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
 
     def position(self, name: str) -> int:
-        """The setting of that name. Raises `RunError`."""
+        """Return the position of the setting of this name. Raises `RunError`."""
         if name in self.names:
             return self.names.index(name)
         raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
 
     def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
-        """The 95 % interval of a mean over replications; None of one run, and where the replications are all equal."""
+        """Return the 95 % interval of a mean over replications; None for one run, or if all replications are equal."""
         samples = self._samples(key, scope)
         if not samples:
             return None
@@ -98,11 +106,12 @@ class Comparison:
         return make(list(samples[position].values()))
 
     def is_copied(self, position: int) -> bool:
-        """Whether a setting is one run for several seeds, since all of them give the same."""
+        """Return whether a setting is one run for several seeds, because all of them give the same run."""
         return bool(self.copied) and self.copied[position] > 0
 
     def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
-        """Positions of the settings with the best value among those of the same load that kept up with it.
+        """Return the positions of the settings with the best value among those under the same load that kept up with
+        it.
 
         Of settings of one run, all whose values read the same as the best one. Nothing is best among equal values, in a single one, or in a metric without a direction.
         """
@@ -114,11 +123,11 @@ class Comparison:
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
-        """The first setting with the best value of the load of this one; None where nothing is best."""
+        """Return the first setting with the best value under the load of this one; None if there is no best one."""
         return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 
     def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
-        """Marks by position, as explained in `vajra_py.metrics.comparison.tables.value_notes`.
+        """Return marks by position, as explained in `vajra_py.metrics.comparison.tables.value_notes`.
 
         Settings with replications are marked in primary metrics only. The best value of a load is starred where it is significantly better than every other one, and has an arrow
         otherwise; values that are significantly worse than it are marked too. No mark means that nothing is claimed.
@@ -129,7 +138,7 @@ class Comparison:
         for members in groups(self.loads):
             own = sorted(best & set(members))
             if self.one_sample and any(self.one_sample[i] for i in members):
-                continue  # nothing is known of chance, which a mark would seem to speak of
+                continue  # no mark: it would suggest significance, which is unknown
             if not self._is_tested(members):
                 found |= dict.fromkeys(own, arrow)
             elif own and key in self.primary:
@@ -147,7 +156,9 @@ class Comparison:
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Every other setting of the baseline's load against it in these metrics, those that could be tested."""
+        """Return comparisons of every other setting under the load of the baseline with it, in these metrics, as far as
+        they can be tested.
+        """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
         return [one for one in found if not one.untested]
 
@@ -159,7 +170,9 @@ class Comparison:
         return [pair for start in starts for pair in combinations(self.of_load(start), 2)]
 
     def family_words(self, scope: str = OVERALL) -> str:
-        """A sentence without its stop on the comparisons that are adjusted together; empty where nothing is tested."""
+        """Return a sentence without its full stop on the comparisons that are adjusted together; empty if nothing is
+        tested.
+        """
         self.versus(0, 0, METRICS[0].key, scope)
         tested = self._adjusted[scope]
         if not tested:
@@ -172,7 +185,7 @@ class Comparison:
         return f"Significance at 5 % after Holm's correction for {count} comparisons{each}: {names}, between all pairs of settings"
 
     def one_sample_notes(self) -> dict[str, list[str]]:
-        """Reasons why runs of settings count as one observation, with the settings' names."""
+        """Return the reasons that runs of settings count as one observation, with the settings' names."""
         found: dict[str, list[str]] = {}
         for name, reason in zip(self.names, self.one_sample, strict=False):
             if reason:
@@ -180,15 +193,15 @@ class Comparison:
         return found
 
     def of_load(self, position: int) -> list[int]:
-        """The settings under the same load as this one."""
+        """Return the settings under the same load as this one."""
         return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
 
     def by_load(self) -> list[int]:
-        """Positions of the settings, those of one load together, in natural order of the loads."""
+        """Return the positions of the settings, those of one load together, in natural order of the loads."""
         return sorted(range(len(self.names)), key=lambda i: (natural(self.loads[i]), i))
 
     def load_starts(self) -> frozenset[int]:
-        """The first setting of each load, in that order."""
+        """Return the first setting of each load, in that order."""
         order = self.by_load()
         return frozenset(
             i
@@ -227,7 +240,7 @@ class Comparison:
         return pd.DataFrame(difference_records(self, scope, position), columns=list(DIFFERENCE_COLUMNS))
 
     def to_csv(self, scope: str | None = None) -> str:
-        """The same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
+        """Return the same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
         from vajra_py.metrics.comparison.tables import value_csv
 
         return value_csv(self, scope)
@@ -239,7 +252,7 @@ class Comparison:
         return json_text(self, scope)
 
     def to_markdown(self, scope: str = OVERALL) -> str:
-        """A Markdown table, one row per metric, the best value of each in bold."""
+        """Return a Markdown table, one row per metric, the best value of each in bold."""
         from vajra_py.metrics.comparison.table_renderers import markdown
         from vajra_py.metrics.comparison.tables import origins, value_table
 
@@ -247,7 +260,7 @@ class Comparison:
         return markdown(replace(table, notes=(*table.notes, *origins(self))))
 
     def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
-        """A LaTeX table (package booktabs) that fits a page, its legend in the caption.
+        """Return a LaTeX table (package booktabs) that fits a page, with its legend in the caption.
 
         A few settings are columns. More are rows, with a rule between loads, and the primary metrics are columns; so are the metrics that `columns` names, in that order.
         """
@@ -278,12 +291,12 @@ class Comparison:
         return Field(self.names, self.loads, self.stability, self.primary, self.samples.get(scope, {}), self.one_sample)
 
     def _is_tested(self, members: Sequence[int]) -> bool:
-        """Some of these settings have replications."""
+        """Return whether some of these settings have replications."""
         return any(self.replications[i] > 1 for i in members) if self.replications else False
 
 
 def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
-    """Positions of the best value; `as_read`: of all that read the same."""
+    """Return the positions of the best value; `as_read`: of all that read the same."""
     if metric.lower_is_better is None or len(known) < 2:
         return set()
     target = min(known.values()) if metric.lower_is_better else max(known.values())
@@ -372,7 +385,7 @@ def _dig(group: Any, path: str) -> Any:
 
 
 def scope_title(scope: str) -> str:
-    """How a scope is called in a heading."""
+    """Return the heading of a scope."""
     if scope == OVERALL:
         return "All requests"
     return scope.replace("slo_class ", "SLO class ", 1)

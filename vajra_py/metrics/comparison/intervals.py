@@ -1,6 +1,6 @@
 """Confidence intervals of means over replications with independent seeds, and the warm-up of one run.
 
-Everything here works on plain numbers and knows nothing of runs; scipy is loaded when it is used.
+The functions take plain numbers and are independent of runs; scipy is loaded on first use.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def proportion_interval(values: Sequence[float]) -> Interval | None:
 
 
 _LARGEST_EXPONENT = 300.0
-"""Keeps the ends of an interval finite."""
+"""Largest exponent, to keep the ends of an interval finite."""
 
 
 def _half_width(values: Sequence[float]) -> float | None:
-    """Half the width of Student's t interval; None with fewer than two values, 0 where they are equal but for rounding."""
+    """Return half the width of Student's t interval; None with fewer than two values, 0 if they are equal up to
+    rounding.
+    """
     known = np.asarray(values, dtype=np.float64)
     if known.size < 2:
         return None
@@ -87,12 +89,12 @@ _ROUNDING = 1e-12
 
 
 def floats(values: Sequence[float | None]) -> Floats:
-    """The values that are known."""
+    """Return the known values."""
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
 def mser5(values: Floats) -> int:
-    """Number of values to leave out at the start because the system was still filling.
+    """Return the number of values to leave out at the start, as warm-up.
 
     MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69, 1997): of means of five values, those are left out whose
     omission makes the standard error of the rest least; a cut in the second half means that no steady state was found, and then nothing is left out.

@@ -1,4 +1,4 @@
-"""The metrics that comparisons show: where a summary has them, their units, and how their values are written."""
+"""Metrics of comparisons: their paths in a summary, units, and number formats."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ class Metric:
     """Column name in data frames and CSV, with the unit of the raw value."""
     label: str
     path: str
-    """Where a group of the summary has it; a path that starts with `.` starts at the summary's top and exists for all requests only."""
+    """Path in a group of the summary; a path that starts with `.` starts at the summary's top and exists for all
+    requests only.
+    """
     unit: str = ""
-    """Unit that is shown."""
+    """Displayed unit."""
     scale: float = 1.0
-    """Raw value times this is in the unit shown."""
+    """Factor from the raw value to the displayed unit."""
     lower_is_better: bool | None = None
-    """None: neither is."""
+    """Better direction; None if there is none."""
     level: int = 1
     """0: shown even when there are many runs; 1: shown when there are few; 2: in data frames, CSV and full tables only."""
 
@@ -115,11 +117,13 @@ METRICS: tuple[Metric, ...] = (
 BY_KEY: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}
 
 DEFAULT_PRIMARY = ("ttft_p99_s", "tbt_p99_s", "slo_attainment_fraction")
-"""The metrics that are tested where none are named; those of them that a comparison has."""
+"""Metrics tested by default, as far as the comparison has them."""
 
 
 def named_metrics(given: Sequence[str], option: str = "--metrics") -> list[Metric]:
-    """The metrics of these names, which are keys with or without their unit (`ttft_p99`), each once. Raises `RunError` for another name."""
+    """Return the metrics of these names, which are keys with or without their unit (`ttft_p99`), without duplicates.
+    Raises `RunError` for an unknown name.
+    """
     short = {key.removesuffix(unit): key for key in BY_KEY for unit in ("_s", "_fraction") if key.endswith(unit)}
     found: dict[str, Metric] = {}
     for name in given:
@@ -131,12 +135,12 @@ def named_metrics(given: Sequence[str], option: str = "--metrics") -> list[Metri
 
 
 def titled(metric: Metric) -> str:
-    """The metric's label with its unit."""
+    """Return the metric's label with its unit."""
     return f"{metric.label} ({metric.unit})" if metric.unit else metric.label
 
 
 def metric_text(metric: Metric, value: float | None) -> str:
-    """A raw value of this metric in its unit, with three or four significant digits; a dash for none."""
+    """Return a raw value of this metric in its unit, with three or four significant digits; a dash for none."""
     if value is None:
         return "–"
     shown = value * metric.scale
@@ -148,7 +152,7 @@ def metric_text(metric: Metric, value: float | None) -> str:
 
 
 def _percent(shown: float) -> str:
-    """With one decimal, and with more where that would read 0 or 100 of something between them."""
+    """Format with one decimal, and with more if that would round to 0 or 100 %."""
     for decimals in range(1, 4):
         if shown in (0, 100) or round(shown, decimals) not in (0, 100):
             return f"{shown:.{decimals}f}"
@@ -156,7 +160,9 @@ def _percent(shown: float) -> str:
 
 
 def error_text(metric: Metric, value: float) -> str:
-    """A difference or half of an interval's width, in the metric's unit, with two significant digits and no exponent."""
+    """Return a difference or half of an interval's width, in the metric's unit, with two significant digits and no
+    exponent.
+    """
     shown = abs(value * metric.scale)
     if shown == 0 or shown >= 100:
         return f"{shown:,.0f}"

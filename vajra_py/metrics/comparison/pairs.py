@@ -1,7 +1,8 @@
-"""Compares settings by their replications: differences with intervals, the chance to be better, corrected significance.
+"""Compare settings by their replications: differences with intervals, probability of improvement, corrected
+significance.
 
-Under one seed two policies meet the same requests (common random numbers), so replications are compared in pairs of one seed: what the seed does to both
-cancels out, and few replications tell small differences.
+Under one seed two policies serve the same requests (common random numbers), so replications are compared in pairs of
+one seed: effects of the seed that are common to both cancel, and few replications detect small differences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIGNIFICANT_P = 1 - CONFIDENCE
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far the first of two settings is above the second."""
+    """Difference between two settings, positive if the first is higher."""
 
     mean: float
     interval: Interval | None
@@ -51,7 +52,9 @@ def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Diffe
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values corrected for their number: S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
+    """Return the p-values corrected for their number: S. Holm, "A simple sequentially rejective multiple test
+    procedure" (1979).
+    """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     corrected = [1.0] * len(p_values)
     largest = 0.0
@@ -66,8 +69,8 @@ def _standard_error(values: Floats) -> float:
 
 
 def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[Interval | None, float, float | None]:
-    """The interval of the mean difference, `above` as it came, and the two-sided p-value."""
-    if not error > abs(mean) * 1e-12:  # the same in every replication
+    """Return the interval of the mean difference, `above` as it came, and the two-sided p-value."""
+    if not error > abs(mean) * 1e-12:  # equal in every replication
         return (None, above, None) if mean else (Interval(0.0, 0.0), above, 1.0)
     from scipy import stats
 

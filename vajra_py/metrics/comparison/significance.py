@@ -1,4 +1,4 @@
-"""Tests of differences between settings: the only place that decides what is significant.
+"""Tests of differences between settings: the only module that decides on significance.
 
 A *family* is the primary metrics times the pairs of settings under one load, in one scope (all requests, a class, a tenant). Its p-values are adjusted together by Holm's method.
 Every table, report and file reads its answer from here, so that one pair has one adjusted p-value in one metric wherever it is shown. Other metrics are secondary: they have a
@@ -24,7 +24,7 @@ Samples = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """One setting against another in one metric."""
+    """Comparison of one setting with another in one metric."""
 
     position: int
     baseline: int
@@ -35,7 +35,7 @@ class Versus:
     p_adjusted: float | None
     """Adjusted for the family; None for secondary metrics and where nothing is tested."""
     untested: str
-    """Reason why no test was made; empty where one was."""
+    """Reason that no test was made; empty if one was."""
 
     @property
     def p_value(self) -> float | None:
@@ -82,10 +82,10 @@ class Field:
     samples: Mapping[str, tuple[Samples, ...]]
     """By metric, for each setting; empty where no setting has replications."""
     one_sample: tuple[str, ...] = ()
-    """Of each setting, the reason why its runs count as one observation; empty where each run is a replication."""
+    """Reason that each setting's runs count as one observation; empty if each run is a replication."""
 
     def untested(self, position: int, baseline: int) -> str:
-        """Reason why these two are not tested in any metric; empty where they may be."""
+        """Return the reason that these two are not tested in any metric; empty if they can be."""
         if self.loads[position] != self.loads[baseline]:
             return "their loads differ"
         unstable = [self.names[i] for i in (baseline, position) if self.stability[i] == OVERLOADED]
@@ -96,7 +96,7 @@ class Field:
 
 
 def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: tuple[int, int], key: str) -> Versus:
-    """The second of the pair against the first; `adjusted` are the p-values of `adjust`."""
+    """Return the second of the pair against the first; `adjusted` are the p-values of `adjust`."""
     baseline, position = pair
     samples = field.samples.get(key, ())
     found = difference(samples[position], samples[baseline]) if samples else None
@@ -109,7 +109,9 @@ def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: t
 
 
 def adjust(field: Field) -> dict[tuple[str, int, int], float]:
-    """The adjusted p-value of each primary metric and pair (the lower position first) that can be tested, each load a family of its own."""
+    """Return the adjusted p-value of each primary metric and pair (the lower position first) that can be tested, each
+    load a family of its own.
+    """
     found: dict[tuple[str, int, int], float] = {}
     for members in groups(field.loads):
         tested: dict[tuple[str, int, int], float] = {}
@@ -123,5 +125,5 @@ def adjust(field: Field) -> dict[tuple[str, int, int], float]:
 
 
 def groups(loads: Sequence[str]) -> list[list[int]]:
-    """Positions of the settings under one load, a list for each load."""
+    """Return the positions of the settings under one load, a list for each load."""
     return [[i for i, own in enumerate(loads) if own == load] for load in dict.fromkeys(loads)]

@@ -1,4 +1,6 @@
-"""Origins of runs' step times, prices and power, and whether differences between settings exceed what their step times are known to be off by."""
+"""Origins of runs' step times, prices and power, and whether differences between settings exceed the known error of
+their step times.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.runs.run_data import RunData
 
 _JUDGED = {"ttft_mean_s": "ttft_s", "tpot_mean_s": "tpot_s", "e2e_mean_s": "e2e_s"}
-"""Metric of a comparison to the error that a summary's step times are known by."""
+"""Known error in a summary's step times, by metric of a comparison."""
 
 
 def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Each origin as one sentence without its stop, with the runs that it is of (none: all); nothing for runs that do not say."""
+    """Return each origin as one sentence without its full stop, with the runs it applies to (none: all); nothing for
+    runs that do not record it.
+    """
     found: dict[str, list[str]] = {}
     for run in runs:
         sentence = run.summary.value("step_times.sentence")
@@ -25,7 +29,9 @@ def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 def cost_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Each device's price and power with their sources as one sentence without its stop, with the runs that it is of (none: all)."""
+    """Return each device's price and power with their sources as one sentence without its full stop, with the runs it
+    applies to (none: all).
+    """
     found: dict[str, list[str]] = {}
     for run in runs:
         devices = (run.summary.value("cost.devices") or {}).values()
@@ -46,9 +52,10 @@ def _cost_origin(device: Mapping[str, Any]) -> str:
 
 
 def judged_differences(runs: Sequence[RunData], comparison: Comparison) -> list[str]:
-    """Sentences without their stop: whether settings differ by more than their step times are known to be off.
+    """Return sentences on whether settings differ by more than the known error of their step times, without full stops.
 
-    Of settings under one load, mean TTFT, TPOT and E2E. Nothing where the errors are not known, or there is nothing to compare.
+    Covers mean TTFT, TPOT and E2E of settings under one load. Empty if the errors are unknown, or there is nothing to
+    compare.
     """
     errors: dict[str, float] = {}
     for run in runs:

@@ -1,4 +1,6 @@
-"""Tables as plain data: what a cell says, and how a table is cut to a width. `table_renderers` writes them for terminals and as Markdown, LaTeX, CSV and HTML."""
+"""Tables as plain data: cells, and splitting a table to a width. `table_renderers` writes them for terminals and as
+Markdown, LaTeX, CSV and HTML.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ WORSE = "†"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value as it is shown."""
+    """One displayed value."""
 
     text: str
     spread: str = ""
@@ -25,7 +27,7 @@ class Cell:
     is_quiet: bool = False
     """Shown in grey: a value that takes no part in comparisons."""
     value: float | int | bool | str | None = None
-    """Raw value, which CSV has in place of the text; None: the text."""
+    """Raw value for CSV; None: the text."""
 
     @property
     def is_bold(self) -> bool:
@@ -45,12 +47,12 @@ class Row:
     head: str
     cells: tuple[Cell, ...]
     starts: bool = False
-    """A rule is drawn above it."""
+    """True if a rule is drawn above the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, or one of those that a wide one was cut into."""
+    """Table, or one piece of a split one."""
 
     corner: str
     """Heading of the column of headings."""
@@ -74,7 +76,7 @@ class Table:
         return self.part([i for i in range(len(self.heads)) if i not in self.csv_only]) if self.csv_only else self
 
     def part(self, columns: Sequence[int]) -> Table:
-        """The table with these columns alone, in their order; without names for CSV."""
+        """Return the table with these columns alone, in their order; without names for CSV."""
         return replace(
             self,
             heads=tuple(self.heads[i] for i in columns),
@@ -86,13 +88,13 @@ class Table:
 
 
 def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> Table:
-    """A table of words: the first of each row is its heading."""
+    """Return a table of words: the first of each row is its heading."""
     found = tuple(Row(str(first), tuple(Cell(str(one)) for one in rest)) for first, *rest in rows)
     return Table(heads[0], tuple(heads[1:]), found, title, text_columns=frozenset(range(len(heads) - 1)))
 
 
 def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
-    """The cells and words that say how narrow a column may be; of a column of words that is wrapped, each word."""
+    """Return the cells and words that limit how narrow a column can be; for a wrapped text column, each word."""
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:
         cells = [replace(cell, text=word) for cell in cells for word in cell.text.split()]
@@ -102,7 +104,7 @@ def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
 def fold(
     table: Table, width: float, cell_width: Callable[[Cell], float], padding: float, *, wraps: bool = False
 ) -> list[Table]:
-    """The table cut into such that fit the width, row headings and pinned columns in each; notes stand below the last.
+    """Split the table into pieces that fit the width, each with row headings and pinned columns; notes follow the last.
 
     `cell_width`: of a cell, in the unit of `width`; `padding`: of a column, beside its cells. Heads are broken between words, and so are columns of words where the form `wraps`
     them. A column that is too wide by itself is not cut.

@@ -29,12 +29,12 @@ _COLUMN_SEPARATION_PT = 4.0
 
 
 def one_line(cell: Cell) -> int:
-    """Characters of a cell whose interval stands beside its value."""
+    """Return the characters of a cell with its interval beside the value."""
     return len(cell.plain)
 
 
 def stacked(cell: Cell) -> int:
-    """Characters of a cell whose interval stands below its value."""
+    """Return the characters of a cell with its interval below the value."""
     return max(len(cell.text) + len(cell.mark), len(cell.spread))
 
 
@@ -110,7 +110,7 @@ def _marked_up(cell: Cell, *, is_stacked: bool) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown, its notes below it; bold are the lowest or highest values."""
+    """Return the table in Markdown, its notes below it; bold are the lowest or highest values."""
     table = table.for_readers
 
     def line(cells: Sequence[str]) -> str:
@@ -128,12 +128,12 @@ def markdown(table: Table) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """The text with escapes for what would end a cell, begin emphasis or be taken for HTML."""
+    """Return the text, escaped where it would end a cell, begin emphasis or be parsed as HTML."""
     return re.sub(r"[\\`*|]|<(?=[a-zA-Z/!?])", r"\\\g<0>", " ".join(text.splitlines()))
 
 
 def csv_table(table: Table) -> str:
-    """The table as CSV: raw values where cells have them, under the names that the table has for its columns."""
+    """Return the table as CSV: raw values where cells have them, under the names that the table has for its columns."""
     keys = table.keys or (table.corner, *table.heads)
     return csv_text(
         keys,
@@ -149,7 +149,7 @@ def _raw(cell: Cell) -> Any:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV; no value is an empty field, truth is `true` or `false`."""
+    """Return the rows as CSV; no value is an empty field, truth is `true` or `false`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
     writer.writeheader()
@@ -160,12 +160,12 @@ def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def html(table: Table, caption: str = "", style: str = "") -> str:
-    """The table as HTML, its notes in the caption; `style` names a class of the page's style sheet."""
+    """Render the table as HTML, with its notes in the caption; `style` is a class of the page's style sheet."""
     return str(html_templates().get_template("table.html.j2").module.table([table.for_readers], caption, style))  # type: ignore[attr-defined]
 
 
 def html_templates() -> Environment:
-    """The templates of the pages; every one writes its tables by `table.html.j2`."""
+    """Load the templates of the pages; every one renders its tables by `table.html.j2`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     return Environment(
@@ -178,7 +178,8 @@ def html_templates() -> Environment:
 
 
 def latex(table: Table, label: str = "tab:comparison") -> str:
-    """The table as a float of LaTeX (package booktabs), title and notes in its caption, in pieces that fit the text of a page.
+    """Return the table as a float of LaTeX (package booktabs), title and notes in its caption, in pieces that fit the
+    text of a page.
 
     In a page of two columns, `table*` takes the place of `table`.
     """
@@ -225,7 +226,7 @@ def _tabular(table: Table) -> Iterator[str]:
 
 
 def _head(head: str, width: int, kind: str) -> str:
-    """The head of a column in lines that are no wider than its cells where its words allow it."""
+    """Return the head of a column in lines that are no wider than its cells where its words allow it."""
     lines: list[str] = []
     for word in head.split():
         if lines and len(lines[-1]) + 1 + len(word) <= max(width, 8):
@@ -259,7 +260,9 @@ _LIGATURE_OR_SIGN = re.compile(r"--+|''+|``+|[?!]`|,,+|.")
 
 
 def latex_text(text: str) -> str:
-    """The text with LaTeX's special characters escaped; characters that its default fonts lack are named, as `U+4E2D`."""
+    """Return the text with LaTeX's special characters escaped; characters that its default fonts lack are named, as
+    `U+4E2D`.
+    """
     return _LIGATURE_OR_SIGN.sub(_latex_signs, unicodedata.normalize("NFC", " ".join(text.split())))
 
 
@@ -275,5 +278,5 @@ def _latex_sign(sign: str) -> str:
 
 
 def _guarded(text: str) -> str:
-    """The text at the start of a line of a table, where a bracket or star would be taken for an option of the command before."""
+    """Return the text at the start of a table row, protected from being parsed as an option of the preceding command."""
     return "{}" * text.startswith(("[", "*")) + latex_text(text)

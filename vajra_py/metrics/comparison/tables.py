@@ -13,13 +13,14 @@ from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
 from vajra_py.metrics.comparison.table_renderers import csv_text
 
 WIDE = 6
-"""Up to this many settings are columns; more are rows, of fewer metrics."""
+"""Largest number of settings shown as columns; more are rows, with fewer metrics."""
 
 
 def value_table(
     comparison: Comparison, scope: str, metrics: Sequence[Metric] | None = None, *, by_setting: bool | None = None
 ) -> Table:
-    """The values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are named.
+    """Return the values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are
+    named.
 
     Args:
         comparison: of settings.
@@ -49,7 +50,7 @@ def value_table(
 
 
 def replication_counts(comparison: Comparison) -> list[str]:
-    """The number of each setting's runs, with the number of seeds that one run stands for."""
+    """Return each setting's number of runs, with the number of seeds represented by a single run."""
     return [
         f"{count} for {comparison.copied[i]} equal seeds" if comparison.is_copied(i) else str(count)
         for i, count in enumerate(comparison.replications)
@@ -71,7 +72,7 @@ def cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ...
 
 
 def interval_text(comparison: Comparison, metric: Metric, position: int, scope: str) -> str:
-    """The interval as `±0.12`, as a range where it is lopsided, or nothing."""
+    """Return the interval as `±0.12`, as a range where it is lopsided, or nothing."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
     if interval is None or value is None:
         return ""
@@ -82,7 +83,9 @@ def interval_text(comparison: Comparison, metric: Metric, position: int, scope: 
 
 
 def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
-    """Sentences without their stops: what values and marks mean, which comparisons were made, where step times come from."""
+    """Return sentences without full stops: the meaning of values and marks, the comparisons made, the origin of step
+    times.
+    """
     marks = {mark for metric in metrics for mark in comparison.marks(metric.key, scope).values()}
     if comparison.is_replicated:
         yield "Mean of the replications with its 95 % interval"
@@ -105,7 +108,7 @@ def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -
 
 
 def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
-    """Sentences without their stops: the family of comparisons, and who takes no part in it."""
+    """Yield sentences without full stops on the family of comparisons, and on settings excluded from it."""
     yield from filter(None, (comparison.family_words(scope),))
     unstable = [name for name, own in zip(comparison.names, comparison.stability, strict=True) if own == OVERLOADED]
     if unstable and len(comparison.names) > 1:
@@ -116,7 +119,9 @@ def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
 
 
 def origins(comparison: Comparison) -> Iterator[str]:
-    """A sentence without its stop for each origin of the settings' step times, with the settings that it is of where they differ."""
+    """Yield a sentence without its full stop for each origin of the settings' step times, with its settings if origins
+    differ.
+    """
     found: dict[str, list[str]] = {}
     for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
         if sentence:
@@ -127,7 +132,9 @@ def origins(comparison: Comparison) -> Iterator[str]:
 
 
 def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the difference from the best setting of the load."""
+    """Yield a row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the
+    difference from the best setting of the load.
+    """
     for own in comparison.scopes if scope is None else (scope,):
         for i, name in enumerate(comparison.names):
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
@@ -168,7 +175,9 @@ DIFFERENCE_COLUMNS = (
 def difference_records(
     comparison: Comparison, scope: str | None = None, baseline: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain values; see `DIFFERENCE_COLUMNS`."""
+    """Yield a row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain
+    values; see `DIFFERENCE_COLUMNS`.
+    """
     for own in comparison.scopes if scope is None else (scope,):
         for first, second in comparison.pairs(baseline):
             for metric in comparison.shown(own, 2):

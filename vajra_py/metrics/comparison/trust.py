@@ -1,4 +1,4 @@
-"""What limits the numbers of a comparison, in sentences: what a reader must know before trusting them."""
+"""Limitations of a comparison's numbers, as sentences for the reader."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from vajra_py.metrics.summary.warnings import MIN_COMPLETED
 _NAMED = ("ttft_mean_s", "ttft_p99_s")
 _P99_COMPLETED = 5000
 _WIDE_FRACTION = 0.25
-"""Half of an interval's width over its value from which on a number says little."""
+"""Relative half width of an interval above which its number carries little information."""
 
 _WARMUP_FRACTION = 0.02
-"""Part of the requests from which on a warm-up is worth a word."""
+"""Fraction of the requests above which a warm-up is reported."""
 
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
 
 
 def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Sentences, each with the settings or runs that it is about (none: all)."""
+    """Return warnings, each with the settings or runs that it applies to (none: all)."""
     runs = [run for setting in settings for run in setting.runs]
     found: dict[str, list[str]] = {}
     notes: dict[str, list[str]] = {}
@@ -38,7 +38,7 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
                 run.name
             )
         for sentence in run.summary.value("warnings") or []:
-            # The verdict says why a run is not stable.
+            # The stability label already has its reason.
             if not sentence.startswith("The run is ") and sentence not in notes:
                 found.setdefault(sentence, []).append(run.name)
     warnings = [
@@ -55,7 +55,7 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
 
 
 def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """What chance may have done: settings of one seed, and intervals too wide to say much."""
+    """Return warnings about chance: settings of one seed, and intervals too wide to be informative."""
     warnings = []
     single = [setting.name for setting in settings if _is_of_one_seed(setting)]
     if single and len(settings) > 1:
@@ -83,7 +83,7 @@ def _is_of_one_seed(setting: Setting) -> bool:
 
 
 def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:
-    """Runs without replications that are too short for their P99, or that begin with a warm-up."""
+    """Return warnings about runs without replications that are too short for their P99, or that begin with a warm-up."""
     runs = [setting.first for setting in settings if len(setting.runs) == 1]
     short = [run.name for run in runs if MIN_COMPLETED <= _completed(run) < _P99_COMPLETED]
     warm = [f"{run.name}: {count}" for run in runs if (count := warmup_requests(run))]
@@ -101,7 +101,9 @@ def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:
 
 
 def warmup_requests(run: RunData) -> int:
-    """Requests at the start of the measurement window that MSER-5 takes for warm-up, by their end-to-end latency; 0 where they are too few to matter."""
+    """Return the number of requests at the start of the measurement window that MSER-5 classifies as warm-up, by
+    end-to-end latency; 0 if too few to matter.
+    """
     if not (run.path / REQUESTS_FILE).exists():
         return 0
     latencies = run.measured("e2e_s")["e2e_s"]
@@ -115,7 +117,7 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: Comparison, position: int) -> float:
-    """The widest of the intervals that matter, as half of its width over the value."""
+    """Return the largest relative half width among the relevant intervals."""
     shares = [0.0]
     for key in _NAMED:
         value, interval = comparison.values[OVERALL][key][position], comparison.interval(key, position)

@@ -1,6 +1,7 @@
-"""Pictures of what runs did. Each function takes runs and returns a matplotlib `Figure`, for a notebook, a paper or the report.
+"""Figures of runs. Each function takes runs and returns a matplotlib `Figure`, for a notebook, a paper or the report.
 
-Every figure takes one run to some forty and says so where it has nothing to show. Matplotlib is loaded at the first figure.
+Every figure takes one to about forty runs and shows a message if there is nothing to plot. Matplotlib is loaded at the
+first figure.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class CapacityCurve:
-    """One setting: what was measured at each rate (or cost), and its capacity."""
+    """One setting: measurements at each rate (or cost), and its capacity."""
 
     label: str
     points: Sequence[tuple[float, Mapping[str, tuple[float | None, ...]]]]
@@ -111,7 +111,7 @@ def _draw_knee(axes: Any, curve: CapacityCurve, look: Look) -> None:
 
 
 def _range(curves: Sequence[CapacityCurve]) -> tuple[float, float]:
-    """From nothing to half as much again as the highest knee: further out a search has points that nobody asks about."""
+    """Return a range from zero to half above the highest capacity: points further out are not of interest."""
     knees = [one.knee for one in curves if one.knee is not None]
     rates = [x for one in curves for x, _ in one.points]
     return 0.0, 1.5 * max(knees) if knees else max(rates, default=1.0)

@@ -32,7 +32,9 @@ class Cdf:
 
 
 def request_cdf(run: RunData, column: str) -> Cdf:
-    """Distribution of a latency over the requests that arrived in the window; those without a value never arrive at 100 %."""
+    """Return the distribution of a latency over the requests that arrived in the window; those without a value never
+    arrive at 100 %.
+    """
     values = run.measured(column)[column]
     known = np.sort(values[np.isfinite(values)])
     if not known.size:
@@ -42,7 +44,7 @@ def request_cdf(run: RunData, column: str) -> Cdf:
 
 
 def gap_cdf(run: RunData) -> Cdf:
-    """Distribution of the gaps between tokens, each counted once for each request that saw it."""
+    """Return the distribution of the gaps between tokens, each counted once for each request that saw it."""
     table = run.tbt("gap_s", "weight")
     gaps, weights = table.column("gap_s").to_numpy(), table.column("weight").to_numpy()
     if not weights.sum() > 0:
@@ -63,7 +65,7 @@ def time_edges(run: RunData, num_bins: int = TIME_BINS) -> Floats:
 
 
 def waiting_over_time(run: RunData, edges: Floats) -> Floats:
-    """Mean number of requests waiting for their first admission, in each bin."""
+    """Return the mean number of requests waiting for their first admission, in each bin."""
     table = run.requests("arrived_at", "admitted_at", "ended_at")
     arrived_at, admitted_at, ended_at = (table.column(name).to_numpy() for name in table.column_names)
     left_at = np.fmin(admitted_at, ended_at)
@@ -71,7 +73,7 @@ def waiting_over_time(run: RunData, edges: Floats) -> Floats:
 
 
 def kv_use_over_time(run: RunData, edges: Floats) -> Floats:
-    """Fraction of KV blocks in use, mean over time and replicas, in each bin; an idle replica uses none."""
+    """Return the fraction of KV blocks in use, mean over time and replicas, in each bin; an idle replica uses none."""
     table = run.steps(
         "replicaset", "replica_id", "formed_at", "duration_s", "used_fraction", "num_running", "num_finished"
     )
@@ -132,7 +134,7 @@ def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
 
 
 def _area(moments: Floats, edges: Floats) -> Floats:
-    """Integral over each bin of the number of these moments that have passed."""
+    """Return the integral over each bin of the number of these moments that have passed."""
     ordered = np.sort(moments)
     passed = np.searchsorted(ordered, edges, side="right")
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
@@ -140,7 +142,9 @@ def _area(moments: Floats, edges: Floats) -> Floats:
 
 
 def _mean_held(columns: dict[str, NDArray[Any]], edges: Floats) -> Floats:
-    """Mean in each bin of a replica's use: that of a step until it ends, or until the next one if requests stay on the replica."""
+    """Return the mean in each bin of a replica's use: that of a step until it ends, or until the next one if requests
+    stay on the replica.
+    """
     order = np.argsort(columns["formed_at"], kind="stable")
     formed_at, use = columns["formed_at"][order], columns["used_fraction"][order]
     ended_at = formed_at + columns["duration_s"][order]
@@ -160,7 +164,9 @@ def _sum_until(moments: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
 
 
 def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
-    """Sum at each edge of amounts that flow evenly from their begin to their end (at once where both are one moment)."""
+    """Return the sum at each edge of amounts that flow evenly from their begin to their end (at once where both are one
+    moment).
+    """
     span = ends - begins
     instant = span <= 0
     rate = amounts[~instant] / span[~instant]

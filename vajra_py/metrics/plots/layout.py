@@ -31,7 +31,7 @@ class Arrangement:
     legend: tuple[tuple[str, Look], ...]
 
     def members(self, panel: int) -> list[int]:
-        """Positions of the series in this panel, muted ones first (that is, behind)."""
+        """Return the positions of the series in this panel, muted ones first (that is, behind)."""
         found = [i for i, own in enumerate(self.panel_of) if own == panel]
         return sorted(found, key=lambda i: not self.looks[i].is_muted)
 
@@ -45,7 +45,7 @@ class Series:
 
 
 def arrange_runs(runs: Sequence[RunData]) -> Arrangement:
-    """The arrangement of a figure with one series per run."""
+    """Return the arrangement of a figure with one series per run."""
     names = tuple(run.name for run in distinct(runs))
     return _arrange(names, axes(runs), [_rank(run) for run in runs])
 
@@ -92,7 +92,9 @@ def _arrange(names: tuple[str, ...], varied: Sequence[Axis], ranks: Sequence[flo
 
 
 def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
-    """Panels, colours and dashes by the axes of the runs' grid; None when they do not tell the runs apart within the limits."""
+    """Return panels, colours and dashes by the axes of the runs' grid; None if they cannot distinguish the runs within
+    the limits.
+    """
     roles = _roles(varied)
     if roles is None or len(set(zip(*(axis.values for axis in varied), strict=True))) < count:
         return None
@@ -114,7 +116,7 @@ def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
 
 
 def _called(axis: Axis, level: str) -> str:
-    """A level of an axis in a legend: a policy by its name, as in the names of runs; a number with what it counts."""
+    """Return a level of an axis for the legend: a policy by its name, as in the names of runs; a number with its unit."""
     return level if axis.path.endswith(".policy") else f"{axis.label} {level}"
 
 

@@ -281,7 +281,7 @@ def _steps_between(run: RunData, stretch: tuple[float, float]) -> dict[str, Any]
 
 
 def _run_panels(runs: Sequence[RunData], limit: int, row_height_in: float) -> tuple[list[RunData], Figure, list[Any]]:
-    """A panel for each run, up to three in a row, with its name above where there are several."""
+    """Return a panel for each run, up to three in a row, with its name above where there are several."""
     shown = select(distinct(runs), limit)
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)

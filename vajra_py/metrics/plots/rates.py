@@ -82,7 +82,7 @@ def latency_by_rate(runs: Sequence[RunData]) -> Figure:
 
 
 def class_names(runs: Sequence[RunData]) -> list[str]:
-    """The SLO classes of the runs' requests."""
+    """Return the SLO classes of the runs' requests."""
     return list(dict.fromkeys(name for run in runs for name in run.summary.value("by_slo_class") or {}))
 
 
@@ -195,7 +195,7 @@ def _draw(
     scale: float,
     make: _MakeInterval = positive_interval,
 ) -> bool:
-    """Draw one line per series; says so and returns False when there is nothing to draw."""
+    """Draw one line per series; write a message and return False if there is nothing to draw."""
     drawn = False
     for i in arrangement.members(0):
         points = _points(series[i], read, scale, make)
@@ -235,7 +235,7 @@ def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = p
 
 
 def _one_panel(arrangement: Arrangement) -> Arrangement:
-    """The same looks with every series in one panel: lines of points can share it where clouds could not."""
+    """Return the same looks with every series in one panel: lines of points can share it where clouds could not."""
     return Arrangement(("",), (0,) * len(arrangement.panel_of), arrangement.looks, arrangement.legend)
 
 
@@ -257,7 +257,7 @@ def _offered(run: RunData) -> float | None:
 
 
 def _of_class(name: str, latency: str, statistic: str) -> _Reader:
-    """A latency of one class; its name may hold dots, and is not a path."""
+    """Return a latency of one class; its name may hold dots, and is not a path."""
 
     def read(run: RunData) -> float | None:
         group = (run.summary.value("by_slo_class") or {}).get(name) or {}

@@ -1,8 +1,8 @@
 """Common style of all figures: colours, lines, type, axes, units.
 
-One visual language: a run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any colour vision) without their
-yellow and black, and dashes and markers say the same once more. `INK` and `GRID` are used for nothing but text, frames and grids, so that a report can
-swap them for those of its page.
+A run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any
+colour vision) without yellow and black, and dashes and markers repeat the distinction. `INK` and `GRID` are used only
+for text, frames and grids, so that a report can replace them by the page's colours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 INK = "#1b1f24"
 GRID = "#d4d8dd"
 MUTED = "#9aa1a9"
-"""For what stands behind the point of a figure."""
+"""Colour of background series."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5c3e", "#6b6ecf")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
@@ -114,7 +114,7 @@ class Look:
 
     @property
     def marker(self) -> str:
-        """The marker: it says once more what the dash says."""
+        """Marker, which repeats the distinction of the dash."""
         return MARKERS[self.dash % len(MARKERS)]
 
 
@@ -162,7 +162,7 @@ def _use_settings(width_in: float) -> None:
 
 
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """A figure of the width in force with a grid of axes (always a 2-D array).
+    """Return a figure of the width in force with a grid of axes (always a 2-D array).
 
     Panels that a narrow figure has no room for stand below each other, two side by side where all of them would be taller than a page, and lower where that does not suffice.
     """
@@ -183,7 +183,7 @@ def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: 
         axes = _stacked(figure, (num_rows, num_columns, across), shared)
     size = matplotlib.rcParams["xtick.labelsize"]
     for own in axes.flat:
-        # Ticks are made when the figure is drawn, outside of these settings: what they look like is told to the axes.
+        # Ticks are created when the figure is drawn, outside these settings, so their style is set on the axes.
         own.tick_params(color=INK, labelcolor=INK, labelsize=size, width=0.7, grid_color=GRID, grid_linewidth=0.6)
     return figure, axes
 
@@ -223,12 +223,14 @@ def label_all(axes: NDArray[Any]) -> None:
 
 
 def name_panel(axes: Axes, name: str) -> None:
-    """Say what a panel shows, as it is asked for by `--panel`: `ttft_p99`."""
+    """Name a panel for `--panel`: `ttft_p99`."""
     axes.set_label(name)
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
-    """The panels that have a name, in reading order; those of one name have their titles behind it: `ttft_p99/interactive`."""
+    """Return the panels that have a name, in reading order; those of one name have their titles behind it:
+    `ttft_p99/interactive`.
+    """
     named = [own for own in figure.axes if own.get_visible() and own.get_label()]
     names = [str(own.get_label()) for own in named]
     found: dict[str, Axes] = {}
@@ -260,7 +262,7 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
-    """A grid of axes of which `across` stand side by side, in reading order; axes are shared as in the grid."""
+    """Return a grid of axes with `across` side by side, in reading order; axes are shared as in the grid."""
     import numpy as np
 
     num_rows, num_columns, across = shape
@@ -334,7 +336,7 @@ def tapered(place: int, count: int) -> float:
 
 
 def say_empty(axes: Axes, text: str = "no data") -> None:
-    """Say in the middle of an empty plot why it is empty."""
+    """Write the reason into an empty plot."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -354,7 +356,7 @@ def plain_log(axis: Any, most: int = 8) -> None:
 
 
 def number(value: float) -> str:
-    """A tick's number: no exponent, no trailing zeros, thousands as k and M."""
+    """Return a tick's number: no exponent, no trailing zeros, thousands as k and M."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     if abs(value) >= 1e4:
@@ -372,7 +374,7 @@ def big_numbers(axis: Any) -> None:
 
 
 def token_count(value: int) -> str:
-    """A power of two as people say it: 64, 1k, 64k (k = 1024)."""
+    """Return a power of two in common notation: 64, 1k, 64k (k = 1024)."""
     return f"{value // 1024}k" if value >= 1024 else str(value)
 
 

@@ -81,7 +81,7 @@ def write_figures(
 
 
 def _by_load(runs: Sequence[RunData]) -> list[RunData]:
-    """The runs in the order of a report: those of one load together, loads by their size."""
+    """Return the runs in the order of a report: those of one load together, loads by their size."""
     settings = group_replications(runs)
     return [run for i in compare(runs).by_load() for run in settings[i].runs] if runs else []
 
@@ -94,7 +94,7 @@ def _whole(specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float
 def _single_panels(
     specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float, wanted: Sequence[str]
 ) -> list[tuple[str, Figure]]:
-    """A figure for each panel of a name, or of a name before its `/`; RunError when a name is that of no panel."""
+    """Return a figure for each panel of a name, or of a name before its `/`; RunError when a name is that of no panel."""
     found, names = [], dict[str, None]()
     for spec in specs:
         own = list(named_panels(draw_at(width_in, spec.draw, spec.runs_of(runs))))

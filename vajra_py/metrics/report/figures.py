@@ -1,4 +1,4 @@
-"""The figures of a report: which there are, what they say, and when they have something to show."""
+"""Figures of a report, with captions and conditions."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class FigureSpec:
     draw: Callable[..., Figure]
     """Takes the runs, and `page`."""
     numbers: str | None = None
-    """Metric whose values the figure's text alternative spells out."""
+    """Metric whose values the figure's text alternative lists."""
     wanted: Callable[[Sequence[RunData]], bool] = lambda runs: True
     most_runs: int | None = None
     """Runs that the figure has panels for."""
     slo_caption: str = ""
-    """Stands after the caption where requests have SLOs."""
+    """Text added to the caption if requests have SLOs."""
     takes_replications: bool = False
     """True if it shows all replications of a setting together; otherwise it shows the first."""
 
     def runs_of(self, runs: Sequence[RunData]) -> Sequence[RunData]:
-        """The runs that it draws."""
+        """Return the runs to draw."""
         return runs if self.takes_replications else [setting.first for setting in group_replications(runs)]
 
     def words(self, runs: Sequence[RunData]) -> str:
-        """Its caption for these runs."""
+        """Return the caption for these runs."""
         shown = self.runs_of(runs)
         parts = [self.caption, self.slo_caption if has_slo(runs) else ""]
         is_replicated = any(len(setting.runs) > 1 for setting in group_replications(runs))

@@ -21,7 +21,7 @@ _SIZE = re.compile(r'\s(?:width|height)="[\d.]+pt"')
 
 
 def inline_svg(figure: Figure, key: str, alt: str) -> str:
-    """The figure as an `<svg>` element with an accessible name, without script, link or metadata.
+    """Return the figure as an `<svg>` element with an accessible name, without script, link or metadata.
 
     `key` is unique in the page: identifiers inside start with it. Text and frames take the page's text colour, grids its `--grid`.
     """

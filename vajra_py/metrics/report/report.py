@@ -1,4 +1,4 @@
-"""One page for somebody who reads one page: a self-contained HTML report with verdict, tables, figures and configurations.
+"""Self-contained HTML report with verdict, tables, figures and configurations.
 
 The page loads nothing: styles, figures (inline SVG) and data are inside. It follows the reader's light or dark setting, has no script, and is the same bytes for
 the same runs. The reading order is: what was compared and on what, whether the runs were stable, warnings, numbers, pictures, details.
@@ -35,7 +35,7 @@ from vajra_py.metrics.runs.workload_words import workload_words
 
 _MAX_NAMES = 8
 _MAX_NAMED = 3
-"""Settings that a sentence names before it counts the others."""
+"""Settings that a sentence names before it counts the rest."""
 
 
 def write_report(
@@ -54,7 +54,9 @@ def write_report(
 
 
 def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Sequence[str] = ()) -> str:
-    """The report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's tables cannot be read."""
+    """Return the report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's
+    tables cannot be read.
+    """
     from vajra_py.metrics.comparison.table_renderers import html_templates
 
     first = compare(runs)
@@ -144,7 +146,7 @@ def _described(axis: Axis) -> str:
 
 
 def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[str, Any]]:
-    """One entry per stability label: which settings, and why where they are not stable."""
+    """Return one entry per stability label: its settings, and the reasons of unstable ones."""
     found = []
     for label in ("stable", "backlogged", "overloaded", "unknown"):
         members = [i for i, own in enumerate(comparison.stability) if own == label]
@@ -169,7 +171,7 @@ def _reason(setting: Setting, label: str) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """The best value of each primary metric, under the highest load that at least two settings kept up with."""
+    """Return the best value of each primary metric, under the highest load that at least two settings kept up with."""
     if len(comparison.names) < 2:
         return []
     order = dict.fromkeys(comparison.loads[i] for i in comparison.by_load() if len(comparison.of_load(i)) > 1)
@@ -192,7 +194,9 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def _finding(comparison: Comparison, key: str, members: Sequence[int]) -> str | None:
-    """The lowest (or highest) value, the settings whose difference from it is not significant, and the furthest value."""
+    """Return the lowest (or highest) value, the settings whose difference from it is not significant, and the furthest
+    value.
+    """
     metric, row = BY_KEY[key], comparison.values[OVERALL][key]
     best = sorted(comparison.best(key) & set(members))
     known = [i for i in members if row[i] is not None and comparison.stability[i] != OVERLOADED]
@@ -220,7 +224,7 @@ def _named(comparison: Comparison, members: Sequence[int]) -> str:
 
 
 def _judged(comparison: Comparison, i: int) -> str:
-    """A run's name, with its verdict where it is not stable."""
+    """Return a run's name, with its verdict where it is not stable."""
     label = comparison.stability[i]
     return comparison.names[i] if label == "stable" else f"{comparison.names[i]}, {label}"
 
@@ -241,7 +245,7 @@ def _figures(runs: Sequence[RunData], comparison: Comparison) -> list[dict[str, 
 
 
 def _spelled(comparison: Comparison, key: str) -> str:
-    """A metric's values in words, for those who cannot see the figure."""
+    """Return a metric's values in words, as a text alternative of the figure."""
     metric = BY_KEY[key]
     row = comparison.values[OVERALL][key]
     known = [(value, name) for value, name in zip(row, comparison.names, strict=True) if value is not None]

@@ -24,11 +24,11 @@ _VERSUS_KEYS = (
 )  # fmt: skip
 
 Folded: TypeAlias = list[Table]
-"""Tables with the same rows that stand below each other."""
+"""Tables with the same rows, placed below each other."""
 
 
 def _characters(cell: Cell) -> int:
-    """Characters of a cell, whose interval stands below its value in smaller type."""
+    """Return the characters of a cell, with its interval below the value in smaller type."""
     return max(len(cell.text) + len(cell.mark), (7 * len(cell.spread) + 7) // 8)
 
 
@@ -42,12 +42,12 @@ def main_table(comparison: Comparison, scope: str, level: int) -> Folded:
 
 
 def full_table(comparison: Comparison) -> Folded:
-    """A row for each setting and a column for every metric."""
+    """Return a row for each setting and a column for every metric."""
     return _folded(value_table(comparison, OVERALL, comparison.shown(OVERALL, 2), by_setting=True))
 
 
 def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
-    """A table for each class and tenant; of a single setting, one table with all of them."""
+    """Return a table for each class and tenant; of a single setting, one table with all of them."""
     scopes = comparison.scopes[1 : MAX_SCOPES + 1]
     if len(comparison.names) > 1 or not scopes:
         return [(scope_title(scope), main_table(comparison, scope, 0)) for scope in scopes]
@@ -65,7 +65,9 @@ def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
 
 
 def versus_table(comparison: Comparison) -> Folded:
-    """Each setting against the first one of its load, the primary metrics first; empty without replications."""
+    """Return a comparison of each setting with the first one of its load, the primary metrics first; empty without
+    replications.
+    """
     starts = [i for i in comparison.by_load() if i in comparison.load_starts()]
     pairs = [pair for start in starts for pair in comparison.pairs(start)]
     shown = comparison.shown(OVERALL, 2)

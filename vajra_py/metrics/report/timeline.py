@@ -85,7 +85,7 @@ def write_timeline(run: RunData, path: str | Path, options: TimelineOptions | No
 
 
 def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Iterator[Event]:
-    """The events of `write_timeline`, one by one."""
+    """Yield the events of `write_timeline`, one by one."""
     chosen = options or TimelineOptions()
     requests = _requests(run, chosen)
     replicas = _replicas(run, requests)
@@ -159,7 +159,7 @@ class _Line:
         yield self._span(f"prefill {num_tokens}", start, end, arguments)
 
     def preempt(self, at: int, mode: str) -> Iterator[Event]:
-        """It lost its memory."""
+        """Record a preemption."""
         yield from self._flush_decode(at)
         self.preempted = (at, mode)
 
@@ -174,7 +174,7 @@ class _Line:
         yield self._whole(end)
 
     def from_table(self, until: int) -> Iterator[Event]:
-        """The coarse spans that the requests table alone tells of."""
+        """Yield the coarse spans known from the requests table alone."""
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         admitted, first = self.facts["admitted_at"], self.facts["first_token_at"]
         admitted_ns = _ns(admitted) if math.isfinite(admitted) else end
@@ -295,7 +295,7 @@ def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: Timeline
 
 
 def _free_lane(ends: list[int], start: int) -> int:
-    """The first lane on which nothing runs any more; a new one when all are taken."""
+    """Return the first free lane; a new one if all are occupied."""
     return next((lane for lane, end in enumerate(ends) if end <= start), len(ends))
 
 
@@ -320,14 +320,14 @@ def _step_name(row: Mapping[str, Any]) -> str:
 
 
 def _run_end(run: RunData) -> int:
-    """The last thing that happened, nanoseconds."""
+    """Return the time of the last event, in nanoseconds."""
     table = run.steps("formed_at", "duration_s")
     ends = table.column("formed_at").to_numpy() + table.column("duration_s").to_numpy()
     return _ns(max(float(ends.max()) if len(ends) else 0.0, run.window.end_at))
 
 
 def _span(name: str, track: tuple[int, int], start: int, end: int, arguments: Event) -> Event:
-    """A complete event; nanoseconds become microseconds."""
+    """Return a complete event; nanoseconds become microseconds."""
     pid, tid = track
     return {
         "ph": "X",

@@ -1,7 +1,7 @@
-"""Recognises runs that repeat another one: seeds that decide nothing give copies, which are no replications.
+"""Recognise runs that repeat another one: seeds without an effect give copies, which are no replications.
 
-Seeds of a setting that were not run because they would have repeated another one are named in the summary of the run that stands for them (`SECTION`); runs that lie there, such as
-those of an earlier version, are compared by what came of them.
+Seeds that were not run because they would repeat another run are listed in the summary of the run that represents them
+(`SECTION`); existing repeated runs, such as those of an earlier version, are recognised by their results.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vajra_py.errors import RunError
 from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
 
 SECTION = "replications"
-"""Of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
+"""Section of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
 COPIED = "All seeds give equal requests and nothing else is random: one run, no interval, nothing tested"
-"""Why a setting of several seeds counts as one observation, without its stop."""
+"""Reason that a setting of several seeds counts as one observation, without its full stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
 MEASURED = "measured times"
 """Name of the variation between runs on a device."""
@@ -28,7 +28,7 @@ _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 
 
 def copies_sentence(num_seeds: int, num_runs: int) -> str:
-    """Why a setting of so many seeds has fewer runs."""
+    """Return the reason that a setting of so many seeds has fewer runs."""
     if num_runs == 1:
         return (
             f"Its {num_seeds} seeds give equal requests, and nothing else in it is random: it is one run, without interval, test or mark, since copies "
@@ -39,12 +39,14 @@ def copies_sentence(num_seeds: int, num_runs: int) -> str:
 
 
 def same_load_sentence(drawn: Sequence[str]) -> str:
-    """What varies between runs of equal requests, by the names of what is drawn."""
+    """Return a sentence on the variation between runs of equal requests, by the names of the drawn quantities."""
     return f"Its seeds give equal requests: its runs differ by {' and '.join(drawn) or 'something else'} alone, and intervals leave out how requests vary. {HOW}"
 
 
 def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
-    """What runs drew by their seeds beside requests; what was measured is not drawn, but varies too. Empty where the runs do not tell."""
+    """Return the quantities besides requests that runs drew by their seeds; measured times are not drawn, but vary too.
+    Empty if the runs do not record it.
+    """
     drawn = {name for run in runs for name in run.manifest.get("drawn_beside_workload") or []}
     backend = runs[0].config.get("backend")
     is_measured = isinstance(backend, dict) and bool(backend) and not backend.get("simulator")
@@ -52,7 +54,9 @@ def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
 
 
 def originals(runs: Sequence[RunData]) -> list[int]:
-    """Positions of the runs that repeat no earlier one, by their summaries and, where there are any, tables of requests."""
+    """Return the positions of the runs that repeat no earlier one, by their summaries and, where there are any, tables
+    of requests.
+    """
     by_summary: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         by_summary.setdefault(_results(run), []).append(i)
@@ -69,14 +73,14 @@ def originals(runs: Sequence[RunData]) -> list[int]:
 
 
 def num_asked(runs: Sequence[RunData]) -> int:
-    """Seeds that these runs of a setting, none of which repeats another, stand for: those that were not run for that reason counted in."""
+    """Return the number of seeds represented by these runs of a setting, none of which repeats another."""
     asked = [int(run.summary.value(f"{SECTION}.asked") or 0) for run in runs]
     needed = [int(run.summary.value(f"{SECTION}.run") or 0) for run in runs]
     return max([len(runs), *(one for one, least in zip(asked, needed, strict=True) if least <= len(runs))])
 
 
 def have_same_load(runs: Sequence[RunData]) -> bool:
-    """Whether these runs, which differ in their results, were given equal requests; false where nothing tells."""
+    """Return whether these runs, which differ in their results, had equal requests; False if unknown."""
     prints = {_fingerprint(run) for run in runs}
     if "" not in prints:
         return len(prints) == 1
@@ -96,14 +100,14 @@ def _offered(run: RunData) -> Any:
 
 
 def _results(run: RunData) -> str:
-    """What came of a run, as text; runs in which nothing arrived are all different."""
+    """Return the results of a run, as text; runs without arrivals are all different."""
     if not run.summary.value("overall.counts.arrived"):
         return str(run.path)
     return json.dumps([run.summary.value(key) for key in ("overall", "resources")], sort_keys=True)
 
 
 def _digest(run: RunData, columns: Sequence[str]) -> str:
-    """Of these columns of the requests; empty for a run that kept none, or whose table cannot be read."""
+    """Return a digest of these columns of the requests; empty for a run without them, or with an unreadable table."""
     if not (run.path / REQUESTS_FILE).exists():
         return ""
     digest = hashlib.blake2b(digest_size=16)

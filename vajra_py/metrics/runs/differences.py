@@ -1,4 +1,4 @@
-"""What the configurations of several runs differ in, and the axes along which the runs form a grid.
+"""Differences between the configurations of several runs, and the axes along which the runs form a grid.
 
 Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
 has, an output folder) is not an axis of its own.
@@ -18,15 +18,15 @@ from vajra_py.metrics.runs.run_data import RunData
 WORKLOAD_PREFIX = "workload"
 SEED_PATH = "seed"
 ABSENT = "–"
-"""Stands for a value that a configuration does not have."""
+"""Placeholder for a value that a configuration does not have."""
 
-# Where a run writes to, and what it is called, says nothing about what it does.
+# Output locations and names have no effect on results.
 _IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications", "description")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One thing that was varied."""
+    """Varied setting."""
 
     path: str
     label: str
@@ -41,7 +41,7 @@ class Axis:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
+    """Return a nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
@@ -55,14 +55,16 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _number_or_json(value: object) -> str:
-    """A value that is no text; a whole number reads the same whether it was given as `12` or as `12.0`."""
+    """Return the text of a value that is not a string; a whole number gives the same text as `12` and as `12.0`."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value, default=str)
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
-    """Every path on which the runs' configurations do not agree, with the value of each run, in order of the first configuration."""
+    """Return every path on which the runs' configurations do not agree, with the value of each run, in order of the
+    first configuration.
+    """
     flats = [flatten(run.config) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat)
     values = {path: tuple(flat.get(path, ABSENT) for flat in flats) for path in paths}
@@ -70,7 +72,9 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
 
 
 def axes(runs: Sequence[RunData]) -> list[Axis]:
-    """The independent ones among the differences: policies first, then parameters, then the workload, then the seed, each in the order of the file."""
+    """Return the independent ones among the differences: policies first, then parameters, then the workload, then the
+    seed, each in the order of the file.
+    """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     kept: dict[str, tuple[str, ...]] = {}
     joined: dict[str, list[str]] = {}
@@ -85,7 +89,7 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
 
 
 def _short(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
+    """Return the values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
     found = tuple(ABSENT if value == "null" else value.rsplit("/", 1)[-1] for value in values)
     return found if len(set(found)) == len(set(values)) else values
 
@@ -100,7 +104,7 @@ def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: 
 
 
 def is_workload(axis: Axis) -> bool:
-    """Whether this axis varies the load rather than the system."""
+    """Return whether this axis varies the load rather than the system."""
     return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
 
 
@@ -108,12 +112,12 @@ _RATE_WORDS = ("rate", "rate_per_s", "time_scale", "num_users")
 
 
 def is_rate(axis: Axis) -> bool:
-    """Whether this axis says how much load comes: requests per second, their pace, or the users of a closed loop."""
+    """Return whether this axis sets the amount of load: requests per second, their pace, or the users of a closed loop."""
     return is_workload(axis) and axis.path.split(".")[-1] in _RATE_WORDS
 
 
 def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
-    """Whether runs that agree on all kept axes also agree on this one."""
+    """Return whether runs that agree on all kept axes also agree on this one."""
     if not kept:
         return False
     seen: dict[tuple[str, ...], str] = {}
@@ -121,7 +125,7 @@ def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
 
 
 IDENTITIES = ("type", "profile", "path")
-"""Settings that say which workload it is: the others are read as properties of it."""
+"""Settings that identify a workload: the others are its properties."""
 
 
 def _rank(path: str) -> int:
@@ -135,6 +139,6 @@ def _rank(path: str) -> int:
 
 
 def natural(text: str) -> tuple[tuple[int, float, str], ...]:
-    """A sort key in which numbers inside a text count by their size."""
+    """Return a sort key in which numbers inside a text count by their size."""
     parts = re.split(r"(\d+(?:\.\d+)?)", text)
     return tuple((0, float(part), "") if i % 2 else (1, 0.0, part) for i, part in enumerate(parts) if part)

@@ -1,4 +1,6 @@
-"""Says in words what the seeds of a setting leave out of its load, by what their manifests say of the requests."""
+"""Describe which parts of the load do not vary between the seeds of a setting, from the manifests' facts about
+requests.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import Any
 from vajra_py.metrics.runs.run_data import RunData
 
 _MUCH = 0.9
-"""Part of windows that is in no other one, below which they count as overlapping."""
+"""Fraction of windows disjoint from all others below which they count as overlapping."""
 
 
 def load_note(runs: Sequence[RunData]) -> str:
-    """What does not vary between replications, or varies too little, as sentences; empty where there is nothing to say, or the manifests do not tell."""
+    """Return sentences on the load's lack of variation between replications; empty if there is none, or the manifests
+    do not record it.
+    """
     sources = [_operations(run.manifest.get("workload")) for run in runs]
     found = []
     rates = {str(one.get("requests_per_s")) for own in sources for one in own if one.get("op") == "at_rate"}
@@ -29,7 +33,9 @@ def load_note(runs: Sequence[RunData]) -> str:
 
 
 def _coverage(sources: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, float]:
-    """How much the runs' windows hold, each counted by itself, and how much of the trace they cover; of the first workload with windows."""
+    """Return the total length of the runs' windows, and the part of the trace they cover, for the first workload with
+    windows.
+    """
     windows = [next((one for one in own if one.get("op") == "window"), None) for own in sources]
     ends = []
     for one in windows:
@@ -44,7 +50,7 @@ def _coverage(sources: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, fl
 
 
 def _operations(source: Any) -> list[Mapping[str, Any]]:
-    """The operations of a workload and of its parts."""
+    """Return the operations of a workload and of its parts."""
     return list(_walk(source)) if isinstance(source, Mapping) else []
 
 

@@ -1,4 +1,5 @@
-"""Groups runs into settings: runs that differ in nothing but their seed are replications of one setting, unless they repeat each other.
+"""Group runs into settings: runs that differ only in their seed are replications of one setting, unless they repeat
+each other.
 
 A load is a part of the configuration, never a measured rate: seeds of one rate arrive at somewhat different rates and are one load all the same.
 """
@@ -36,16 +37,18 @@ class Setting:
     every: tuple[RunData, ...] = ()
     """All its runs, those that repeat another one included."""
     note: str = ""
-    """What its replications are worth, where that is not what one expects: copies, or equal requests."""
+    """Limitation of its replications: copies, or equal requests."""
 
     @property
     def is_copied(self) -> bool:
-        """Whether all of its several seeds give one run: nothing can be said of chance."""
+        """True if all of its several seeds give one run, so variation by chance is unknown."""
         return self.num_seeds > 1 and len(self.runs) == 1
 
     @property
     def one_sample(self) -> str:
-        """Reason why its seeds count as one observation; empty where each run is a replication. It is shown wherever an interval or a mark would be."""
+        """Reason that its seeds count as one observation; empty if each run is a replication. It is shown in place of
+        an interval or a mark.
+        """
         return COPIED if self.is_copied else ""
 
     @property
@@ -55,18 +58,20 @@ class Setting:
 
 
 def system_axes(runs: Sequence[RunData]) -> list[Axis]:
-    """What the runs differ in apart from their seeds."""
+    """Return the differences between the runs apart from their seeds."""
     return [axis for axis in axes(runs) if axis.path != SEED_PATH]
 
 
 def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
-    """What sets each run's workload apart from the others', seeds aside, as text; empty for all when they share one."""
+    """Return the distinctive part of each run's workload, except seeds, as text; empty for all if they share one."""
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
 
 
 def workload_differences(runs: Sequence[RunData]) -> str:
-    """A sentence without its stop on runs whose workloads differ in more than their rate; empty where they do not."""
+    """Return a sentence without its full stop on runs whose workloads differ in more than their rate; empty if they do
+    not.
+    """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     if all(is_rate(axis) for axis in varied):
         return ""
@@ -75,12 +80,13 @@ def workload_differences(runs: Sequence[RunData]) -> str:
 
 
 def seed_of(run: RunData) -> str:
-    """The run's seed as text; a dash when its configuration names none."""
+    """Return the run's seed as text; a dash when its configuration names none."""
     return flatten(run.config).get(SEED_PATH, ABSENT)
 
 
 def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> list[Setting]:
-    """The settings among these runs, in order of their first runs, under names that differ; with `each_run` every run is one.
+    """Return the settings among these runs, in order of their first runs, under names that differ; with `each_run`
+    every run is one.
 
     Two runs of one configuration *and* one seed are no replications of each other (a simulation repeats itself; another version of the code may not):
     they are kept apart, by the folders that they lie in where that suffices.
@@ -127,7 +133,7 @@ def _note(runs: Sequence[RunData], num_seeds: int) -> str:
 def _without_repetition(
     runs: Sequence[RunData], members: Sequence[int], seeds: Sequence[str]
 ) -> list[tuple[tuple[int, ...], str]]:
-    """The members as groups in which each seed stands once, with what their names need in addition."""
+    """Return the members in groups with distinct seeds, each with an addition to its name."""
     if _is_repetition_free(members, seeds):
         return [(tuple(members), "")]
     folders: dict[str, list[int]] = {}

@@ -1,7 +1,8 @@
-"""Read what a finished or interrupted run left in its folder.
+"""Read the files of a finished or interrupted run.
 
-Nothing is read before it is asked for, tables by column, and every fault of a file is a `RunError` that names it. A folder:
-`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`, `decisions.parquet`.
+Files are read on demand, tables by column, and every fault of a file is a `RunError` that names it. A folder:
+`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
+`decisions.parquet`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "succes
 
 
 class RunData:
-    """A run's folder, read on demand. `name` tells it from others it is compared with."""
+    """Folder of a run, read on demand. `name` distinguishes it from other runs in a comparison."""
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         self.path = Path(path)
@@ -72,11 +73,11 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """What to call it: the name given, else that of its folder, without the digest that a sweep's folders end in."""
+        """Given name, else that of the folder, without the digest suffix of a sweep's folders."""
         return self._name or re.sub(r"(?<=.)-[0-9a-f]{8}$", "", self.path.resolve().name)
 
     def renamed(self, name: str) -> RunData:
-        """The same run under another name."""
+        """Return the same run under another name."""
         other = copy.copy(self)
         other._name = name
         return other
@@ -94,7 +95,7 @@ class RunData:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the manifest says that the run came to its end (or says nothing about it)."""
+        """True if the manifest marks the run as finished (or has no status)."""
         status = self.manifest.get("status")
         return status is None or str(status).lower() in _FINISHED_STATUSES
 
@@ -118,15 +119,15 @@ class RunData:
         return Window(float(start_s), float(end_s))
 
     def requests(self, *columns: str) -> ArrowTable:
-        """The requests table, or these columns of it, one row per submitted request."""
+        """Return the requests table, or these columns of it, one row per submitted request."""
         return self._table(REQUESTS_FILE, columns)
 
     def steps(self, *columns: str) -> ArrowTable:
-        """The steps table, or these columns of it."""
+        """Return the steps table, or these columns of it."""
         return self._table(STEPS_FILE, columns)
 
     def tbt(self, *columns: str) -> ArrowTable:
-        """The table of gaps between tokens, or these columns of it."""
+        """Return the table of gaps between tokens, or these columns of it."""
         return self._table(TBT_FILE, columns)
 
     def emitted(self) -> ArrowTable:
@@ -143,7 +144,7 @@ class RunData:
             raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
 
     def requests_frame(self, *columns: str) -> pd.DataFrame:
-        """The requests table as a pandas data frame.
+        """Return the requests table as a pandas data frame.
 
         Where policies emitted figures of requests and no columns are named, with the last of each as `emitted.POLICY.NAME`.
         """
@@ -153,11 +154,11 @@ class RunData:
         return frame.join(last_by_request(self.emitted()), on="index")
 
     def steps_frame(self, *columns: str) -> pd.DataFrame:
-        """The steps table as a pandas data frame."""
+        """Return the steps table as a pandas data frame."""
         return _frame(self.steps(*columns))
 
     def tbt_frame(self, *columns: str) -> pd.DataFrame:
-        """The table of gaps between tokens as a pandas data frame."""
+        """Return the table of gaps between tokens as a pandas data frame."""
         return _frame(self.tbt(*columns))
 
     def measured(self, *columns: str) -> dict[str, NDArray[Any]]:
@@ -167,7 +168,8 @@ class RunData:
         return {name: table.column(name).to_numpy(zero_copy_only=False)[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """The decision log, a row per step in the order in which steps came back; RunError when it cannot be read.
+        """Yield the decision log, a row per step in the order in which steps came back; RunError when it cannot be
+        read.
 
         Of a run whose process was killed, the steps up to then (`has_cut_decisions`).
         """
@@ -183,12 +185,12 @@ class RunData:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether the run kept a decision log."""
+        """True if the run has a decision log."""
         return (self.path / DECISIONS_FILE).exists()
 
     @property
     def has_cut_decisions(self) -> bool:
-        """Whether the decision log stops where the run's process was killed."""
+        """True if the decision log was cut off because the run's process was killed."""
         return is_cut(self.path / DECISIONS_FILE)
 
     def _table(self, file: str, columns: Sequence[str]) -> ArrowTable:
@@ -229,7 +231,7 @@ def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
 
 
 def distinct(runs: Sequence[RunData]) -> list[RunData]:
-    """The same runs under names that differ and fit into a table.
+    """Return the same runs under names that differ and fit into a table.
 
     Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not tell all runs
     apart, clashing names get their parent folder's in front, and then a number.
@@ -252,7 +254,9 @@ def distinct(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def _names_by_difference(runs: Sequence[RunData], names: Sequence[str]) -> list[str] | None:
-    """A name for each run from the values of what was varied; None when two would be the same, or the longest no shorter."""
+    """Return a name for each run from the values of what was varied; None when two would be the same, or the longest no
+    shorter.
+    """
     from vajra_py.metrics.runs.differences import axes
 
     varied = axes(runs)
@@ -282,7 +286,7 @@ def _expanded(path: Path, records: ArrowTable, names: Sequence[str]) -> ArrowTab
 
 
 def _checked(path: Path, table: ArrowTable) -> ArrowTable:
-    """The table, whose texts are texts and whose numbers are numbers."""
+    """Return the table after checking that text columns hold text and number columns numbers."""
     import pyarrow.types as kinds
 
     for field in table.schema:

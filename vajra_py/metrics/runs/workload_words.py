@@ -1,4 +1,4 @@
-"""Says in words what workload runs had: what was asked for, and what its requests were like."""
+"""Describe the workload of runs in words: the configuration, and statistics of the requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_PARTS = 4
 
 
 def workload_words(runs: Sequence[RunData]) -> list[str]:
-    """A sentence or two on the workload of these runs, what they differ in left out; nothing when their configurations do not tell."""
+    """Return one or two sentences on the common workload of these runs; empty if their configurations do not record it."""
     workload = runs[0].config.get("workload")
     if not isinstance(workload, Mapping) or "type" not in workload:
         return []
@@ -60,7 +60,7 @@ def _part(workload: Mapping[str, Any]) -> str:
 
 
 def _sampled(workload: Mapping[str, Any]) -> str:
-    """Which requests of a file."""
+    """Return a description of the selection of requests from a file."""
     words = []
     blocks, kept = workload.get("bootstrap"), workload.get("thin")
     if isinstance(blocks, Mapping):
@@ -109,7 +109,7 @@ def _count(workload: Mapping[str, Any], key: str, noun: str) -> str:
 
 
 def _lengths(run: RunData) -> list[str]:
-    """What the requests of a run were like, by class where there are few."""
+    """Return statistics of a run's requests, by class if there are few."""
     if not (run.path / REQUESTS_FILE).exists():
         return []
     columns = run.measured("num_prompt_tokens", "num_output_tokens", "slo_class")

@@ -1,4 +1,4 @@
-"""Latencies that a run did not see the end of: how many, and what they were at least.
+"""Latencies censored by the end of a run: their number, and lower bounds.
 
 A run that ends with requests in it knows the latencies of those that were served in time, which are the short ones: its means and quantiles are too low. A request without a value has waited for its age, the
 time from its arrival to its own end or to that of the run, so its value would have been at least that; with the ages in the place of the missing values, mean and quantiles are
@@ -15,7 +15,7 @@ from vajra_py.metrics.definitions import QUANTILES, Bools, Floats, quantiles
 
 
 def censored_section(values: Floats, least: Floats, missing: Bools) -> dict[str, Any] | None:
-    """The requests whose value is missing, and lower bounds over all; None when none is missing.
+    """Return the requests whose value is missing, and lower bounds over all; None when none is missing.
 
     `values`: NaN = none; `least`: what a missing value would have been at least; `missing`: those that would have had one.
     """

@@ -26,7 +26,7 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class ReplicasetDevices:
-    """The devices of one replicaset."""
+    """Devices of one replicaset."""
 
     costs: DeviceCosts
     devices_per_replica: int
@@ -36,12 +36,12 @@ class ReplicasetDevices:
 
     @property
     def num_devices(self) -> int:
-        """Of all its replicas."""
+        """Number of devices of all its replicas."""
         return self.devices_per_replica * self.num_replicas
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all its devices."""
+        """Price of all its devices."""
         price = self.costs.price_per_hour
         return None if price is None else price * self.num_devices
 
@@ -69,7 +69,8 @@ class ReplicasetDevices:
 def cost_sections(
     by_replicaset: Mapping[str, ReplicasetDevices], summary: Mapping[str, Any], steps: ArrowTable
 ) -> dict[str, Any]:
-    """The sections `cost` (US dollars) and `energy` of a summary; None for what a replicaset's devices do not say.
+    """Return the sections `cost` (US dollars) and `energy` of a summary; None for figures missing for a replicaset's
+    devices.
 
     All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses. A request and a token cost
     what the devices cost in a second over what they deliver in one (`throughput`), and use their mean power while requests arrive over the same: neither rises with the length of the drain.
@@ -136,7 +137,7 @@ def _of(steps: ArrowTable, replicaset: str) -> ArrowTable:
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:
-    """Of all of them; None where one is not known."""
+    """Return the sum of all values; None if one is unknown."""
     known = [value for value in values.values() if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

@@ -42,7 +42,7 @@ _LEAST_CELLS = 16
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One entry per request of the run: whose it is, when it waited, and what it was served. Times in seconds, NaN = never."""
+    """Service per request of the run: tenant, waiting time, and received service. Times in seconds, NaN = never."""
 
     tenant: Ints
     """Position of its tenant."""
@@ -54,7 +54,7 @@ class Service:
     num_output_tokens: Ints
 
     def waits_until(self, end_at: float) -> Floats:
-        """The end of each request's wait for its first admission; `end_at` for one that waited to the end."""
+        """Return the end of each request's wait for its first admission; `end_at` for one that waited to the end."""
         left_at: Floats = np.fmin(self.admitted_at, self.ended_at)
         return np.where(np.isnan(left_at), end_at, left_at)
 
@@ -86,7 +86,9 @@ class BackloggedService:
     """Tenants by cells."""
 
     def gaps(self) -> ServiceGaps | None:
-        """The largest difference of service over windows and pairs; None when no two tenants were backlogged together."""
+        """Return the largest difference of service over windows and pairs; None when no two tenants were backlogged
+        together.
+        """
         num_cells = self.backlogged.shape[1]
         if len(self.tenants) < 2:
             return None
@@ -160,7 +162,9 @@ def grid_edges(start_at: float, end_at: float, num_tenants: int) -> Floats:
 def fairness_section(
     service: Service, names: Sequence[str], weights: ServiceWeights, window: tuple[float, float], inside: Bools
 ) -> dict[str, Any]:
-    """The section `fairness` of a summary. `inside` are the requests that arrived in the window; None stands for what is not defined, such as everything of a single tenant."""
+    """Return the section `fairness` of a summary. `inside` are the requests that arrived in the window; None marks
+    undefined values, such as all of them for a single tenant.
+    """
     present = np.flatnonzero(np.bincount(service.tenant[inside], minlength=len(names)))
     shares = np.array([weights.tenants.get(name, 1.0) for name in names], dtype=np.float64)
     each = attained_service(
@@ -196,7 +200,9 @@ def fairness_section(
 
 
 def worst_p99(tenant: Ints, values: Floats, num_tenants: int) -> tuple[int, float] | None:
-    """The tenant with the largest P99 (nearest rank, of the requests that have a value), and that P99; None when no request has a value."""
+    """Return the tenant with the largest P99 (nearest rank, of the requests that have a value), and that P99; None when
+    no request has a value.
+    """
     known = ~np.isnan(values)
     owner, own = tenant[known], values[known]
     if not own.size:
@@ -211,7 +217,7 @@ def worst_p99(tenant: Ints, values: Floats, num_tenants: int) -> tuple[int, floa
 
 
 def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Floats]:
-    """The union of each owner's intervals, by owner and time."""
+    """Return the union of each owner's intervals, by owner and time."""
     if not owner.size:
         return owner, begins, ends
     order = np.lexsort((begins, owner))
@@ -279,7 +285,7 @@ def _served(
     rate: Floats = np.where(at_once, 0.0, output / np.where(at_once, 1.0, span))
 
     def until(moments: Floats, amounts: Floats) -> Floats:
-        """The sum of the amounts whose moment has come, by row and edge."""
+        """Return the sum of the amounts whose moment has come, by row and edge."""
         cell = np.searchsorted(edges, moments, side="left")
         there = cell < len(edges)
         flat = np.bincount(

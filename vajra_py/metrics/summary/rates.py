@@ -56,7 +56,9 @@ class RateTime:
 def rate_time(
     arrived_at: Floats, admitted_at: Floats, completed_at: Floats, window: Window, *, is_stable: bool
 ) -> RateTime:
-    """The time of the requests that arrived in the window: one entry each, `completed_at` NaN of one that was not completed."""
+    """Return the time of the requests that arrived in the window: one entry each, `completed_at` NaN of one that was
+    not completed.
+    """
     if not arrived_at.size:
         return RateTime(None, "arrivals", 0.0, None, None, window.duration_s, 0)
     last_at = float(arrived_at.max())
@@ -82,7 +84,9 @@ def rate_time(
 
 
 def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
-    """The part of the window in which requests arrived, for what is measured by time (utilisation, power); the whole window where all arrived at one moment."""
+    """Return the part of the window in which requests arrived, for metrics measured over time (utilisation, power); the
+    whole window where all arrived at one moment.
+    """
     last_at = rates["last_arrival_at"]
     if last_at is None or not window.start_at < last_at < window.end_at:
         return window
@@ -96,13 +100,17 @@ def arrival_rate(arrived_at: Floats) -> float | None:
 
 
 def _span(arrived_at: Floats) -> float:
-    """The time in which requests come, as if the first one had an interval before it; 0 where all come at one moment."""
+    """Return the time in which requests come, as if the first one had an interval before it; 0 where all come at one
+    moment.
+    """
     rate = arrival_rate(arrived_at)
     return len(arrived_at) / rate if rate else 0.0
 
 
 def _spread(left: Floats, since: float) -> float:
-    """The time that ordered completions took, by those in the middle of them and at most all of it; `since` is when the first of these requests was admitted."""
+    """Return the time that ordered completions took, by those in the middle of them and at most all of it; `since` is
+    when the first of these requests was admitted.
+    """
     count = len(left)
     low, high = nearest_rank(count, LOW), nearest_rank(count, HIGH)
     ramp_s, middle_s = float(left[low]) - since, float(left[high] - left[low])

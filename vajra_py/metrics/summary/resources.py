@@ -18,7 +18,8 @@ else:
 
 
 def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str, Any]:
-    """The section `resources` of a summary: counts and largest values over the window, means and rates over the part of it in which requests arrived.
+    """Return the section `resources` of a summary: counts and largest values over the window, means and rates over the
+    part of it in which requests arrived.
 
     A drain has small batches and an emptying memory: over all of it, means would fall with its length. Where no step was formed in the steady part, they are of the whole window.
     """
@@ -53,7 +54,9 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
 
 
 def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Window) -> float | None:
-    """Fraction of the window in which a replica had a step in flight, mean over the replicas that ever had one."""
+    """Return the fraction of the window in which a replica had a step in flight, mean over the replicas that ever had
+    one.
+    """
     if not len(formed_at) or not window.duration_s > 0:
         return None
     sets, _ = group_codes(steps, "replicaset")

@@ -57,7 +57,7 @@ class StabilityLabel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """The verdict, and the numbers that it rests on."""
+    """Stability label, and the numbers it is based on."""
 
     label: StabilityLabel
     reason: str
@@ -212,7 +212,9 @@ def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: t
 def _mean_between(
     begins_at: Floats, ends_at: Floats, start_at: float, end_at: float, sizes: Floats | None = None
 ) -> float:
-    """Mean over [start_at, end_at] of the size of all intervals [begins_at, ends_at) that cover a moment; 0 of an empty range."""
+    """Return the mean over [start_at, end_at] of the size of all intervals [begins_at, ends_at) that cover a moment; 0
+    of an empty range.
+    """
     if not end_at > start_at:
         return 0.0
     known = np.isfinite(begins_at)
@@ -222,7 +224,9 @@ def _mean_between(
 
 
 def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
-    """Expired, and rejected for want of room: one that is larger than everything ever served may simply never fit."""
+    """Return the fraction that expired, or was rejected for lack of room: a request larger than everything ever served
+    may simply never fit.
+    """
     total = int(inside.sum())
     if not total:
         return 0.0

@@ -1,4 +1,4 @@
-"""Summarises a run in numbers: overall, per SLO class, tenant and replicaset.
+"""Summarise a run in numbers: overall, per SLO class, tenant and replicaset.
 
 A summary is a nested dictionary of plain values, the same in memory and in `summary.json`; None stands for "no such value" (no request had one).
 Nothing is dropped silently: `counts` adds up to the requests that arrived in the window, unfinished ones included, and each distribution carries
@@ -86,15 +86,15 @@ class Summary:
         return here
 
     def with_warnings(self, sentences: Sequence[str]) -> Summary:
-        """The same summary with these warnings after its own."""
+        """Return the same summary with these warnings after its own."""
         return Summary({**self.data, "warnings": [*self.data["warnings"], *sentences]})
 
     def with_step_times(self, origin: Mapping[str, Any]) -> Summary:
-        """The same summary with where its step times come from, as `step_times`."""
+        """Return a copy with the origin of its step times, as `step_times`."""
         return Summary({**self.data, "step_times": dict(origin)})
 
     def with_sections(self, sections: Mapping[str, Any]) -> Summary:
-        """The same summary with further sections, such as `cost` and `energy`."""
+        """Return the same summary with further sections, such as `cost` and `energy`."""
         return Summary({**self.data, **_plain(dict(sections))})
 
     def to_json(self) -> str:
@@ -175,7 +175,7 @@ def summarise(
 
 
 def covering_window(requests: ArrowTable, steps: ArrowTable) -> Window:
-    """The window from the first arrival to the last thing that happened."""
+    """Return the window from the first arrival to the last event."""
     moments = [floats_of(requests, name) for name in ("arrived_at", "first_token_at", "ended_at")]
     moments.append(floats_of(steps, "formed_at") + floats_of(steps, "duration_s"))
     known = [float(np.nanmax(column)) for column in moments if column.size and not np.isnan(column).all()]
@@ -235,7 +235,7 @@ def _columns(
 
 
 def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]) -> Promises:
-    """Each request's own promises, and the defaults of its class where it has none."""
+    """Return the SLOs of each request: its own, or the defaults of its class if it has none."""
     codes, names = classes
     defaults = [slo.of(name) for name in names]
 
@@ -277,7 +277,7 @@ def _groups(columns: _Columns, groups: tuple[Ints, list[str]], tbt: Callable[[st
 
 
 def _group(columns: _Columns, rows: Ints, tbt: Section | None) -> Section:
-    """The section of the requests in these rows."""
+    """Return the section of the requests in these rows."""
     arrived = rows[columns.arrived_inside[rows]]
     completed = arrived[columns.outcomes.completed[arrived]]
     counts = np.bincount(columns.reason[arrived], minlength=len(REASONS))
@@ -318,16 +318,16 @@ _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
 _CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
-"""By position in `REASONS`: requests that left, or were left, without their answer although they had been taken in."""
+"""Mask by position in `REASONS`: requests that were admitted and left without their answer."""
 
 
 def _censored(columns: _Columns, arrived: Ints) -> Section:
-    """For each latency that some of these requests did not live to have: how many, and lower bounds over all of them."""
+    """Return, for each latency missing in some of these requests, their number and lower bounds over all requests."""
     cut = _CUT[columns.reason[arrived]]
     if not cut.any():
         return {}
     age_s = columns.age_s[arrived]
-    # Tokens may still come fast or slowly: of the time between them nothing is known of a request without its end.
+    # The time between tokens of an unfinished request has no lower bound.
     least = {"ttft_s": age_s, "tpot_s": np.zeros(len(arrived)), "e2e_s": age_s, "queue_s": age_s}
     found = {}
     for name, bound in least.items():
@@ -365,7 +365,7 @@ def _distribution(values: Floats) -> Section:
 
 
 def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
-    """Distribution of the gaps between tokens; `only` is a column and the value that it must have."""
+    """Return the distribution of the gaps between tokens; `only` is a column and the value that it must have."""
     import pyarrow.compute as pc
 
     chosen = tbt if only is None else tbt.filter(pc.equal(tbt.column(only[0]), only[1]))
@@ -378,7 +378,9 @@ def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
 
 
 def _fairness(columns: _Columns, tenants: tuple[Ints, list[str]], weights: ServiceWeights, window: Window) -> Section:
-    """The section `fairness`: service while tenants were backlogged, and the tenants with the largest P99 of TTFT and E2E."""
+    """Return the section `fairness`: service while tenants were backlogged, and the tenants with the largest P99 of
+    TTFT and E2E.
+    """
     codes, names = tenants
     service = Service(
         codes,
@@ -439,7 +441,7 @@ def _ratio(amount: float, whole: float) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """The same structure with None for what is not a finite number."""
+    """Return the same structure with None for non-finite numbers."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -48,7 +48,7 @@ _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 
 def _cut_off(overall: Mapping[str, Any], arrived: int) -> list[str]:
-    """For each latency that is not of all requests: of how many it is, and what it is at least over all of them."""
+    """Return a sentence for each latency that is missing in some requests: their number, and its lower bound over all."""
     found = []
     censored = overall["censored"]
     for name, label in _LATENCIES.items():
@@ -82,11 +82,11 @@ def _without_rates(data: Mapping[str, Any]) -> list[str]:
 
 
 _FAR_RATE = 0.2
-"""Relative distance of the measured from the asked rate that a reader must know of, where chance does not explain it."""
+"""Relative deviation of the measured from the requested rate that is reported unless chance explains it."""
 
 
 def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
-    """Return a warning if requests arrived at another rate than asked for, requests per second (None: none was asked for)."""
+    """Return a warning if requests arrived at another rate than requested, in requests per second (None: no request)."""
     overall = data["overall"]
     offered, arrived = overall["offered_requests_per_s"], overall["counts"]["arrived"]
     if not asked or not offered or abs(offered / asked - 1) <= max(_FAR_RATE, 4 / math.sqrt(arrived)):
@@ -98,7 +98,7 @@ def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
 
 
 def policy_notes(diary: PolicyDiary) -> list[str]:
-    """Return notes on services that policies requested in vain, and on emitted figures that were lost."""
+    """Return notes on unavailable services that policies requested, and on lost emitted figures."""
     found = [
         f"Policy {name!r} asked for output lengths, and the predictor 'none' knows none: it decided without them. Set "
         "`output_length` of the backend (oracle, noisy_oracle, histogram, constant) to give it some."

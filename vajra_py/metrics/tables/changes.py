@@ -13,7 +13,7 @@ from vajra_py.contract.observer import Observer, PolicySwap
 
 
 class Changes(Observer):
-    """Collects them; `rows` is empty for a run in which nothing changed."""
+    """Collects changes; `rows` is empty for a run without any."""
 
     wants_step_ends = False
 
@@ -21,7 +21,7 @@ class Changes(Observer):
         self.rows: list[dict[str, Any]] = []
 
     def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
-        """One row."""
+        """Add a row."""
         self._note(
             now,
             swap.replicaset,
@@ -33,15 +33,15 @@ class Changes(Observer):
         )
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
-        """One row."""
+        """Add a row."""
         self._note(now, replicaset, "out of service", detail=detail)
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """One row."""
+        """Add a row."""
         self._note(now, replicaset, "lost", replica_id=replica_id, detail=detail)
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
-        """One row."""
+        """Add a row."""
         self._note(now, replicaset, "restored", replica_id=replica_id)
 
     def on_cache_reset(
@@ -51,7 +51,7 @@ class Changes(Observer):
         self._note(now, replicaset, "cache reset", replica_id=replica_id, num_requeued=len(requests))
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest gets: nothing where nothing changed."""
+        """Return facts for the manifest; empty if nothing changed."""
         return {"changes": self.rows} if self.rows else {}
 
     def _note(self, at_s: float, replicaset: str, what: str, **more: Any) -> None:

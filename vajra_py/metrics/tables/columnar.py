@@ -49,7 +49,7 @@ class NameColumn:
         return ranks
 
     def take(self, codes: NDArray[Any]) -> Any:
-        """The strings behind these numbers, as an Arrow array."""
+        """Return the strings behind these numbers, as an Arrow array."""
         import pyarrow as pa
 
         kind = pa.list_(pa.string()) if self._of_lists else pa.string()
@@ -66,12 +66,12 @@ class TextColumn:
         self._ends = array("q", [0])
 
     def append(self, text: str) -> None:
-        """Take one string."""
+        """Append one string."""
         self._bytes += text.encode()
         self._ends.append(len(self._bytes))
 
     def take(self, texts: Any) -> None:
-        """Take the strings of an Arrow column."""
+        """Append the strings of an Arrow column."""
         import pyarrow as pa
 
         given = texts.cast(pa.large_string()).combine_chunks()
@@ -81,7 +81,7 @@ class TextColumn:
         self._ends.frombytes((ends[1:] + start).tobytes())
 
     def all(self) -> Any:
-        """Every string so far, as an Arrow array with 64-bit offsets."""
+        """Return every string so far, as an Arrow array with 64-bit offsets."""
         import pyarrow as pa
 
         buffers = [pa.py_buffer(self._ends.tobytes()), pa.py_buffer(bytes(self._bytes))]
@@ -103,11 +103,11 @@ class PackedRows:
         return len(self._buffer) // self._struct.size
 
     def append(self, *values: float) -> None:
-        """Take one row: a value for each field, in order."""
+        """Append one row: a value for each field, in order."""
         self._buffer += self._struct.pack(*values)
 
     def extend(self, num_rows: int, **columns: Any) -> None:
-        """Take several rows: for each field a value, or an array of one value a row."""
+        """Append several rows: for each field a value, or an array of one value per row."""
         rows = np.empty(num_rows, dtype=self._dtype)
         for name, values in columns.items():
             rows[name] = values
@@ -123,7 +123,7 @@ class PackedRows:
 
 
 class GapList:
-    """Gaps of one replicaset and SLO class; kept by whoever feeds them, so that adding one needs no look-up."""
+    """Gaps of one replicaset and SLO class; callers keep it, so that adding a gap needs no look-up."""
 
     __slots__ = ("_gaps", "_logs", "_merge_at", "_num_merged", "_single", "_weights")
 
@@ -131,32 +131,32 @@ class GapList:
         self._gaps = array("d")
         self._weights = array("q")
         self._single = array("d")
-        """Gaps of weight 1 that were not merged yet."""
+        """Gaps of weight 1 that are not merged yet."""
         self._logs: dict[int, _LogGaps] = {}
         """Gaps within logs that requests share, by the log's identity."""
         self._merge_at = _MERGE_ROWS
         self._num_merged = 0
-        """How many there were when they were merged last; more were added since, or none."""
+        """Number of gaps at the last merge; a greater number now means unmerged gaps."""
 
     def add(self, gap_s: float, weight: int) -> None:
-        """`weight` requests got a token at both ends of a gap of this length, seconds."""
+        """Add a gap of this length, seconds, seen by `weight` requests."""
         self._gaps.append(gap_s)
         self._weights.append(weight)
         self._merge_when_due()
 
     def extend(self, gaps_s: NDArray[np.float64]) -> None:
-        """Somebody saw each of these gaps, seconds; equal ones may come more than once."""
+        """Add gaps, seconds, each of weight 1; duplicates are allowed."""
         self._single.frombytes(gaps_s.tobytes())
         self._merge_when_due()
 
     def extend_weighted(self, gaps_s: NDArray[np.float64], weights: NDArray[np.int64]) -> None:
-        """Take several gaps, seconds, with the weight of each."""
+        """Add several gaps, seconds, with the weight of each."""
         self._gaps.frombytes(gaps_s.tobytes())
         self._weights.frombytes(weights.tobytes())
         self._merge_when_due()
 
     def extend_from_log(self, log: array[int], first: int, end: int) -> None:
-        """Somebody saw the gaps between the ticks `first` .. `end - 1` of a log that others share."""
+        """Add the gaps between the ticks `first` .. `end - 1` of a log shared with other requests, with weight 1."""
         found = self._logs.get(id(log))
         if found is None:
             found = self._logs[id(log)] = _LogGaps(log)
@@ -195,7 +195,7 @@ class GapList:
 
 
 class _LogGaps:
-    """Which parts of one log of ticks requests saw; its gaps are weighted by their number when they are asked for."""
+    """Ranges of one log of ticks seen by requests; weights of its gaps are computed on demand."""
 
     __slots__ = ("_log", "firsts", "lasts")
 
@@ -205,7 +205,7 @@ class _LogGaps:
         self.lasts = array("q")
 
     def weighted(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The gaps between any ticks that somebody saw, in seconds, and how many saw each."""
+        """Return the gaps seen by any request, in seconds, and the number of requests that saw each."""
         firsts, lasts = np.array(self.firsts), np.array(self.lasts)
         begin, last = int(firsts.min()), int(lasts.max())
         size = last - begin + 1
@@ -215,5 +215,5 @@ class _LogGaps:
 
 
 def _firsts(ordered: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Where each distinct value of a sorted array begins."""
+    """Return the start index of each distinct value of a sorted array."""
     return np.flatnonzero(np.diff(ordered, prepend=-np.inf))

@@ -34,12 +34,12 @@ def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
 
 
 def floats_of(table: ArrowTable, column: str) -> Floats:
-    """The column as floats."""
+    """Return the column as floats."""
     values: Floats = table.column(column).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
     return values
 
 
 def ints_of(table: ArrowTable, column: str) -> Ints:
-    """The column as integers."""
+    """Return the column as integers."""
     values: Ints = table.column(column).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     return values

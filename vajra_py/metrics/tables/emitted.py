@@ -1,4 +1,4 @@
-"""The table of figures that policies emitted of their own, and what the summary says of them.
+"""Table of figures emitted by policies, and its section of the summary.
 
 `emitted.parquet` is written where a policy emitted something: `at` (seconds), `replicaset`, `policy`, `name`, `value`, and `index`, that of
 the request in the requests table (null where the figure is of none). Rows are in order of time, then of the other columns.
@@ -26,7 +26,7 @@ _ORDER = [(name, "ascending") for name in ("at", "replicaset", "policy", "name",
 
 
 def emitted_table(figures: EmittedFigures) -> ArrowTable:
-    """What was emitted, in the table's order."""
+    """Return emitted figures, in the table's order."""
     import pyarrow as pa
 
     number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
@@ -42,7 +42,7 @@ def emitted_table(figures: EmittedFigures) -> ArrowTable:
 
 
 def combined(tables: list[ArrowTable]) -> ArrowTable:
-    """One table of those of a run's parts."""
+    """Return the concatenated tables of a run's parts."""
     import pyarrow as pa
 
     return pa.concat_tables(tables).sort_by(_ORDER)
@@ -57,7 +57,9 @@ def write_emitted(table: ArrowTable, folder: Path) -> None:
 
 
 def emitted_section(table: ArrowTable) -> dict[str, Any]:
-    """The summary's section `emitted`: by policy and name the count, mean and quantiles; no section where nothing was emitted."""
+    """Return the summary's section `emitted`: by policy and name the count, mean and quantiles; no section where
+    nothing was emitted.
+    """
     if not table.num_rows:
         return {}
     section: dict[str, dict[str, Any]] = {}
@@ -76,7 +78,9 @@ def emitted_section(table: ArrowTable) -> dict[str, Any]:
 
 
 def last_by_request(table: ArrowTable) -> Any:
-    """A data frame of the last value that each request got, a column `emitted.POLICY.NAME` for each figure, by request index."""
+    """Return a data frame of the last value that each request got, a column `emitted.POLICY.NAME` for each figure, by
+    request index.
+    """
     frame = table.to_pandas()
     frame = frame[frame["index"].notna()]
     frame["column"] = "emitted." + frame["policy"] + "." + frame["name"]

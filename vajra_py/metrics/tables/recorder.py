@@ -31,10 +31,10 @@ _FACTS = (
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
     *("arrived_at", "admitted_at", "first_token_at", "ended_at"),
 )
-"""What a row says of its request as the request itself has it."""
+"""Columns copied from attributes of the request."""
 
 _ROWS_AT_ONCE = 512
-"""Ended requests that are kept until their rows are made together."""
+"""Ended requests that are buffered until their rows are built together."""
 
 
 class Recorder(StepLog):
@@ -56,30 +56,30 @@ class Recorder(StepLog):
 
     @property
     def steps(self) -> StepsBuilder:
-        """The steps that came back so far."""
+        """Steps that have returned so far."""
         self._step_log.hand_on()
         return self._steps
 
     @property
     def requests(self) -> RequestsBuilder:
-        """A row for each request that ended so far."""
+        """Requests that have ended so far, a row each."""
         self._flush()
         return self._requests
 
     @property
     def tbt(self) -> TbtBuilder:
-        """The gaps that requests saw that ended so far."""
+        """Gaps of requests that have ended so far."""
         self._flush()
         return self._tbt
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
-        """One row, complete."""
+        """Record a row for a request that ended."""
         self._ended.append((cast("Request", request), reason.value, detail))
         if len(self._ended) >= _ROWS_AT_ONCE:
             self._flush()
 
     def record_unfinished(self, requests: Iterable[Request]) -> None:
-        """The run is over; these never ended."""
+        """Record requests that had not ended at the end of the run."""
         self._ended.extend((request, UNFINISHED, "the run ended first") for request in requests)
         self._flush()
 
@@ -106,7 +106,7 @@ class Recorder(StepLog):
 
 
 def token_times(request: Request) -> Floats:
-    """When the client of a request saw each of its tokens, seconds."""
+    """Return the times at which the client of a request saw each of its tokens, seconds."""
     ticks = array("q")
     for entry in request.token_log:
         if isinstance(entry, int):
@@ -118,9 +118,9 @@ def token_times(request: Request) -> Floats:
 
 
 def _keep_gaps(requests: Sequence[Request], lists: Sequence[GapList]) -> tuple[Floats, Ints]:
-    """Hand the gaps between tokens of each request to its list.
+    """Add the gaps between tokens of each request to its list.
 
-    Returns the gaps, seconds, one request after the other, and how many each has.
+    Returns the gaps in seconds, concatenated by request, and the number of gaps of each.
     """
     ticks = array("q")
     stops = [0]
@@ -159,7 +159,7 @@ def _identity_of_list(entry: tuple[GapList, int]) -> int:
 
 
 def _gap_quantiles(gaps: Floats, num_gaps: Ints) -> tuple[Floats, Floats, Floats]:
-    """What `gap_statistics` says of each request's gaps, given as `_keep_gaps` returns them."""
+    """Return `gap_statistics` of each request, for gaps as returned by `_keep_gaps`."""
     ordered = gaps.copy()
     stops = np.cumsum(num_gaps)
     start = 0

@@ -103,20 +103,20 @@ TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "
 
 
 class TableBuilder(Protocol):
-    """Something that collects rows and gives them back as columns."""
+    """Builder that collects rows and returns them as columns."""
 
     def __len__(self) -> int:
         """Rows of the finished table."""
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """How Parquet is to encode the columns: arguments of its writer."""
+        """Arguments of the Parquet writer for the columns' encoding."""
 
     def schema(self) -> ArrowSchema:
-        """Names and types of the columns that are written."""
+        """Return the names and types of the written columns."""
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """What is written, from the first row on, at most `num_rows` at a time; nothing for an empty table."""
+        """Yield the written rows in slices of at most `num_rows`; nothing for an empty table."""
 
 
 class RequestsBuilder:
@@ -159,7 +159,7 @@ class RequestsBuilder:
         return len(self._rows)
 
     def append(self, row: RequestRow) -> None:
-        """Take one request; ValueError for a reason that no request can have."""
+        """Append one request; ValueError for an unknown reason."""
         if row.reason not in REASONS:
             raise ValueError(
                 f"request {row.request_id}: unknown reason ({row.reason!r}). Allowed: {', '.join(REASONS)}"
@@ -181,7 +181,7 @@ class RequestsBuilder:
         self._rows.extend(len(columns["index"]), **numbers)
 
     def take(self, table: ArrowTable) -> None:
-        """Take the rows of another such table."""
+        """Append the rows of another such table."""
         if not table.num_rows:
             return
         for name, texts in self._texts.items():
@@ -212,11 +212,11 @@ class RequestsBuilder:
         return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
 
     def to_table(self) -> ArrowTable:
-        """The whole table, sorted by submission index; ValueError when an index came twice."""
+        """Return the whole table, sorted by submission index; ValueError when an index came twice."""
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The table by at most `num_rows` rows."""
+        """Yield the table by at most `num_rows` rows."""
         import pyarrow as pa
 
         indices = self._rows.column("index")
@@ -239,7 +239,7 @@ class RequestsBuilder:
         return max((float(np.nanmax(column)) for column in moments if not np.isnan(column).all()), default=0.0)
 
     def _numbers(self, rows: NDArray[Any], observed_until: float) -> Columns:
-        """Every column but the texts, with what follows from the facts."""
+        """Return every column except text columns, including derived ones."""
         columns: Columns = {name: np.ascontiguousarray(rows[name]) for name in self._FIELD_NAMES}
         columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
         completed, dropped = reason_masks(columns["reason"])
@@ -289,7 +289,7 @@ class TbtBuilder:
         return sum(len(gaps.merged()[0]) for gaps in self._lists.values())
 
     def gaps(self, replicaset: str, slo_class: str = "") -> GapList:
-        """The list that takes the gaps of this replicaset and SLO class (empty: none)."""
+        """Return the gap list of this replicaset and SLO class (empty: none)."""
         key = (replicaset, slo_class)
         found = self._lists.get(key)
         if found is None:
@@ -307,11 +307,11 @@ class TbtBuilder:
         return pa.schema(list(zip(TBT_COLUMNS, (pa.string(), pa.string(), pa.float64(), pa.int64()), strict=True)))
 
     def to_table(self) -> ArrowTable:
-        """The whole table, sorted by replicaset, SLO class and gap."""
+        """Return the whole table, sorted by replicaset, SLO class and gap."""
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The table by at most `num_rows` rows; a slice never spans two lists."""
+        """Yield the table by at most `num_rows` rows; a slice never spans two lists."""
         import pyarrow as pa
 
         for (replicaset, slo_class), gap_list in sorted(self._lists.items()):

@@ -32,7 +32,7 @@ _NAN = float("nan")
 
 
 class StepRow(NamedTuple):
-    """What a step was and what it left behind."""
+    """One step and the state after it."""
 
     replicaset: str
     replica_id: int
@@ -95,7 +95,7 @@ class StepsBuilder:
         return len(self._ends)
 
     def append(self, row: StepRow) -> None:
-        """Take one step."""
+        """Append one step."""
         formed = to_ticks(row.formed_at)
         end = to_ticks(row.formed_at + row.duration_s)
         is_exact = (to_seconds(formed), to_seconds(end) - to_seconds(formed)) == (row.formed_at, row.duration_s)
@@ -133,7 +133,7 @@ class StepsBuilder:
         return np.array(num_blocks, dtype=np.int64)[positions.reshape(-1)]
 
     def extend(self, records: ArrowTable) -> None:
-        """Take the records of another such table."""
+        """Append the records of another such table."""
         if not records.num_rows:
             return
         num_steps = records.column("num_steps").to_numpy().astype(np.int64)
@@ -159,7 +159,7 @@ class StepsBuilder:
         ],
         "column_encoding": dict.fromkeys(("step_index", "gap", "duration", "drift"), "DELTA_BINARY_PACKED"),
     }
-    """How Parquet keeps the records."""
+    """Parquet encoding of the records."""
 
     def schema(self) -> ArrowSchema:
         """Columns of the records, as they are written."""
@@ -174,7 +174,7 @@ class StepsBuilder:
         return pa.schema(fields, metadata={"ticks_per_second": str(TICKS_PER_SECOND)})
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The records, replica by replica, at most `num_rows` at a time."""
+        """Yield the records, replica by replica, at most `num_rows` at a time."""
         table = self.records()
         for start in range(0, table.num_rows, num_rows):
             yield table.slice(start, num_rows)
@@ -186,7 +186,7 @@ class StepsBuilder:
         if self._made is not None and self._made[0] == len(self._records):
             return self._made[1]
         records = self._records.rows(slice(None))
-        ranks = self._replicasets.ranks()[records["replicaset"]]  # by name, whoever ended the first step
+        ranks = self._replicasets.ranks()[records["replicaset"]]  # by name: independent of completion order
         order = np.lexsort((records["step_index"], records["replica_id"], ranks))
         ends = reordered(np.array(self._ends, dtype=np.int64), records["num_steps"], order)
         growth = reordered(np.array(self._growth, dtype=np.int32), records["num_growths"], order)
@@ -205,7 +205,7 @@ class StepsBuilder:
         return table
 
     def to_table(self) -> ArrowTable:
-        """The table, a row per step, in order of time."""
+        """Return the table, a row per step, in order of time."""
         return expand_steps(self.records(), STEP_COLUMNS)
 
 
@@ -243,7 +243,7 @@ def expand_steps(records: ArrowTable, names: Sequence[str], *, encoded: bool = F
 
 
 class _Expansion:
-    """Columns of single steps, in order of time: each step takes what its record says."""
+    """Columns of single steps, in order of time, expanded from their records."""
 
     def __init__(self, records: ArrowTable) -> None:
         self._records = records
@@ -306,7 +306,7 @@ class _Expansion:
         return repeated
 
     def _given(self, name: str, otherwise: NDArray[np.float64], record: Ints) -> NDArray[np.float64]:
-        """What records say by themselves, and otherwise what follows from the rest."""
+        """Return recorded values, and the derived ones where a record has none."""
         given = self._records.column(name).to_numpy()
         if np.isnan(given).all():
             return otherwise
@@ -314,7 +314,9 @@ class _Expansion:
         return np.where(np.isnan(given), otherwise, given)
 
     def _blocks_taken(self, num_steps: Ints, starts: Ints, position: Ints) -> Ints:
-        """How many blocks members took since the run's first step: each step after it as many as `growth` says, cyclically."""
+        """Return the number of blocks taken by members since the run's first step: each later step takes the number in
+        `growth`, cyclically.
+        """
         growth, periods = list_parts(self._records.column("growth"))
         if not growth.size:
             return np.zeros(len(position), dtype=np.int64)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
+from vajra_py.contract import ReplicaLimits
 from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.host import BlockCopy
 
@@ -183,3 +184,11 @@ class KvMemory(Protocol):
 
     def check(self) -> None:
         """`AssertionError` if the books do not agree."""
+
+
+def max_request_tokens(limits: ReplicaLimits) -> int:
+    """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes."""
+    capacity = limits.num_blocks * limits.block_size
+    if limits.kv_group_tokens is not None:
+        capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
+    return min(limits.max_model_len, capacity + 1)

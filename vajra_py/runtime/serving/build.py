@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, PolicyChoice, ReplicaConfig, ReplicasetConfig
+from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
 from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
@@ -15,13 +15,14 @@ from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
 from vajra_py.plugins import Registry, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
+from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
-from vajra_py.runtime.serving.replica import Replica, ReplicaParts, max_request_tokens
+from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
@@ -75,7 +76,7 @@ class Services:
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
-def build_controller(config: ExperimentConfig, services: Services) -> Controller:
+def build_controller(config: SystemConfig, services: Services) -> Controller:
     """Every replicaset of the experiment, empty and ready.
 
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.

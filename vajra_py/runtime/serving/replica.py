@@ -12,6 +12,7 @@ from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
+from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -479,14 +480,6 @@ class Replica:
         )
         for observer in self._end_watchers:
             observer.on_step_end(end)
-
-
-def max_request_tokens(limits: ReplicaLimits) -> int:
-    """Most tokens, prompt and output together, that one request may have on a replica of these sizes."""
-    capacity = limits.num_blocks * limits.block_size
-    if limits.kv_group_tokens is not None:
-        capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
-    return min(limits.max_model_len, capacity + 1)
 
 
 def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:

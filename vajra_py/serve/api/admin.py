@@ -102,7 +102,7 @@ def _in_force(session: EngineSession) -> dict[str, Any]:
 
 
 async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
-    """Raises `ApiError`: 400 where the request is wrong, 409 where what is being served stands against it."""
+    """Raise `ApiError`: 400 where the request is wrong, 409 where what is being served stands against it."""
     engine, layer = session.engine, Layer(body.layer)
     if engine is None:
         raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
@@ -130,7 +130,7 @@ async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
 
 
 def _refused(error: VajraError, layer: str) -> ApiError:
-    """What is wrong, at the place where the client wrote it."""
+    """Return the error, at the place where the client wrote it."""
     if not isinstance(error, ConfigError):
         return bad_request(_one_line(error), "policy", "refused")
     problems = [

@@ -57,11 +57,11 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
 
 
-def usage(tickets: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:
+def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:
     """Tokens that a request took; a prompt with several outputs counts once."""
-    prompt_tokens = sum(ticket.num_prompt_tokens for ticket in tickets[::num_per_prompt])
-    output_tokens = sum(ticket.num_tokens for ticket in tickets)
-    firsts = [ticket.end.metrics for ticket in tickets[::num_per_prompt] if ticket.end is not None]
+    prompt_tokens = sum(stream.num_prompt_tokens for stream in streams[::num_per_prompt])
+    output_tokens = sum(stream.num_tokens for stream in streams)
+    firsts = [stream.end.metrics for stream in streams[::num_per_prompt] if stream.end is not None]
     cached = sum(metrics.num_cached_tokens for metrics in firsts if metrics is not None)
     return {
         "prompt_tokens": prompt_tokens,
@@ -73,7 +73,7 @@ def usage(tickets: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Said:
-    """How far an output has been said, and what its text stands between where a piece says nothing else."""
+    """Part of an output that was sent, and the bytes around its text in a piece with nothing else."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -95,7 +95,7 @@ class Answer:
     created: int
     model: str
     body: GenerationBody
-    reply: ResponseState
+    response: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """Texts of the prompts, where answers begin with them."""
@@ -111,50 +111,50 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The answer of a request that has ended without an error."""
-        choices = [self._choice(ticket) for ticket in self.reply.tickets]
+        choices = [self._choice(stream) for stream in self.response.outputs]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        answer = {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
+        answer = {**self._head(kind), "choices": choices, "usage": usage(self.response.outputs, self.body.n)}
         if self._is_chat and self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._ranked_prompt(self.reply.tickets[0])
+            answer["prompt_logprobs"] = self._ranked_prompt(self.response.outputs[0])
         return answer
 
     def events(self, changed: Collection[OutputStream]) -> list[bytes]:
-        """What is new about these outputs, as server-sent events."""
+        """Return the news of these outputs as server-sent events."""
         found: list[bytes] = []
-        for ticket in changed:
-            said = self._said.get(ticket.index)
+        for stream in changed:
+            said = self._said.get(stream.index)
             if said is None:
-                said = self._said[ticket.index] = self._begun(ticket)
+                said = self._said[stream.index] = self._begun(stream)
                 if self._is_chat:
-                    found.append(self._event(self._role_choice(ticket)))
+                    found.append(self._event(self._role_choice(stream)))
                 elif self.echoes:
-                    found.append(self._event(self._echo_choice(ticket, said)))
-            if said.frame is not None and ticket.end is None:
-                text = ticket.text[said.num_characters :]
+                    found.append(self._event(self._echo_choice(stream, said)))
+            if said.frame is not None and stream.end is None:
+                text = stream.text[said.num_characters :]
                 if text:
                     said.num_characters += len(text)
                     found.append(said.frame[0] + encoded(text) + said.frame[1])
                 continue
-            choice = self._piece(ticket, said)
+            choice = self._piece(stream, said)
             if choice is not None:
                 found.append(self._event(choice))
         return found
 
     def last_event(self) -> bytes:
-        """What follows the last output: usage, where it was asked for."""
+        """Return the event after the last output: usage, where it was asked for."""
         options = self.body.stream_options
         return b"" if options is None or not options.include_usage else self._event(None)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
-    def _begun(self, ticket: OutputStream) -> _Said:
+    def _begun(self, stream: OutputStream) -> _Said:
         """An output of which nothing was said yet."""
         body, options = self.body, self.body.stream_options
         counts = options is not None and options.continuous_usage_stats
         if body.num_logprobs is not None or body.return_token_ids or counts:
             return _Said()
-        before, _, after = self._event(self._text_choice(ticket.index, _GAP)).rpartition(encoded(_GAP))
+        before, _, after = self._event(self._text_choice(stream.index, _GAP)).rpartition(encoded(_GAP))
         return _Said(frame=(before, after))
 
     def _event(self, choice: dict[str, Any] | None) -> bytes:
@@ -163,40 +163,40 @@ class Answer:
         body["choices"] = [] if choice is None else [choice]
         options = self.body.stream_options
         if options is not None and (choice is None or options.continuous_usage_stats):
-            body["usage"] = usage(self.reply.tickets, self.body.n)
+            body["usage"] = usage(self.response.outputs, self.body.n)
         elif options is not None and options.include_usage:
             body["usage"] = None
         return event(body)
 
-    def _role_choice(self, ticket: OutputStream) -> dict[str, Any]:
+    def _role_choice(self, stream: OutputStream) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return {"index": ticket.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": stream.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _echo_choice(self, ticket: OutputStream, said: _Said) -> dict[str, Any]:
+    def _echo_choice(self, stream: OutputStream, said: _Said) -> dict[str, Any]:
         """The prompt, as the first piece of an output that begins with it."""
-        choice = self._text_choice(ticket.index, self._echo(ticket))
-        choice["logprobs"] = self._prompt_logprobs(ticket, said)
+        choice = self._text_choice(stream.index, self._echo(stream))
+        choice["logprobs"] = self._prompt_logprobs(stream, said)
         return choice
 
-    def _echo(self, ticket: OutputStream) -> str:
+    def _echo(self, stream: OutputStream) -> str:
         """The text that the output begins with."""
-        return self.echoes[ticket.index // self.body.n] if self.echoes else ""
+        return self.echoes[stream.index // self.body.n] if self.echoes else ""
 
-    def _choice(self, ticket: OutputStream) -> dict[str, Any]:
+    def _choice(self, stream: OutputStream) -> dict[str, Any]:
         said = _Said()
-        choice: dict[str, Any] = {"index": ticket.index}
+        choice: dict[str, Any] = {"index": stream.index}
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": ticket.text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": stream.text, "refusal": None}
         else:
-            choice["text"] = self._echo(ticket) + ticket.text
-        before = self._prompt_logprobs(ticket, said) if self.echoes else None
-        choice["logprobs"] = self._logprobs(ticket, said)
+            choice["text"] = self._echo(stream) + stream.text
+        before = self._prompt_logprobs(stream, said) if self.echoes else None
+        choice["logprobs"] = self._logprobs(stream, said)
         if before is not None:
             for name, column in before.items():
                 choice["logprobs"][name] = column and column + choice["logprobs"][name]
         if not self._is_chat and self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._ranked_prompt(ticket)
-        return self._ended(choice, ticket, 0)
+            choice["prompt_logprobs"] = self._ranked_prompt(stream)
+        return self._ended(choice, stream, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
         """A piece that brings text only."""
@@ -205,52 +205,52 @@ class Answer:
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _piece(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
+    def _piece(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
         """An output's news; None when nothing of it shows yet (half a character, or what may become a stop string)."""
-        text = ticket.text[said.num_characters :]
-        is_shown = text or ticket.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
-        if not is_shown or (ticket.end is None and said.num_tokens == ticket.num_tokens):
+        text = stream.text[said.num_characters :]
+        is_shown = text or stream.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
+        if not is_shown or (stream.end is None and said.num_tokens == stream.num_tokens):
             return None
-        choice = self._text_choice(ticket.index, text)
-        choice["logprobs"] = self._logprobs(ticket, said)
-        start, said.num_tokens, said.num_characters = said.num_tokens, ticket.num_tokens, len(ticket.text)
-        return self._ended(choice, ticket, start)
+        choice = self._text_choice(stream.index, text)
+        choice["logprobs"] = self._logprobs(stream, said)
+        start, said.num_tokens, said.num_characters = said.num_tokens, stream.num_tokens, len(stream.text)
+        return self._ended(choice, stream, start)
 
-    def _ended(self, choice: dict[str, Any], ticket: OutputStream, start: int) -> dict[str, Any]:
-        end = ticket.end
+    def _ended(self, choice: dict[str, Any], stream: OutputStream, start: int) -> dict[str, Any]:
+        end = stream.end
         choice["finish_reason"] = None if end is None else _FINISHED.get(end.reason)
         if end is not None:
             choice["stop_reason"] = end.stopped_by
-            if ticket.hides_output and end.reason in _FINISHED:
+            if stream.hides_output and end.reason in _FINISHED:
                 choice["finish_reason"], choice["stop_reason"] = "length", None
         if self.body.return_token_ids:
-            choice["token_ids"] = list(ticket.token_ids(start))
+            choice["token_ids"] = list(stream.token_ids(start))
             if start == 0:
-                choice["prompt_token_ids"] = list(ticket.submission.prompt_token_ids)
+                choice["prompt_token_ids"] = list(stream.submission.prompt_token_ids)
         return choice
 
     # Log-probabilities
 
-    def _prompt_logprobs(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
+    def _prompt_logprobs(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
         """Those of the prompt's tokens; the first has none, as nothing goes before it."""
         if self.body.num_logprobs is None:
             return None
-        submission = ticket.submission
-        logprobs = [None, *submission.collected.prompt_logprobs]
+        submission = stream.submission
+        logprobs = [None, *submission.output.prompt_logprobs]
         found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), self.body.num_logprobs)
-        said.offsets = TextOffsets(len(self._echo(ticket)))
+        said.offsets = TextOffsets(len(self._echo(stream)))
         return found
 
-    def _logprobs(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
+    def _logprobs(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
         if self.body.num_logprobs is None:
             return None
-        token_ids, logprobs = ticket.token_ids(said.num_tokens), ticket.logprobs(said.num_tokens)
+        token_ids, logprobs = stream.token_ids(said.num_tokens), stream.logprobs(said.num_tokens)
         if self._is_chat:
             return self._writer.entries(token_ids, logprobs)
         return self._writer.columns(token_ids, logprobs, said.offsets, self.body.num_logprobs)
 
-    def _ranked_prompt(self, ticket: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
+    def _ranked_prompt(self, stream: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
         """Those of the prompt as vLLM writes them; of the likeliest, as many as `prompt_logprobs` says."""
-        most, scored = self.body.prompt_logprobs, ticket.submission.collected.prompt_logprobs
+        most, scored = self.body.prompt_logprobs, stream.submission.output.prompt_logprobs
         logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
-        return self._writer.ranked(ticket.submission.prompt_token_ids, logprobs)
+        return self._writer.ranked(stream.submission.prompt_token_ids, logprobs)

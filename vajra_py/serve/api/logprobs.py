@@ -16,7 +16,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class TextOffsets:
-    """Where the tokens of an output begin in its text.
+    """Places where the tokens of an output begin in its text.
 
     Attributes:
         start: characters before the output.
@@ -43,7 +43,7 @@ class LogprobWriter:
 
     tokenizer: Tokenizer | None
     names_ids: bool = False
-    """Whether tokens are named by their ids."""
+    """True when tokens are named by their ids."""
 
     def columns(
         self,

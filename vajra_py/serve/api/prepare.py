@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 from uuid import uuid4
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import SamplingParams
-from vajra_py.engine.outputs import OutputBuffer, Submission
-from vajra_py.engine.params import PromptLimits, check_backend, check_prompt, check_sampling
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.requests import new_submission
 from vajra_py.engine.tokenizer import Tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.request import RequestFacts
@@ -35,7 +36,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one HTTP request asks of the engine, prompts still as they came."""
+    """Request of one HTTP client to the engine, prompts still as they came."""
 
     body: GenerationBody
     headers: SchedulingHeaders
@@ -43,13 +44,28 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A reply whose outputs may be handed to the engine, and what turns their tokens into text."""
+class PreparedRequest:
+    """A response whose outputs may be handed to the engine, and what turns their tokens into text."""
 
-    reply: ResponseState
+    response: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """The prompts' texts, where answers begin with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Replicasets that an HTTP request may go to, before its prompts' lengths are known.
+
+    Attributes:
+        facts: policies' view of it, without names and lengths.
+        candidates: replicasets whose conditions it meets but for those on length; all have one model where there are such.
+        tokenizer: of that model.
+    """
+
+    facts: RequestFacts
+    candidates: Sequence[str]
+    tokenizer: Tokenizer | None
 
 
 class Preparer:
@@ -66,13 +82,14 @@ class Preparer:
         """A name for an HTTP request that no other request of any server has."""
         return f"{prefix}-{uuid4().hex}"
 
-    async def completion(self, wanted: Wanted, name: str) -> Prepared:
+    async def completion(self, wanted: Wanted, name: str) -> PreparedRequest:
         """Every output of a `/v1/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, CompletionBody)
         given = body.prompts()
         _check_choices(len(given) * body.n, wanted.max_choices)
-        tokenizer, longest = self._tokenizer(wanted), self._longest(wanted)
+        route, longest = self._route(wanted), self._longest(wanted)
+        tokenizer = route.tokenizer
         prompts = []
         for one in given:
             if isinstance(one, str):
@@ -80,29 +97,33 @@ class Preparer:
                 one = await self._tokenizing.tokens(known, one, longest, param="prompt", is_rendered=is_rendered)
             prompts.append(one)
         echoes = [one if isinstance(one, str) else _text_of(tokenizer, one) for one in given] if body.echo else ()
-        return self._prepared(wanted, prompts, tokenizer, name, echoes)
+        return self._prepared(wanted, prompts, route, name, echoes)
 
-    async def chat(self, wanted: Wanted, name: str) -> Prepared:
+    async def chat(self, wanted: Wanted, name: str) -> PreparedRequest:
         """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, ChatBody)
         _check_choices(body.n, wanted.max_choices)
         messages = [message.plain() for message in body.messages]
-        tokenizer, longest = _needed(self._tokenizer(wanted), "messages"), self._longest(wanted)
+        route, longest = self._route(wanted), self._longest(wanted)
+        tokenizer = _needed(route.tokenizer, "messages")
         try:
             text = await self._tokenizing.render(tokenizer, messages, body.ends)
         except ConfigError as error:
             raise of_config_error(error) from None
         is_rendered = not body.adds_special_tokens
         prompt = await self._tokenizing.tokens(tokenizer, text, longest, param="messages", is_rendered=is_rendered)
-        return self._prepared(wanted, [prompt], tokenizer, name)
+        return self._prepared(wanted, [prompt], route, name)
 
-    def _tokenizer(self, wanted: Wanted) -> Tokenizer | None:
-        replicaset = self._catalogue.tokenises(request_facts(wanted, "", 1))
-        if replicaset is None:
+    def _route(self, wanted: Wanted) -> _Route:
+        facts = request_facts(wanted, "", 1)
+        candidates = self._catalogue.candidates(facts)
+        if not candidates:
             raise _no_replicaset()
-        tokenizer = self._session.tokenizers[replicaset]
-        return tokenizer if tokenizer is None or wanted.body.skip_special_tokens else tokenizer.with_special
+        tokenizer = self._session.client.tokenizers[candidates[0]]
+        if tokenizer is not None and not wanted.body.skip_special_tokens:
+            tokenizer = tokenizer.with_special
+        return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
         """Most tokens of a request, prompt and output, wherever it may run."""
@@ -113,35 +134,37 @@ class Preparer:
         self,
         wanted: Wanted,
         prompts: Sequence[list[int]],
-        tokenizer: Tokenizer | None,
+        route: _Route,
         name: str,
         echoes: Sequence[str] = (),
-    ) -> Prepared:
-        body = wanted.body
-        reply = ResponseState(streams=body.stream)
+    ) -> PreparedRequest:
+        body, tokenizer = wanted.body, route.tokenizer
+        response = ResponseState(is_streaming=body.stream)
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
         queued: Counter[str] = Counter()
         queued_tokens: Counter[str] = Counter()
         words = self._bad_words(body, tokenizer)
         for prompt in prompts:
-            replicaset, facts = self._checked(wanted, prompt)
+            replicaset, facts = self._checked(wanted, prompt, route)
             queued[replicaset] += body.n
             queued_tokens[replicaset] += body.n * len(prompt)
             self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
             for _ in range(body.n):
-                index = len(reply.tickets)
+                index = len(response.outputs)
                 one = replace(facts, request_id=f"{name}-{index}")
                 assert one.max_tokens is not None
                 sampling = body.sampling(one.max_tokens, _seed_of(body.seed, drawn, index))
                 sampling = replace(sampling, bad_words=(), bad_words_token_ids=words) if words else sampling
                 submission = self._submission(body, prompt, replicaset, one, sampling)
                 if tokenizer is not None:
-                    submission.collected.stream = text_stream(tokenizer)
-                elif submission.collected.sampling.stop:
+                    submission.output.stream = text_stream(tokenizer)
+                elif submission.output.sampling.stop:
                     message = "the model has no tokenizer, so that no string can end an output"
                     raise bad_request(message, "stop", "no_tokenizer")
-                reply.tickets.append(OutputStream(index, submission, reply, hides_output=body.wanted_tokens() == 0))
-        return Prepared(reply, tokenizer, echoes)
+                response.outputs.append(
+                    OutputStream(index, submission, response, hides_output=body.wanted_tokens() == 0)
+                )
+        return PreparedRequest(response, tokenizer, echoes)
 
     def _bad_words(self, body: GenerationBody, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
         """The sequences of tokens that the body's `bad_words` are. Raises `ApiError`."""
@@ -165,37 +188,30 @@ class Preparer:
             message = f"has more prompt tokens than may wait ({num_tokens} or more). Allowed: up to {most_tokens}"
             raise bad_request(message, "prompt", "too_many_tokens")
 
-    def _checked(self, wanted: Wanted, prompt: list[int]) -> tuple[str, RequestFacts]:
-        """The replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
-        facts = request_facts(wanted, "", len(prompt))
-        replicaset = self._catalogue.replicaset_of(facts)
+    def _checked(self, wanted: Wanted, prompt: list[int], route: _Route) -> tuple[str, RequestFacts]:
+        """Return the replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
+        replicaset = self._catalogue.by_length(route.candidates, len(prompt))
         if replicaset is None:
             raise _no_replicaset()
         max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
-        return replicaset, replace(facts, max_tokens=max_tokens)
+        return replicaset, replace(route.facts, num_prompt_tokens=len(prompt), max_tokens=max_tokens)
 
     def _submission(
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
     ) -> Submission:
-        session = self._session
+        engine = self._session.engine
+        assert engine is not None  # nothing is let in before it is loaded
         try:
-            check_sampling(sampling, "request", session.prompt_limits(replicaset).vocab_size)
-            check_backend(sampling, session.config.backend.kind, "request")
+            submission = new_submission(engine, facts, prompt, sampling, replicaset, "request")
         except ConfigError as error:
             raise of_config_error(error) from None
-        eos = () if sampling.ignore_eos else session.model(replicaset).eos_token_ids
-        return Submission(
-            facts=facts,
-            prompt_token_ids=prompt,
-            seed=sampling.seed or 0,
-            salt=None if body.cache_salt is None else _salt(facts.tenant, body.cache_salt),
-            collected=OutputBuffer(sampling, frozenset((*eos, *sampling.stop_token_ids))),
-            shares=sampling.prompt_logprobs is None,
-        )
+        if body.cache_salt is not None:
+            submission.salt = _salt(facts.tenant, body.cache_salt)
+        return submission
 
 
-def _run_seed(config: ExperimentConfig) -> int:
-    """What the outputs of requests without a seed follow from: the experiment's seed if it names one, else a new number."""
+def _run_seed(config: SystemConfig) -> int:
+    """Return the seed that outputs of requests without one follow from: the experiment's seed if it names one, else a new number."""
     if "seed" in config.model_fields_set:
         return config.seed
     drawn = secrets.randbits(32)
@@ -209,7 +225,7 @@ def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
 
 
 def _salt(tenant: str, cache_salt: str) -> str:
-    """What a tenant's blocks of this salt are told apart by; longer than any tenant's name, and no client's secret itself."""
+    """Return the salt of a tenant's blocks; longer than any tenant's name, and no client's secret itself."""
     return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 
 
@@ -238,12 +254,11 @@ def _check_choices(num_choices: int, most: int) -> None:
 def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
     """Most output tokens, checked against what fits. Raises `ApiError`."""
     try:
-        check_prompt(prompt, limits)
+        room = check_prompt(prompt, limits)
     except ConfigError as error:
         too_long = len(prompt) >= limits.max_request_tokens
         code = "context_length_exceeded" if too_long else "invalid_value"
         raise bad_request(str(error), "prompt" if isinstance(body, CompletionBody) else "messages", code) from None
-    room = limits.max_request_tokens - len(prompt)
     wanted = body.wanted_tokens()
     if wanted == 0 and isinstance(body, CompletionBody) and body.echo:
         wanted = 1  # the engine ends a request by a token, which is not shown
@@ -261,7 +276,7 @@ def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimit
 
 
 def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> RequestFacts:
-    """What policies see of the request; the same fields as a simulated one has."""
+    """Return what policies see of the request; the same fields as a simulated one has."""
     body, headers = wanted.body, wanted.headers
     metadata: Mapping[str, str] = {**(body.metadata or {}), "model": body.model}
     return RequestFacts(

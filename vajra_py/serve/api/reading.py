@@ -79,7 +79,7 @@ class BodyReader:
 
 
 def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> B:
-    """What a body says; its structure is checked first where there are limits. Raises `ApiError`."""
+    """Return the contents of a body; its structure is checked first where there are limits. Raises `ApiError`."""
     if limits is not None:
         check_structure(body, limits)
     try:
@@ -97,7 +97,7 @@ def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> 
 
 
 def _may_be_deep(body: bytearray, limits: JsonLimits) -> bool:
-    """Whether a small body has enough brackets to be nested too deeply, so that its structure has to be looked at."""
+    """Return whether a small body has enough brackets to be nested too deeply, so that its structure has to be looked at."""
     return body.count(b"[") + body.count(b"{") > limits.max_depth
 
 
@@ -107,7 +107,7 @@ def _is_json(media_type: str) -> bool:
 
 
 def read_headers(headers: Headers) -> SchedulingHeaders:
-    """What they say; of one that is there twice, the first. Raises `ApiError`."""
+    """Return the headers' values; of one that is there twice, the first. Raises `ApiError`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
         if name in _FIELDS:

@@ -1,7 +1,7 @@
 """Send responses while the client listens; abort when it goes away.
 
 Invariants:
-    - Whatever ends an exchange (answer complete, client gone, server failing), no output of it goes on being computed.
+    - Whatever ends a generation (answer complete, client gone, server failing), no output of it goes on being computed.
     - A stream that has begun ends with `[DONE]`, after an error too; what fails before the first token has a status.
 """
 
@@ -27,7 +27,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Generation:
     """One HTTP request that generates, from submission to the last byte."""
 
     session: EngineSession
@@ -41,15 +41,15 @@ class Exchange:
     async def respond(self, request: Request) -> Response:
         """Submit and answer. Raises `ApiError` for what fails before anything was sent."""
         request.scope[ANSWER_ID] = self.answer.name
-        reply, client = self.answer.reply, _Client(request.receive)
+        response, client = self.answer.response, _Client(request.receive)
         handed_on = False
         try:
-            answerable = reply.answerable()
-            self._submit(reply)
+            answerable = response.answerable()
+            self._submit(response)
             if await client.leaves_before(answerable):
                 return _Nothing()
-            self._check(reply.tickets)
-            if not reply.streams:
+            self._check(response.outputs)
+            if not response.is_streaming:
                 return Response(encoded(self.answer.whole()), media_type="application/json")
             handed_on = True
             return _Stream(self, client)
@@ -58,21 +58,21 @@ class Exchange:
                 client.let_go()
                 self.finish()
 
-    def _submit(self, reply: ResponseState) -> None:
+    def _submit(self, response: ResponseState) -> None:
         try:
-            self.session.submit(reply.tickets)
+            self.session.submit(response.outputs)
         except Unavailable as error:
             raise ApiError(503, str(error), code="unavailable", retry_after_s=self.retry_after_s) from None
 
-    def _check(self, tickets: list[OutputStream]) -> None:
-        for ticket in tickets:
-            error = None if ticket.end is None else failure(ticket.end, self.retry_after_s)
+    def _check(self, streams: list[OutputStream]) -> None:
+        for stream in streams:
+            error = None if stream.end is None else failure(stream.end, self.retry_after_s)
             if error is not None:
                 raise error
 
     def finish(self) -> None:
         """Nobody waits any longer; what still runs is taken back."""
-        self.session.abort(self.answer.reply.tickets)
+        self.session.abort(self.answer.response.outputs)
         self.release()
 
 
@@ -93,7 +93,7 @@ class _Client:
         return False
 
     def let_go(self) -> None:
-        """Whether it is there matters no longer."""
+        """Stop waiting for the client to leave."""
         self._left.cancel()
 
 
@@ -117,32 +117,32 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, client: _Client) -> None:
+    def __init__(self, generation: Generation, client: _Client) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._exchange = exchange
+        self._generation = generation
         self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send pieces as they come, until the last one or until the client has gone."""
-        writer = _Writer(self._exchange, scope.get(DIRECT_SEND, send))
+        writer = _Writer(self._generation, scope.get(DIRECT_SEND, send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._client.leaves_before(writer.begin())
         finally:
             writer.stop()
             self._client.let_go()
-            self._exchange.finish()
+            self._generation.finish()
 
 
 class _Writer:
     """Writes a stream's events in the very callback that brings its news.
 
-    While a client does not take what was sent, news wait on its tickets, and go together in one piece when it has.
+    While a client does not take what was sent, news wait on its streams, and go together in one piece when it has.
     """
 
-    def __init__(self, exchange: Exchange, send: Send) -> None:
-        self._exchange = exchange
+    def __init__(self, generation: Generation, send: Send) -> None:
+        self._generation = generation
         self._send = send
         self._sending: asyncio.Task[None] | None = None
         """Waits for a slow client."""
@@ -150,13 +150,13 @@ class _Writer:
 
     def begin(self) -> asyncio.Future[None]:
         """Write what there is, and from now on what comes; done when the last event was sent."""
-        self._exchange.answer.reply.on_news = self._write
+        self._generation.answer.response.on_change = self._write
         self._write()
         return self._ended
 
     def stop(self) -> None:
         """Write nothing more."""
-        self._exchange.answer.reply.on_news = None
+        self._generation.answer.response.on_change = None
         if self._sending is not None:
             self._sending.cancel()
 
@@ -165,7 +165,7 @@ class _Writer:
         if self._sending is not None:
             return
         try:
-            events, is_last = self._events(self._exchange.answer.reply.take())
+            events, is_last = self._events(self._generation.answer.response.take())
             if not events:
                 return
             body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
@@ -189,7 +189,7 @@ class _Writer:
             self._write()
 
     def _end(self, error: BaseException | None) -> None:
-        self._exchange.answer.reply.on_news = None
+        self._generation.answer.response.on_change = None
         if self._ended.done():
             return
         if error is None:
@@ -199,17 +199,17 @@ class _Writer:
 
     def _events(self, changed: Collection[OutputStream]) -> tuple[list[bytes], bool]:
         """Events about these outputs, and whether nothing follows."""
-        answer = self._exchange.answer
+        answer = self._generation.answer
         events = answer.events(changed)
-        ends = [ticket.end for ticket in changed if ticket.end is not None]
+        ends = [stream.end for stream in changed if stream.end is not None]
         if not ends:
             return events, False
-        errors = (failure(end, self._exchange.retry_after_s) for end in ends)
+        errors = (failure(end, self._generation.retry_after_s) for end in ends)
         error = next((one for one in errors if one is not None), None)
         if error is not None:
-            self._exchange.on_broken_stream()
+            self._generation.on_broken_stream()
             return [*events, event(error.body()), _DONE], True
-        if answer.reply.is_done:
+        if answer.response.is_done:
             return [*events, answer.last_event(), _DONE], True
         return events, False
 

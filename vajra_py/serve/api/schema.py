@@ -199,7 +199,7 @@ class GenerationBody(_StatingBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report with each token, or None for no log-probabilities."""
+        """Return how many of the likeliest tokens to report with each token, or None for no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -209,7 +209,7 @@ class GenerationBody(_StatingBody):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Whether special tokens are put around the prompt; by default where no template writes them."""
+        """Return whether special tokens are put around the prompt; by default where no template writes them."""
         return self.add_special_tokens is not False
 
     def wanted_tokens(self) -> int | None:
@@ -217,7 +217,7 @@ class GenerationBody(_StatingBody):
         return self.max_tokens
 
     def sampling(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """How tokens are chosen."""
+        """Return how tokens are chosen."""
         top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
         return SamplingParams(
             max_tokens=max_tokens,
@@ -321,7 +321,7 @@ class TextPart(Body):
 
     @property
     def plain(self) -> str:
-        """What it says."""
+        """Return its text."""
         return self.text if self.type == "text" else self.refusal
 
 
@@ -380,7 +380,7 @@ class ChatBody(GenerationBody):
 
     @property
     def ends(self) -> ChatEnd:
-        """Where the conversation's text ends."""
+        """Return where the conversation's text ends."""
         return chat_end(self.add_generation_prompt, self.continue_final_message)
 
     @model_validator(mode="after")
@@ -407,7 +407,7 @@ _COMPLETION_ONLY = frozenset(("prompt",))
 
 
 def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
-    """Where a conversation ends that `add_generation_prompt` and `continue_final_message` say this of. Raises `ValueError`."""
+    """Return where a conversation ends that `add_generation_prompt` and `continue_final_message` say this of. Raises `ValueError`."""
     if continues and begins_answer:
         raise WrongField("continue_final_message", "does not go with add_generation_prompt")
     if continues:

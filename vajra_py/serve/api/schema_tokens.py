@@ -43,12 +43,12 @@ class TokenizeBody(Body):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Whether special tokens are put around the text."""
+        """Return whether special tokens are put around the text."""
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
     @property
     def ends(self) -> ChatEnd:
-        """Where the conversation's text ends."""
+        """Return where the conversation's text ends."""
         return chat_end(self.add_generation_prompt, self.continue_final_message)
 
 

@@ -25,7 +25,7 @@ _ERRORS = answers.errors(400, 401, 404, 413, 429, 503)
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """What the paths need of a service."""
+    """Parts of a service that the paths need."""
 
     session: EngineSession
     catalogue: Catalogue
@@ -97,7 +97,7 @@ class TokenPaths:
         if name not in names:
             raise unknown_model(name, names)
         replicaset = self.catalogue.behind(name)[0]
-        tokenizer = self.session.tokenizers[replicaset]
+        tokenizer = self.session.client.tokenizers[replicaset]
         if tokenizer is None:
             raise bad_request("the model has no tokenizer", "model", "no_tokenizer")
         return replicaset, tokenizer

@@ -25,7 +25,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 
 from vajra_py import __version__
 from vajra_py.contract.facts import FACTS
-from vajra_py.engine.llm import RequestMetrics
+from vajra_py.engine.requests import RequestMetrics
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.api.answers import usage
@@ -50,7 +50,7 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer("vajra_py.serve", __version__)
         self.zero_ns: Callable[[], int] = time.time_ns
-        """When the engine's clock began, nanoseconds since 1970."""
+        """Start of the engine's clock, nanoseconds since 1970."""
 
     def begin(self, headers: Mapping[str, str], body: GenerationBody) -> RequestTrace:
         """A request has come."""
@@ -76,14 +76,14 @@ class Tracing:
         """Send what has not been sent."""
         self._provider.shutdown()
 
-    def _outputs(self, parent: Span, tickets: Sequence[OutputStream]) -> None:
+    def _outputs(self, parent: Span, streams: Sequence[OutputStream]) -> None:
         zero = self.zero_ns()
         context = set_span_in_context(parent)
-        for ticket in tickets:
-            metrics = None if ticket.end is None else ticket.end.metrics
+        for stream in streams:
+            metrics = None if stream.end is None else stream.end.metrics
             if metrics is None:
                 continue
-            attributes = {"vajra.output.index": ticket.index}
+            attributes = {"vajra.output.index": stream.index}
             for name, start, end in _stretches(metrics):
                 span = self._tracer.start_span(
                     name, context, SpanKind.INTERNAL, attributes, start_time=zero + _nanoseconds(start)
@@ -104,17 +104,17 @@ class RequestTrace:
         self._error(error.code or str(error.status) if isinstance(error, ApiError) else type(error).__name__)
         self._span.end()
 
-    def end(self, name: str, tickets: Sequence[OutputStream], num_per_prompt: int) -> None:
+    def end(self, name: str, streams: Sequence[OutputStream], num_per_prompt: int) -> None:
         """Nothing of it is left; an output without an end was taken back by its client."""
         span = self._span
         if not span.is_recording():
             span.end()
             return
-        facts = tickets[0].submission.facts
-        took = usage(tickets, num_per_prompt)
-        reasons = ["aborted" if ticket.end is None else ticket.end.reason.value for ticket in tickets]
+        facts = streams[0].submission.facts
+        took = usage(streams, num_per_prompt)
+        reasons = ["aborted" if stream.end is None else stream.end.reason.value for stream in streams]
         metrics = [
-            ticket.end.metrics for ticket in tickets if ticket.end is not None and ticket.end.metrics is not None
+            stream.end.metrics for stream in streams if stream.end is not None and stream.end.metrics is not None
         ]
         span.set_attributes(
             {
@@ -131,7 +131,7 @@ class RequestTrace:
         first = [one.ttft_s for one in metrics if one.ttft_s is not None]
         if first:
             span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, min(first))
-        self._outputs(span, tickets)
+        self._outputs(span, streams)
         failed = [reason for reason in reasons if reason not in ("stop", "length")]
         if failed:
             self._error(failed[0])
@@ -143,7 +143,7 @@ class RequestTrace:
 
 
 def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
-    """What an output did from when to when; only what it got to."""
+    """Return (phase, start, end) of an output, as far as it got."""
     marks = [metrics.arrived_at, metrics.admitted_at, metrics.first_token_at]
     ended = metrics.ended_at
     found = []
@@ -155,7 +155,7 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 
 
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
-    """What policies saw of it, where anything was said."""
+    """Return the facts that policies see of a request, without those not stated."""
     given = {fact.span: getattr(facts, fact.name) for fact in FACTS if fact.span is not None}
     return {name: value for name, value in given.items() if value not in (None, "", ())}
 

@@ -51,7 +51,7 @@ def open_paths(options: ServeOptions) -> frozenset[str]:
 
 
 def is_admin_path(path: str) -> bool:
-    """Whether a path is for administrators, who may have a key of their own."""
+    """Return whether a path is for administrators, who may have a key of their own."""
     return path.startswith("/admin/")
 
 
@@ -69,7 +69,7 @@ class _Keys:
         return hashlib.blake2b(key, key=self._secret).digest()
 
     def find(self, given: bytes) -> tuple[bool, str | None]:
-        """Whether it is one of them, and its tenant."""
+        """Return whether a key is one of them, and its tenant."""
         digest = self._digest(given)
         return digest in self._tenants, self._tenants.get(digest)
 
@@ -167,7 +167,7 @@ def _is_called(name: str, pattern: str) -> bool:
 
 
 class BrowserMiddleware(CORSMiddleware):
-    """What pages of other origins may do, by the rules of browsers (CORS); refusals have this server's errors."""
+    """Permissions of pages of other origins, by the rules of browsers (CORS); refusals have this server's errors."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         super().__init__(

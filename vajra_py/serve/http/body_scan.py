@@ -20,7 +20,7 @@ _OPENING, _CLOSING = b"[{", b"]}"
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """What a body may consist of.
+    """Limits of a body's structure.
 
     Attributes:
         max_values: values: numbers, strings, arrays, objects and so on.
@@ -34,7 +34,7 @@ class JsonLimits:
 
 
 def check_structure(body: bytes | bytearray, limits: JsonLimits) -> None:
-    """Raises `ApiError` when the body has more values, arrays and objects, or levels than allowed.
+    """Raise `ApiError` when the body has more values, arrays and objects, or levels than allowed.
 
     What lies in strings does not count. A body that is not JSON passes or fails; the parser finds out.
     """

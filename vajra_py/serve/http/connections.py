@@ -33,10 +33,10 @@ _MOST_QUEUED = 8
 _MOST_AHEAD = 2**17
 """Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so nobody sees its end."""
 _CHUNK_BYTES = 24
-"""What frames a chunk, without extensions: the digits of its length, and two ends of lines."""
+"""Bytes that frame a chunk, without extensions: the digits of its length, and two ends of lines."""
 _LINGER_S = 5.0
-"""How long a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed, and
-how long it may wait for an answer behind more than is read of it."""
+"""Time that a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed, and
+that it may wait for an answer behind more than is read of it."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
@@ -109,7 +109,7 @@ class Connections:
 
 
 def most_connections(wanted: int) -> int:
-    """How many connections the process has file descriptors for, after it has raised its own limit where it may."""
+    """Return how many connections the process has file descriptors for, after it has raised its own limit where it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -126,7 +126,7 @@ def most_connections(wanted: int) -> int:
 
 
 class Phase(Enum):
-    """What a connection waits for from its client."""
+    """Phase of a connection: the bytes that it waits for from its client."""
 
     HEAD = "the head of a request"
     BODY = "the body of a request"
@@ -168,7 +168,7 @@ class Connection(HttpToolsProtocol):
         self._refusal = refusal
         self._phase = Phase.HEAD
         self._since = self.loop.time()
-        """When the phase began."""
+        """Start of the phase."""
         self._num_head_bytes = 0
         self._num_framing_bytes = 0
         """Of a body: what has come and is not the body itself: extensions of chunks, trailers."""
@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
         self._running_since = 0.0
         self._is_refused = False
         self.was_made = False
-        """Whether it has been connected, and so will be lost."""
+        """True when it has been connected, and so will be lost."""
         self._unsent = 0
         self._unsent_since = 0.0
 
@@ -348,7 +348,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
     def _has_left(self, now: float) -> bool:
-        """Whether the client has closed its end: seen without reading what it sent before, or taken from how much that is."""
+        """Return whether the client has closed its end: seen without reading what it sent before, or taken from how much that is."""
         if self.pipeline and now - self._running_since > _LINGER_S:
             return True
         poll = select.poll()

@@ -11,7 +11,8 @@ from typing import Any
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
     """Run it until it is done (None), or until it waits for something: then the task that goes on with it.
 
-    Raises what it raises before it waits. (From Python 3.12 on, tasks can begin like this themselves.)
+    Raises what it raises before it waits. Tasks with `eager_start` would do the same, but need Python 3.12, and are made for
+    what never waits too.
     """
     steps = work.__await__()
     try:

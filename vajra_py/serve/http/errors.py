@@ -62,7 +62,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """What a client reads beside the body."""
+        """Return the headers beside the body."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -95,7 +95,7 @@ def of_config_error(error: ConfigError) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found wrong, as one 400: the first problem's parameter, every problem's text.
+    """Return pydantic's findings as one 400: the first problem's parameter, every problem's text.
 
     A value that fits none of several forms is one problem: what each form would want is joined by "or".
     """

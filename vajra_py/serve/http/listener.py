@@ -18,7 +18,7 @@ _MOST_AT_ONCE = 64
 _PAUSE_S = 0.5
 """For so long nothing is accepted after the system had no room for another socket."""
 _SHUTDOWN_S = 5.0
-"""How long a client may take to answer the end of a TLS connection."""
+"""Time that a client may take to answer the end of a TLS connection."""
 _PASSING = (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM)
 """The client's trouble: the next one may be accepted at once."""
 

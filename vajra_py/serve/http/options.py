@@ -32,7 +32,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How a server listens, what it lets in, and what it shows.
+    """Options of a server: listening, access, limits, output.
 
     Attributes:
         host: address to listen on; loopback unless told otherwise.
@@ -130,7 +130,7 @@ class ServeOptions:
 
     @property
     def traces(self) -> bool:
-        """Whether spans are wanted: by the option, or by a variable that names an exporter or an endpoint."""
+        """Return whether spans are wanted: by the option, or by a variable that names an exporter or an endpoint."""
         if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
             return False
         exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
@@ -138,7 +138,7 @@ class ServeOptions:
         return self.otlp_traces_endpoint is not None or exporter not in ("", "none") or (named and exporter != "none")
 
     def check(self) -> None:
-        """Raises `ConfigError` with everything that cannot be."""
+        """Raise `ConfigError` with everything that cannot be."""
         problems = [
             Problem(name, f"is too small ({getattr(self, name)})", "Allowed: 1 or more")
             for name in _COUNTS
@@ -177,7 +177,7 @@ class ServeOptions:
 
     @property
     def has_keys(self) -> bool:
-        """Whether requests have to carry a key."""
+        """Return whether requests have to carry a key."""
         return bool(self._said_keys) or self.api_key_file is not None
 
     def read_keys(self) -> dict[str, str | None]:
@@ -209,7 +209,7 @@ class ServeOptions:
         return keys
 
     def _browser_problems(self) -> list[Problem]:
-        """What is wrong with whom the server believes, and what browsers are told."""
+        """Return the problems of trusted proxies and of CORS settings."""
         problems = []
         wrong = [
             one for one in self.allowed_hosts if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", one)

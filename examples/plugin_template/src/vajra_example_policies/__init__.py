@@ -1,4 +1,4 @@
-"""Scheduling policies for vajra-py: what this package offers."""
+"""Scheduling policies of this package for vajra-py."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["vajra_policies"]
 
 @hookimpl
 def vajra_policies() -> list[PolicySpec]:
-    """Called once, when vajra-py looks for policies."""
+    """Return the policies of this package; called once, when vajra-py loads plug-ins."""
     return [aging_shortest.SPEC, prefix_affinity.SPEC, capped_chunk.SPEC]

@@ -1,4 +1,4 @@
-"""How urgent is a request, if short prompts go first and nobody may starve?"""
+"""Prioritizer that prefers short prompts and ages waiting requests, so that none starves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AgingShortestPolicy:
     """Shortest remaining prompt first, with ageing.
 
     key = remaining prompt tokens - forgiven_tokens * waited / promised TTFT, a straight line in time whose slope differs from request to
-    request: whoever was promised an early first token ages faster. Declaring the line lets the queue keep the exact order without sorting
+    request: a request with a tighter TTFT target ages faster. Declaring the line lets the queue keep the exact order without sorting
     everybody again at each step.
     """
 
@@ -33,7 +33,7 @@ class AgingShortestPolicy:
         self._config = config
 
     def key(self, request: RequestView, now: float) -> float:
-        """Tokens to compute, less what waiting has earned; lower is more urgent."""
+        """Return the tokens to compute, minus a credit for waiting; lower is more urgent."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens run in a step, if somebody decodes, and if nobody does?"""
+"""Batch policy with separate caps on prompt tokens for steps with and without decodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CappedChunkPolicy:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
-    """After a step of all decodes, further ones are decided alike while nothing waits; a simulation works them out at once."""
+    """After a step of all decodes, further steps are identical while no request waits; a simulation applies them at once."""
 
     def __init__(self, config: CappedChunkConfig) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class CappedChunkPolicy:
         fill(replica, batch, self._next_chunk)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """The next chunk of a prompt that has the replica to itself: what predictions of prefill times are made from."""
+        """Return the next chunk of a prompt that runs alone on the replica; used to predict prefill times."""
         return min(self._config.chunk_tokens, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int:

@@ -1,4 +1,4 @@
-"""Which replica takes a request, if cached prefixes are worth following and full memories worth avoiding?"""
+"""Router that prefers replicas with cached prefixes and avoids replicas with full KV memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PrefixAffinityPolicy:
         return min(up, key=_load).replica_id
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Whatever arrived while no replica was up goes to the first that asks."""
+        """Assign requests that arrived while no replica was up to the first replica that pulls."""
         return (request.request_id for request in queued)
 
 

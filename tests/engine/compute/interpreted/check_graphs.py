@@ -1,7 +1,7 @@
 """Replayed batches of decodes, with the Triton kernels in the interpreter and a stand-in for CUDA's graphs.
 
-The stand-in runs the captured function again and holds it to what a graph is: the same launches, with the same grids,
-constants, numbers and lasting tensors, whatever the batch.
+The stand-in runs the captured function again and checks a graph's properties: the same launches, with the same grids,
+constants, numbers and persistent tensors for every batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARAMS = (
 
 
 class Recorded:
-    """Captures by remembering the function and what it launched."""
+    """Captures by storing the function and its launches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Any] = []

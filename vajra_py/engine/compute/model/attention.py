@@ -1,12 +1,12 @@
-"""Paged attention for transformers' models, and what their layers ask of attention.
+"""Paged attention for transformers' models, and the attention parameters of their layers.
 
-The function registered in transformers' attention interface takes the step under way from a context variable, not from
+The function registered in transformers' attention interface reads the current step from a context variable, not from
 its arguments: some decoder layers drop unknown keyword arguments on the way to attention.
 
 Invariants:
-    - The step under way belongs to the thread that computes it: models in other threads never see it.
+    - The current step belongs to the thread that computes it and is not visible to models in other threads.
     - A step's keys and values are written before its queries attend, layer by layer.
-    - What a layer asks for (scale, window, soft cap, sinks) is taken from what the interface passes, at every call.
+    - A layer's parameters (scale, window, soft cap, sinks) are taken from the interface's arguments, at every call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from vajra_py.engine.compute.model.kv_groups import Metadata, Scores, write_and_attend, write_and_attend_with_lse
 
 PLAIN = "vajra_paged"
-"""The attention that sees no mask from transformers: windows come as arguments."""
+"""Name of the attention without a mask from transformers: windows are arguments."""
 MASKED = "vajra_paged_windows"
-"""The same for models that tell the window through the mask alone."""
+"""Name of the attention for models that specify the window through the mask only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """Stands in for the mask that transformers makes: holds the window alone."""
+    """Replacement of transformers' mask, with the window only."""
 
     window: int | None
     shape: tuple[int, ...] = (1, 1, 1, 1)
@@ -58,7 +58,7 @@ class MaskSpec:
 
 @dataclass(slots=True)
 class PagedStep:
-    """A step under way: its batch, and each layer's (K cache, V cache) [num_blocks, block_size, Hkv, D]."""
+    """The current step: its batch, and each layer's (K cache, V cache) [num_blocks, block_size, Hkv, D]."""
 
     metadata: Metadata
     caches: list[tuple[torch.Tensor, torch.Tensor]]
@@ -66,7 +66,7 @@ class PagedStep:
 
 @dataclass(slots=True)
 class Probe:
-    """Instead of a step: collects what layers ask for."""
+    """Replacement of a step that collects the layers' attention parameters."""
 
     layers: dict[int, LayerFacts]
     problem: str | None = None
@@ -77,7 +77,7 @@ _CURRENT: ContextVar[PagedStep | Probe | None] = ContextVar("vajra_paged_step", 
 
 @contextmanager
 def under_way(step: PagedStep | Probe) -> Iterator[None]:
-    """Within it, models that run in this thread attend for this step."""
+    """Make this the current step of this thread's models, within the context."""
     token = _CURRENT.set(step)
     try:
         yield
@@ -86,7 +86,7 @@ def under_way(step: PagedStep | Probe) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make both attentions known to transformers. May be called again."""
+    """Register both attentions with transformers. May be called again."""
     for name in (PLAIN, MASKED):
         AttentionInterface.register(name, _attend)
     AttentionMaskInterface.register(MASKED, _mask)
@@ -134,7 +134,7 @@ def _attend(
     if sinks is None:
         return write_and_attend(rows, cache, step.metadata, scores)[None], None
     out, lse = write_and_attend_with_lse(rows, cache, step.metadata, scores)
-    # A sink is one more score without a value: it takes its share of the probability.
+    # A sink is an additional score without a value: it takes its share of the probability.
     return (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1).to(out.dtype))[None], None
 
 

@@ -1,6 +1,6 @@
 """Exclusion between loading a model and computing steps in one process.
 
-While transformers makes a model, torch's default type is the model's for the whole process, and its generator is seeded.
+While transformers builds a model, torch's default dtype is the model's for the whole process, and its generator is seeded.
 A step of another model that computed meanwhile in another thread could make tensors of the wrong type.
 """
 
@@ -12,18 +12,18 @@ from contextlib import contextmanager
 
 
 class Exclusion:
-    """Many threads share it at once, or one has it to itself. A thread that waits for it alone goes first."""
+    """Readers-writer lock that prefers writers: many threads share it, or one holds it exclusively."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_sharing = 0
         self._num_exclusive = 0
-        """Threads that have it alone, or wait for that."""
+        """Number of threads that hold it exclusively or wait for that."""
         self._owner: int | None = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Within it, nobody has it to himself but this thread."""
+        """Hold it shared: no other thread holds it exclusively."""
         me = threading.get_ident()
         with self._changed:
             if self._owner != me:
@@ -38,7 +38,7 @@ class Exclusion:
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Within it, no other thread shares it. Must not be asked for within `shared`."""
+        """Hold it exclusively: no other thread shares it. Must not be entered within `shared`."""
         with self._changed:
             self._num_exclusive += 1
             self._changed.wait_for(lambda: self._owner is None and not self._num_sharing)
@@ -53,4 +53,4 @@ class Exclusion:
 
 
 LOADING = Exclusion()
-"""Of this process: torch's default type and generator are its own, too."""
+"""The lock of this process, since torch's default dtype and generator are per process, too."""

@@ -2,7 +2,7 @@
 
 Invariants:
     - One flattened row of T tokens with explicit positions; no padding, no Cache object.
-    - Logits are computed for the asked-for rows alone.
+    - Logits are computed for the requested rows only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TransformersForward:
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without it, some models look for padding and packed sequences, for which the host waits for the device.
+                # Without it, some models check for padding and packed sequences, which synchronizes host and device.
                 attention_mask=torch.ones_like(token_ids)[None],
                 use_cache=False,
                 logits_to_keep=rows,
@@ -72,7 +72,7 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
     """Return the facts of each attention layer, found by a tiny forward pass without attention.
 
     Raises:
-        ConfigError: attention does not go through the interface, or asks for something that paged attention has not.
+        ConfigError: attention does not use the interface, or needs something that paged attention does not support.
     """
     probe = Probe({})
     device = next(model.parameters()).device
@@ -82,7 +82,7 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
         with under_way(probe):
             model(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
         problem = probe.problem
-    except Exception as error:  # whatever a foreign model raises on a forward pass that leaves attention out
+    except Exception as error:  # a foreign model may raise anything in a forward pass without attention
         problem = probe.problem or f"its forward pass failed with {type(error).__name__}: {error}"
     if problem is None and not probe.layers:
         problem = "its attention does not go through transformers' attention interface"
@@ -94,7 +94,7 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
 
 
 def unsupported(where: str, model: torch.nn.Module, reason: str) -> ConfigError:
-    """The error for a model that cannot be run, and why."""
+    """Return the error for a model that cannot be run for this reason."""
     model_type = getattr(model.config, "model_type", type(model).__name__)
     return ConfigError(
         Problem(

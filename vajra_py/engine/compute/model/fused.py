@@ -2,7 +2,7 @@
 
 Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same arithmetic
 from rearranged weights: one product for Q, K and V and one for gate and up; on a CPU packed for oneDNN; on a GPU products
-that add to the residual in place. Between products it calls `vajra_kernels.layer_ops` where they are of use. Elsewhere, in
+that add to the residual in place. Between products it calls `vajra_kernels.layer_ops` where that is faster. Elsewhere, in
 float32, norms' weights are multiplied into the products that follow, and rotary embedding is one complex product (rows of
 W_q and W_k are reordered so that the two halves of a rotated pair are neighbours: the same reordering in Q and K leaves
 their scores as they are).
@@ -10,7 +10,7 @@ their scores as they are).
 Invariants:
     - It is used only after a check against transformers' own forward pass with the same weights.
     - Building it takes the layers' weights away from transformers' model, so that memory holds them once.
-    - In the last layer only rows that are asked for go past attention.
+    - In the last layer only the requested rows are computed after attention.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class FusedLayer:
     attention_norm: Norm
     qkv: Product
     head_norm: Norm | None
-    """Over each query and key head, before the rotary embedding (Qwen 3, Gemma 3)."""
+    """Norm of each query and key head, before the rotary embedding (Qwen 3, Gemma 3)."""
     output: Product
     after_attention: Norm | None
-    """Gemma 2 and 3 normalise what is added to the residual."""
+    """Norm of attention's output before it is added to the residual (Gemma 2 and 3)."""
     mlp_norm: Norm
     mlp: Mlp | ModuleMlp
     after_mlp: Norm | None
@@ -72,7 +72,7 @@ class FusedLayer:
         metadata: Metadata,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Attention's result [T, Hq * D] before its output product, of the normalised hidden states."""
+        """Return attention's result [T, Hq * D] before its output product, of the normalised hidden states."""
         facts = self.facts
         qkv = self.qkv(normed)
         scores = Scores(facts.scale, facts.window, facts.softcap)
@@ -94,7 +94,7 @@ class FusedLayer:
         return write_and_attend((query, key, value), cache, metadata, scores).view(num_tokens, -1)
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor, following: Norm) -> torch.Tensor:
-        """`following(hidden)` after adding attention's and the MLP's part to `hidden` [T, h], in place."""
+        """Return `following(hidden)` after adding attention's and the MLP's part to `hidden` [T, h], in place."""
         mlp_input = self.shard.add_product(hidden, attended, self.output, self.after_attention, self.mlp_norm)
         if isinstance(self.mlp, ModuleMlp):
             return self.shard.add(hidden, self.mlp(mlp_input), self.after_mlp, following)
@@ -109,10 +109,10 @@ class FusedForward:
     def __init__(
         self, model: Any, layers: list[LayerFacts], shard: Shard, device: torch.device, stage: Stage | None = None
     ) -> None:
-        """Takes the layers' weights from `model` to `device`. `layers` are this rank's, of its pipeline stage alone.
+        """Move the layers' weights from `model` to `device`. `layers` are this rank's, of its pipeline stage only.
 
         Raises:
-            AttributeError, ValueError: the model is not built as its type lets expect.
+            AttributeError, ValueError: the model does not have the structure of its type.
         """
         body = model.model
         config = model.config
@@ -138,7 +138,7 @@ class FusedForward:
         self._norm, self._head = builder.head(model, self._embedding)
 
     def set_layers(self, layers: list[LayerFacts]) -> None:
-        """Change what layers ask for (windows), for a check."""
+        """Replace the layers' attention parameters (windows), for a check."""
         for layer, facts in zip(self._layers, layers, strict=True):
             layer.facts = facts
 
@@ -158,7 +158,7 @@ class FusedForward:
                 hidden *= self._embed_scale
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
-        # Where requests are spread over groups, keys and values are written of some rows alone.
+        # If requests are spread over groups, keys and values of some rows only are written.
         looks_up = self._is_fused and isinstance(metadata, AttentionMetadata)
         rotations: dict[Rope, StepRotation] = {
             rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes
@@ -188,7 +188,7 @@ class _Builder:
     device: torch.device
     dtype: torch.dtype
     is_fused: bool
-    """`vajra_kernels.layer_ops` computes what stands between products."""
+    """True if `vajra_kernels.layer_ops` computes the operations between products."""
 
     @property
     def folds(self) -> bool:
@@ -230,7 +230,7 @@ class _Builder:
     def head(self, model: Any, embedding: torch.Tensor) -> tuple[Norm, Product]:
         """The last norm and the output layer."""
         if model.lm_head.weight is model.model.embed_tokens.weight:
-            # Shared with the embedding: used as it is, since a rearranged copy would cost its memory again.
+            # Shared with the embedding and not rearranged, since a copy would double its memory.
             return self._norm(model.model.norm), Product(self.shard.vocabulary_rows(embedding), None)
         weight = self.shard.vocabulary_rows(model.lm_head.weight)
         norm, weight = self._before(model.model.norm, weight)

@@ -17,7 +17,7 @@ Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Product:
-    """x @ weight.T + bias, over a weight in the layout that its device computes fastest from."""
+    """x @ weight.T + bias, with the weight in the fastest layout for its device."""
 
     __slots__ = ("_bias", "_is_packed", "_weight")
 
@@ -59,11 +59,11 @@ class Product:
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise.default
 _PACKED_FOR_ROWS = 32
-"""Rows of x that the layout is chosen for: one chosen for 8 or more is as fast for any number (measured)."""
+"""Rows of x that the layout is chosen for: one chosen for 8 or more is equally fast for any number (measured)."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Return whether oneDNN can compute from a packed copy of this weight on this machine."""
+    """Return True if oneDNN can compute from a packed copy of this weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
@@ -74,9 +74,9 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Norm:
-    """Root-mean-square norm over the last dimension, times a weight unless that went into what follows.
+    """Root-mean-square norm over the last dimension, times a weight unless that is folded into the next product.
 
-    A weight that is wider than what it multiplies (Gemma's in half precision) is multiplied before rounding.
+    A weight of a wider dtype than its operand (Gemma's in half precision) is multiplied before rounding.
     """
 
     __slots__ = ("_eps", "_native", "eps", "is_fused", "is_wide", "weight", "width")
@@ -84,7 +84,7 @@ class Norm:
     def __init__(
         self, weight: torch.Tensor | None, eps: float, width: int, is_wide: bool = False, is_fused: bool = False
     ) -> None:
-        """`is_fused` says that rows are normalised by `vajra_kernels.layer_ops`; there is a weight then."""
+        """`is_fused`: rows are normalised by `vajra_kernels.layer_ops`; requires a weight."""
         self.weight = weight
         self.eps = eps
         self.width = width
@@ -95,7 +95,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, is_fused: bool = False) -> Norm:
-        """The norm that a transformers module computes, found by trying it: Gemma's weights count from 1."""
+        """Return the norm that a transformers module computes, found by running it: Gemma adds 1 to its weights."""
         weight: torch.Tensor = module.weight.detach()
         eps = getattr(module, "variance_epsilon", None)
         if eps is None:
@@ -169,7 +169,7 @@ class Rope:
         return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
 
     def table(self, positions: torch.Tensor, num_positions: int) -> TableRotation:
-        """The same for a kernel that looks them up itself."""
+        """Return the same as a table, for a kernel that indexes it by position."""
         from vajra_kernels.layer_ops import Rotation as TableRotation
 
         cos, sin, _ = self._tables.get(self.kind, num_positions, False)
@@ -190,7 +190,7 @@ class Rope:
 
 
 class RopeTables:
-    """Rotations by position, from the model's own module, made once and grown when longer sequences come."""
+    """Rotations by position, from the model's own module, computed once and extended for longer sequences."""
 
     __slots__ = ("_dtype", "_module", "_ropes", "_tables", "_takes_kind")
 
@@ -215,7 +215,7 @@ class RopeTables:
     def get(
         self, kind: str | None, num_positions: int, is_complex: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(cos, sin, both as complex numbers) [positions, rotary_dim / 2] for at least so many positions."""
+        """(cos, sin, both as complex numbers) [positions, rotary_dim / 2] for at least `num_positions` positions."""
         found = self._tables.get(kind)
         if found is not None and found[0].shape[0] >= num_positions and (found[2] is not None or not is_complex):
             return found
@@ -244,12 +244,12 @@ class Mlp:
 
 
 class Activation:
-    """act(gate) * up of both in one row; the argument is ours to change."""
+    """act(gate) * up, with gate and up in one row; the argument may be overwritten."""
 
     __slots__ = ("_function", "_kind")
 
     def __init__(self, module: Any, is_fused: bool) -> None:
-        """`is_fused` says that `vajra_kernels.layer_ops` computes it, if it knows the function."""
+        """`is_fused`: `vajra_kernels.layer_ops` computes it, if it supports the function."""
         name = type(module).__name__
         kind = "silu" if name in ("SiLU", "SiLUActivation") else "gelu_tanh" if name == "GELUTanh" else None
         self._kind = kind if is_fused else None

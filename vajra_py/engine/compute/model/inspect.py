@@ -2,7 +2,7 @@
 
 Invariants:
     - Every problem is one line that names the file.
-    - Nothing of a model's own code is run, ever.
+    - A model's own code is never run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def inspect_model(directory: str | Path, random_weights: bool = False) -> ModelF
 
 
 def free_host_bytes() -> int:
-    """Memory of this machine that a process could still take, in bytes (a container's limit included)."""
+    """Available memory of this machine in bytes (within a container's limit)."""
     candidates = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -101,7 +101,7 @@ def read_model_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _refuse_quantized(file: Path, config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a checkpoint of quantized weights: they would need products that this engine has not."""
+    """Raise `ConfigError` for a checkpoint of quantized weights, since this engine has no quantized products."""
     for name in ("quantization_config", "compression_config"):
         quantization = config.get(name)
         if quantization is not None:

@@ -1,11 +1,11 @@
 """Attention of requests whose KV is spread over KV-parallel groups.
 
 Every group that holds some of a request's KV computes its tokens and attends over its own part; in each layer these groups
-send one another their results with the log-sum-exps of the scores, and each merges all of them (Medha, arXiv 2409.17264,
-section 4). Requests of one group are attended to as ever, and groups that share no request exchange nothing.
+exchange their results with the log-sum-exps of the scores, and each merges all of them (Medha, arXiv 2409.17264,
+section 4). Attention of requests within one group is unchanged, and groups without a common request exchange nothing.
 
 Invariants:
-    - K and V of new tokens are written by the group that holds a request's newest tokens, and by no other.
+    - K and V of new tokens are written only by the group that holds a request's newest tokens.
     - All groups merge a request's parts in the same order, that of the groups' numbers.
 """
 
@@ -44,10 +44,10 @@ class Exchange:
     """Rows that another group computes too.
 
     Attributes:
-        group: which one.
+        group: its number.
         rank: of it, to exchange with.
         rows: int64 [S], rows of the flattened batch, in the same order on both sides.
-        places: int64 [S], where they are among all shared rows.
+        places: int64 [S], their indices among all shared rows.
     """
 
     group: int
@@ -67,7 +67,7 @@ class SplitMetadata:
         earlier: the latter, whose queries see all of that part; None without any.
         shared: int64 [S], rows that other groups compute too.
         exchanges: with each of those groups, by number.
-        own_place: how many of them have a smaller number than this one.
+        own_place: number of them with a smaller number than this group.
         max_kv_len: the longest sequence, all parts together.
     """
 
@@ -164,7 +164,8 @@ def write_and_attend_with_lse(
 def _attended(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    window = scores.window if metadata.causal else None  # models whose windows matter are refused
+    # Windows are irrelevant for earlier parts: models with one shorter than the longest sequence are refused.
+    window = scores.window if metadata.causal else None
     return paged_attention(
         query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True
     )

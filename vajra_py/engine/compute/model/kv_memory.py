@@ -2,7 +2,7 @@
 
 Invariants:
     - All layers use the same block ids; block b of every layer moves together.
-    - A copy happens before anything that was asked for later.
+    - A copy happens before all work submitted after it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class KvMemory:
         shared_file: str | None = None,
         num_spare_blocks: int = 0,
     ) -> None:
-        """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size).
+        """Allocate; `sizes` is (num_blocks, num_host_blocks, block_size).
 
-        `shared_file`: where host memory is that other processes have too.
-        `num_spare_blocks`: blocks behind the others that no request holds.
+        `shared_file`: file that backs host memory shared with other processes.
+        `num_spare_blocks`: additional blocks at the end that no request holds.
         """
         self.num_spare_blocks = num_spare_blocks
         self.num_blocks, self.num_host_blocks, block_size = sizes

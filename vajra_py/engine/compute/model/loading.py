@@ -1,9 +1,9 @@
 """Loading a directory as a model on a device, ready for paged attention.
 
 Invariants:
-    - What loading changes in the whole process (torch's default type and generator, transformers' verbosity) is changed by
+    - Process-wide state that loading changes (torch's default dtype and generator, transformers' verbosity) is changed by
       one load at a time, and never while a step of another model computes.
-    - What can be refused from file headers, the config or the device's free memory is refused before weights are read.
+    - Errors detectable from file headers, the config or the device's free memory are raised before weights are read.
     - A model's own code is never run; random weights depend on the config and the seed alone.
 """
 
@@ -38,9 +38,9 @@ class LoadedModel:
         model: transformers' module.
         config: its text configuration.
         where: the directory, for messages.
-        device: where it lives.
+        device: of its weights.
         dtype: of weights and computation.
-        max_model_len: longest sequence that it is to see.
+        max_model_len: longest sequence that it will run.
     """
 
     model: torch.nn.Module
@@ -52,10 +52,10 @@ class LoadedModel:
 
 
 def load_model(options: RunnerOptions, tp_plan: str | None = None) -> LoadedModel:
-    """The model that `options` names. Steps of this process wait meanwhile.
+    """Load the model that `options` names. Steps of this process wait meanwhile.
 
     Raises:
-        ConfigError: one line for each thing that is wrong.
+        ConfigError: one line per problem.
     """
     with LOADING.exclusively():
         return _load_model(options, tp_plan)
@@ -78,7 +78,7 @@ def _load_model(options: RunnerOptions, tp_plan: str | None) -> LoadedModel:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, transformers prints neither progress bars nor warnings: what matters is checked and raised."""
+    """Silence transformers' progress bars and warnings; relevant problems are checked and raised."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -152,7 +152,7 @@ def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def _choose_length(asked: int | None, config: Any, where: str) -> int:
-    """The longest sequence: what was asked for, within what positions the model has a meaning for."""
+    """Return the longest sequence: the requested length, within the model's positions."""
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     kinds = _rope_kinds(getattr(config, "rope_parameters", None))
     if kinds & {"dynamic", "longrope"}:

@@ -1,9 +1,9 @@
 """Preparing a loaded model for its first step: probing its layers, choosing a forward pass, checking it.
 
 Invariants:
-    - With the self-check on (the default), no forward pass is used that was not compared with transformers' own on the same
+    - With the self-check on (the default), every forward pass is compared with transformers' own before use, on the same
       weights.
-    - Without it, transformers' modules run with the attention that honours windows told through the mask.
+    - Without it, transformers' modules run with the attention that reads windows from the mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that can run steps: its forward pass, what this rank's layers ask for, and facts."""
+    """A model that can run steps: its forward pass, the attention parameters of this rank's layers, and facts."""
 
     forward: Forward
     layers: list[LayerFacts]
@@ -40,13 +40,13 @@ class PreparedModel:
 
 
 def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
-    """A checked model.
+    """Load and check a model.
 
     Raises:
         ConfigError: see `load_runner`.
     """
     device = find_device(options.device)
-    # Where ranks divide the layers, each takes its part from the host: no device ever holds the whole model.
+    # If ranks divide the layers, each takes its part from the host: no device ever holds the whole model.
     divided = replace(options, device="cpu", dtype=_dtype_name(options))
     loaded = load_model(divided if ranks.divides_layers else options)
     with LOADING.shared():
@@ -56,7 +56,7 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
 
 
 def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device: torch.device) -> PreparedModel | None:
-    """The loaded model with the forward pass that it is to use; None when it is to be loaded again without the fused one."""
+    """Return the model with its forward pass; None if it has to be loaded again without the fused one."""
     where = f"model {loaded.where}"
     layers = probe_layers(loaded.model, where)
     counts = _count(loaded.model)
@@ -85,7 +85,7 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
 
 
 def _dtype_name(options: RunnerOptions) -> str:
-    # On the host "auto" would mean float32; on the device the ranks run on it means what the checkpoint has.
+    # On the host "auto" would mean float32; on the ranks' device it means the checkpoint's dtype.
     return options.dtype if options.dtype != "auto" or options.device == "cpu" else "bfloat16"
 
 
@@ -105,7 +105,7 @@ def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks
 
 
 def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: int, where: str) -> None:
-    """A window would have to end within an earlier group's part, which kernels see all of."""
+    """Refuse windows with KV parallelism: one could end within an earlier group's part, of which kernels attend all."""
     for layer in layers:
         if layer.window is not None and group_tokens < loaded.max_model_len and layer.window < loaded.max_model_len:
             reason = (
@@ -126,7 +126,7 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
         layers = probe_layers(model, where)
         check = SelfCheck(loaded, layers)
         passes = check.difference(TransformersForward(model), check.layers, loaded.device) is None
-    except ConfigError:  # what it met first says more
+    except ConfigError:  # the first error is more informative
         passes = False
     if not passes:
         raise unsupported(where, model, difference)
@@ -134,7 +134,7 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
 
 
 def _masked(model: Any, where: str) -> list[LayerFacts]:
-    """Return the layers' facts with the attention that reads masks: some models state their window in the mask alone."""
+    """Return the layers' facts with the attention that reads masks: some models specify their window in the mask only."""
     model.set_attn_implementation(MASKED)
     return probe_layers(model, where)
 
@@ -142,7 +142,7 @@ def _masked(model: Any, where: str) -> list[LayerFacts]:
 def _fuse(
     loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks, checks: bool, device: torch.device
 ) -> tuple[Forward | None, str | None]:
-    """(the fused forward pass, None), or (None, what is wrong with it)."""
+    """(the fused forward pass, None), or (None, description of its fault)."""
     check = SelfCheck(loaded, layers) if checks else None
     local = ranks.own_layers(layers)
     try:

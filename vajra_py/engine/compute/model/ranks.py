@@ -1,10 +1,10 @@
-"""The ranks that compute one replica together, and what each of them takes of a step.
+"""The ranks that compute one replica together, and each rank's part of a step.
 
-A replica has KV-parallel groups, each group pipeline stages, each stage tensor-parallel ranks. Every rank is told the same
+A replica has KV-parallel groups, each group pipeline stages, each stage tensor-parallel ranks. Every rank receives the same
 steps in the same order and computes its part of each: a stage its layers, a group the requests whose KV it holds.
 
 Invariants:
-    - Ranks that exchange tensors agree on shapes and order from the step alone; nothing about them is sent.
+    - Ranks that exchange tensors derive shapes and order from the step; these are not sent.
     - Only the last stage samples, and of a request's groups only the one that holds its newest tokens.
 """
 
@@ -30,7 +30,7 @@ class Ranks:
     shard: Shard = field(default_factory=Shard)
     stage: Stage = field(default_factory=Stage)
     groups: GroupLinks | None = None
-    """None: without KV parallelism."""
+    """Links to the other KV-parallel groups; None without KV parallelism."""
 
     @property
     def is_alone(self) -> bool:
@@ -67,7 +67,7 @@ class Ranks:
 
 
 def join_ranks(options: RunnerOptions) -> Ranks:
-    """This rank's place, after meeting the others (a rank that is alone meets nobody).
+    """Connect to the other ranks, if any, and return this rank's place.
 
     Raises:
         ConfigError: no rendezvous, or the ranks do not meet.
@@ -109,7 +109,7 @@ def _own_groups(
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
     """(the ranks that share this one's layers, the same layers' ranks of every KV-parallel group), where there are several.
 
-    Every rank makes every group, in the same order, as torch wants it.
+    Every rank creates every group, in the same order, as torch requires.
     """
     shared = parallel = None
     tensor, stages, groups = options.tensor_parallel_size, options.pipeline_stages, options.kv_groups
@@ -138,7 +138,7 @@ def swap_file(options: RunnerOptions) -> str:
     """Return the file in which ranks of the same layers, over all KV-parallel groups, keep swapped-out KV blocks.
 
     Raises:
-        ExecutorError: the ranks meet on a network, so that they may have no files in common.
+        ExecutorError: the rendezvous is a network address, so that the ranks may not share a file system.
     """
     scheme, _, path = (options.rendezvous or "").partition("://")
     if scheme != "file":

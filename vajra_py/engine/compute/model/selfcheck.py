@@ -5,8 +5,8 @@ pass over all of them under transformers' plain attention. Windows are narrowed 
 reach past them. Weights are read once for the reference and once for each of the four steps.
 
 Invariants:
-    - The model is left as it was found, whatever happens.
-    - The comparison sees every layer and every position, and the window of every layer that has one.
+    - The model is restored afterwards, also after an error.
+    - The comparison covers every layer and every position, and the window of every layer that has one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SelfCheck:
     """Output of transformers' own forward pass, the reference of the self-check."""
 
     def __init__(self, loaded: LoadedModel, layers: list[LayerFacts]) -> None:
-        """`layers` is what they ask for as the model is."""
+        """`layers` are the unmodified model's."""
         self._loaded = loaded
         with _narrowed(loaded) as has_windows:
             self.layers = probe_layers(loaded.model, f"model {loaded.where}") if has_windows else layers
@@ -89,11 +89,11 @@ def _reference(loaded: LoadedModel) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def _paged(loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], device: torch.device) -> list[torch.Tensor]:
-    """Logits of every position, [length, vocab] a sequence, from the steps of `_STEPS`."""
+    """Logits of every position, [length, vocab] per sequence, from the steps of `_STEPS`."""
     tokens = [ids.to(device) for ids in _tokens(loaded)]
     tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
     memory = KvMemory(layers, (12, 0, _BLOCK), loaded.dtype, device)
-    for k_cache, v_cache in memory.caches:  # what is there before must not matter
+    for k_cache, v_cache in memory.caches:  # earlier contents must have no effect
         k_cache.fill_(1e3)
         v_cache.fill_(1e3)
     found: list[list[torch.Tensor]] = [[], [], []]
@@ -123,7 +123,7 @@ def _paged(loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], devi
 
 @contextmanager
 def _narrowed(loaded: LoadedModel) -> Iterator[bool]:
-    """Within it, every window that could matter is `_WINDOW` tokens wide. Gives whether there is one."""
+    """Narrow every window in use to `_WINDOW` tokens; yield True if there is one."""
     owners: list[Any] = [loaded.model.config, *loaded.model.modules()]
     owners += [config for module in loaded.model.modules() if (config := getattr(module, "config", None)) is not None]
     found: dict[tuple[int, str], tuple[Any, int]] = {}

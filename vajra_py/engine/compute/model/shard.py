@@ -54,7 +54,7 @@ class Shard:
         return weight.chunk(self.size, 1)[self.rank] if self.size > 1 else weight
 
     def once(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """A bias that is added to a sum over ranks: on one of them."""
+        """The bias on rank 0, else None, so that a sum over ranks adds it once."""
         return bias if self.rank == 0 else None
 
     def vocabulary_rows(self, weight: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Shard:
         return self.rows(weight) if weight.shape[0] % self.size == 0 else weight
 
     def experts(self, module: Any) -> Any:
-        """A mixture of experts with this rank's part of every expert's inner width."""
+        """Mixture of experts with this rank's part of every expert's inner width."""
         if self.size > 1:
             experts = module.experts
             gate, up = experts.gate_up_proj.chunk(2, 1)

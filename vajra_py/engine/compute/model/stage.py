@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each stage's layers, and hidden states on their way from one stage to the next.
+"""Pipeline parallelism: each stage's layers, and the transfer of hidden states between stages.
 
 Invariants:
-    - Stages take steps in the order in which they are told them, so what one sends is what the next one waits for.
-    - Sending does not wait for the receiver while fewer steps than there are stages are on their way.
+    - All stages process steps in the same order, so sends and receives match.
+    - Sending does not wait for the receiver while fewer steps than stages are in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stage:
     def __init__(
         self, index: int = 0, count: int = 1, previous: int | None = None, following: int | None = None
     ) -> None:
-        """`previous` and `following` are the ranks that hidden states come from and go to."""
+        """`previous` and `following`: ranks that hidden states are received from and sent to."""
         self.index = index
         self.count = count
         self._previous = previous
@@ -62,6 +62,6 @@ class Stage:
         self._sent.append((distributed.isend(hidden, self._following), hidden))
 
     def take_waited_s(self) -> float:
-        """Seconds spent in `receive` since this was last asked."""
+        """Return the seconds spent in `receive` since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s

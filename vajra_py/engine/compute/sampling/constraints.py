@@ -1,8 +1,8 @@
 """Tokens that requests forbid or favour: `allowed_token_ids`, `logit_bias`, `bad_words_token_ids`.
 
 Invariants:
-    - What a row forbids has a logit of minus infinity, and everything else its own, plus its bias. Other rows stay as they are.
-    - What depends on nothing but the request is added up once, when it takes its slot. Sequences of several tokens are
+    - A token that a row forbids has a logit of minus infinity; others keep their own, plus the bias. Other rows are unchanged.
+    - Constraints that depend only on the request are summed once, when it takes its slot. Sequences of several tokens are
       looked for in the row's output, on the device: nothing waits for it.
 """
 
@@ -20,14 +20,14 @@ from vajra_py.engine.compute.transfer import to_device
 
 _NEG_INF = float("-inf")
 _ANY = -2
-"""Stands in a beginning for whatever token, so that beginnings of different lengths are one tensor."""
+"""Wildcard that pads beginnings on the left, so that beginnings of different lengths form one tensor."""
 _NONE = -3
-"""Stands in the last tokens for one that is not there, which no beginning has."""
+"""Padding of the recent tokens of a short output; no beginning contains it."""
 
 
 @dataclass(slots=True)
 class _Sequences:
-    """The bad words of one row that are several tokens.
+    """Bad words of one row that consist of several tokens.
 
     Attributes:
         beginnings: int64 [W, P], all tokens but the last, behind `_ANY`.
@@ -41,7 +41,7 @@ class _Sequences:
 
 
 class Constraints:
-    """Of all slots that have any. What is added to logits lies in one tensor, which grows without waiting for the device."""
+    """Constraints of all slots. Additions to logits are kept in one tensor, which grows without waiting for the device."""
 
     __slots__ = ("_added", "_device", "_free", "_places", "_sequences")
 
@@ -50,11 +50,11 @@ class Constraints:
         self._added = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)
         self._free: list[int] = []
         self._places: Ints = np.full(max_requests, -1, np.int64)
-        """By slot, its row of `_added`; -1: it has none."""
+        """Row of `_added` by slot; -1 without constraints."""
         self._sequences: dict[int, _Sequences] = {}
 
     def add(self, slot: int, sampling: SamplingParams, output_token_ids: Sequence[int]) -> bool:
-        """A request takes a slot; whether it has constraints. Raises `IndexError` for a token outside the vocabulary."""
+        """Add a request to a slot; return True if it has constraints. Raises `IndexError` for a token outside the vocabulary."""
         words = sampling.bad_words_token_ids
         if sampling.allowed_token_ids is None and not sampling.logit_bias and not words:
             return False
@@ -73,7 +73,7 @@ class Constraints:
         return True
 
     def remove(self, slot: int) -> None:
-        """The request left."""
+        """Remove the slot's request."""
         place = int(self._places[slot])
         if place >= 0:
             self._free.append(place)
@@ -81,7 +81,7 @@ class Constraints:
             self._sequences.pop(slot, None)
 
     def apply(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Float32 logits [R, vocab] as the rows of these slots constrain them; `logits` itself where none does."""
+        """Return float32 logits [R, vocab] under the constraints of these slots; `logits` itself without any."""
         rows = np.flatnonzero(self._places[slots] >= 0)
         if not rows.size:
             return logits
@@ -97,7 +97,7 @@ class Constraints:
         return possible
 
     def count(self, tokens: torch.Tensor, slots: Ints) -> None:
-        """One more output token int64 [R] of each of these slots."""
+        """Append an output token, int64 [R], to each of these slots."""
         if not self._sequences:
             return
         for row, slot in enumerate(slots.tolist()):

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, on their way from the device."""
+"""Log-probabilities of tokens, transferred from the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vajra_py.engine.compute.transfer import to_host
 
 @dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """Log-probabilities of N tokens, on the host once the device's stream has got there.
+    """Log-probabilities of N tokens, available on the host once the device's stream has completed them.
 
     Attributes:
-        counts: how many of the likeliest tokens each is reported with.
+        counts: number of most likely tokens to report with each.
         chosen: float32 [N], of the tokens themselves.
         ranks: int64 [N], their places among all, from 1.
         values: float32 [N, largest count], of the likeliest tokens.
-        ids: int64 [N, largest count], those.
+        ids: int64 [N, largest count], ids of the likeliest tokens.
     """
 
     counts: Sequence[int]
@@ -39,7 +39,7 @@ class PendingLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
-    """Log-probabilities of tokens [N] under logits [N, vocab], with so many of the likeliest tokens each."""
+    """Log-probabilities of tokens [N] under logits [N, vocab], with `counts` most likely tokens each."""
     rows = torch.log_softmax(logits.float(), -1)
     chosen = rows.gather(1, tokens.unsqueeze(-1))
     ranks = (rows > chosen).sum(-1) + 1

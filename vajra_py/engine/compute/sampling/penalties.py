@@ -2,7 +2,7 @@
 
 Invariants:
     - The prompt counts for the repetition penalty alone; the output for all three.
-    - Counts live on the device, all requests' in one tensor, and grow without waiting for it.
+    - Counts of all requests are one tensor on the device, which grows without waiting for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Histories:
     """Token counts of prompts and outputs of requests with penalties.
 
     Attributes:
-        seen: int32 [H, vocab], for each history twice how often a token was put out, and 1 more where the prompt has it.
-            At least one row, so that it can be pointed at.
+        seen: int32 [H, vocab], for each history, twice a token's count in the output, plus 1 if it is in the prompt.
+            At least one row, so that kernels get a valid pointer.
     """
 
     __slots__ = ("_free", "seen")
@@ -34,7 +34,7 @@ class Histories:
         self._free = [0]
 
     def add(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> int:
-        """The row of a new history. Raises `IndexError` for a token outside the vocabulary."""
+        """Add a history and return its row. Raises `IndexError` for a token outside the vocabulary."""
         num_rows, vocab_size = self.seen.shape
         prompt, outputs = (np.array(ids, np.int64) for ids in (prompt_token_ids, output_token_ids))
         for ids in (prompt, outputs):
@@ -51,11 +51,11 @@ class Histories:
         return self._free.pop()
 
     def remove(self, history: int) -> None:
-        """Give the row back."""
+        """Release the row."""
         self._free.append(history)
 
     def count(self, histories: Ints, tokens: torch.Tensor) -> None:
-        """One more output token int64 [R] of each of these histories [R]; those of -1 keep none, and a token of -1 is none."""
+        """Append an output token, int64 [R], to each of these histories [R]; histories and tokens of -1 are skipped."""
         kept = np.flatnonzero(histories >= 0)
         if not kept.size:
             return
@@ -80,7 +80,7 @@ def apply_penalties(logits: torch.Tensor, parameters: np.ndarray, histories: His
     counts = seen >> 1
     part = logits[places]
     scaled = torch.where(part > 0, part / repetition, part * repetition)
-    # It may overflow, and infinite logits have no differences.
+    # The result may overflow, and differences of infinite logits are not defined.
     scaled = torch.where(part.isfinite(), scaled.clamp_(-_LARGEST, _LARGEST), part)
     part = torch.where(seen > 0, scaled, part)
     part -= frequency * counts + presence * (counts > 0)

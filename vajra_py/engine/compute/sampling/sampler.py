@@ -1,8 +1,8 @@
 """Sample a token from each row's logits.
 
 Invariants:
-    - A row whose logits have no finite maximum (NaN among them, overflow, nothing left to choose) gives `NO_TOKEN`, and
-      changes nothing of any other row.
+    - A row whose logits have no finite maximum (NaN, overflow, no token allowed) gives `NO_TOKEN`, and
+      does not affect other rows.
     - A token depends on its row's logits, its request's parameters, seed and number of tokens so far; not on other rows.
       Each draw uses one number, made from (seed, number of output tokens) by a counter-based generator on the host, so it
       is the same on every device and after a preemption.
@@ -34,7 +34,7 @@ Logprobs = tuple[list[int], PendingLogprobs]
 """Slots, and the log-probabilities of their tokens."""
 _NEG_INF = float("-inf")
 NO_TOKEN = -1
-"""In the place of a token of a row that cannot be sampled."""
+"""Token of a row that cannot be sampled."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class RowState:
 
     sampling: SamplingParams
     ending_tokens: Ints
-    """Ids that are not sampled before `min_tokens`, where that is asked for."""
+    """Ids that are not sampled before `min_tokens`, if that is set."""
 
 
 class Sampler:
@@ -69,7 +69,7 @@ class Sampler:
         self._min_tokens: Ints = np.zeros(max_requests, np.int64)
 
     def add(self, new: NewRow) -> None:
-        """A request takes a slot."""
+        """Add a request to a slot."""
         sampling, slot = new.sampling, new.slot
         ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
         ids = np.array(sorted(ending) if sampling.min_tokens else [], np.int64)
@@ -101,7 +101,7 @@ class Sampler:
         self._min_tokens[slot] = sampling.min_tokens
 
     def remove(self, slot: int) -> None:
-        """The request left."""
+        """Remove the slot's request."""
         history = int(self._parameters[slot, Column.HISTORY])
         if history >= 0:
             self._histories.remove(history)
@@ -111,15 +111,15 @@ class Sampler:
         self._is_plain[slot] = True
 
     def undo(self, slots: Sequence[int]) -> None:
-        """Take back one token of each of these slots, whose sampling does not depend on their outputs."""
+        """Undo one token of each of these slots, whose sampling does not depend on their outputs."""
         self._num_outputs[list(slots)] -= 1
 
     def sample(
         self, logits: torch.Tensor, slots: Ints, likeliest: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those that asked.
+        """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those with `logprobs`.
 
-        `likeliest` is `likeliest_tokens(logits)` where that is known; it is the very tensor that is returned when nobody asks for
+        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if no row needs
         more.
         """
         if self._is_plain[slots].all():
@@ -140,7 +140,7 @@ class Sampler:
         return tokens, logprobs
 
     def _without_early_ends(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Logits without tokens that would end a request too early; `logits` stays as it is."""
+        """Return logits without tokens that would end a request too early; `logits` is not changed."""
         early = np.flatnonzero(self._num_outputs[slots] < self._min_tokens[slots]).tolist()
         endings = [row.ending_tokens for row in (self._rows[slots[place]] for place in early) if row is not None]
         if not any(one.size for one in endings):
@@ -207,7 +207,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-    """One token a row of float32 logits [R, vocab], by the inverse of the cumulated probabilities of those that are kept."""
+    """Draw one token per row of float32 logits [R, vocab], by the inverse of the cumulated probabilities of kept tokens."""
     temperature = parameters[:, Column.TEMPERATURE].astype(np.float32)
     # From the largest down, so that no temperature overflows.
     scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)
@@ -221,7 +221,7 @@ def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
 def truncate(scores: torch.Tensor, parameters: Doubles) -> torch.Tensor:
     """Scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p.
 
-    Sorted at most once, and no further than the largest top-k where every row that needs it has one.
+    Sorts at most once, and only up to the largest top-k if every row that needs sorting has one.
     """
     vocab_size = scores.shape[1]
     top_k = parameters[:, Column.TOP_K].astype(np.int64)

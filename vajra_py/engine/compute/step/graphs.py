@@ -1,16 +1,16 @@
 """Decode batches captured as CUDA graphs and replayed.
 
-For each size of a ladder, the forward pass of that many decodes is captured once, on tensors that stay where they are. A
-batch of decodes is padded to the next size; its facts are written into those tensors and the graph is replayed. Whatever
-else a step may be (chunks, more rows than the ladder has) runs as it would without graphs.
+For each size of a ladder, the forward pass of that many decodes is captured once, on tensors with fixed addresses. A
+batch of decodes is padded to the next size; its inputs are written into those tensors and the graph is replayed. Any
+other step (chunks, more rows than the largest size) runs without a graph.
 
 Invariants:
     - A captured pass reads and writes tensors of this module, weights and KV memory, whose addresses never change.
-    - A padding row has KV length 0 and write slot -1: it reads and writes no KV, and takes its token from, and leaves it in,
-      the place of `last_tokens` that belongs to no slot.
+    - A padding row has KV length 0 and write slot -1: it reads and writes no KV, and reads and writes its token in
+      the extra entry of `last_tokens`.
     - Launches are chosen from bounds that are the same for every batch of a size; attention's work is divided by a batch's
       lengths on the device.
-    - When capturing fails, there are no graphs: the reason is logged, and nothing else changes.
+    - If capturing fails, steps run without graphs, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vajra_py.engine.compute.transfer import to_device
 _log = logging.getLogger(__name__)
 
 WARM_UPS = 2
-"""Passes before a capture: kernels are compiled and libraries make their workspaces then, which must not be captured."""
+"""Passes before a capture: kernels are compiled and libraries allocate their workspaces, which must not be captured."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ def ladder(largest: int) -> tuple[int, ...]:
 
 
 class Capture(Protocol):
-    """Captures what a function does to the device."""
+    """Captures the device work of a function."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return a function that repeats the captured work on the tensors' current content. Runs the function at least once."""
@@ -71,7 +71,7 @@ class CudaCapture:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use their devices meanwhile: only this one's mistakes count.
+        # Other threads of this process may use their devices meanwhile: only this thread's errors end the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
@@ -115,7 +115,7 @@ class DecodeGraphs:
     def captured(
         cls, forward: Forward, caches: Caches, state: BatchState, vocab_size: int, largest: int, capture: Capture
     ) -> DecodeGraphs | None:
-        """All sizes, captured; None when that fails."""
+        """Capture all sizes; None if that fails."""
         graphs = cls(forward, caches, state, vocab_size, largest)
         started = time.perf_counter()
         try:
@@ -123,7 +123,7 @@ class DecodeGraphs:
             for size in sorted(graphs._graphs, reverse=True):
                 graph = graphs._graphs[size]
                 graph.replay = capture(lambda graph=graph: graphs._run(graph))  # type: ignore[misc]
-        except Exception as error:  # whatever a library or a model does that cannot be captured
+        except Exception as error:  # a library or a model may do anything that cannot be captured
             _log.warning("decodes run without CUDA graphs: capturing failed (%s: %s)", type(error).__name__, error)
             return None
         seconds = time.perf_counter() - started
@@ -142,7 +142,7 @@ class DecodeGraphs:
         return self._graphs[size].metadata
 
     def takes(self, batch: HostBatch) -> bool:
-        """Return whether this batch has decodes alone and fits a captured size."""
+        """Return True if this batch has only decodes and fits a captured size."""
         return batch.num_decodes == len(batch.slots) <= self._shape[0]
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +192,7 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        graph.metadata.memo.decode_plans.clear()  # a plan belongs to the lengths of one replay
+        graph.metadata.memo.decode_plans.clear()  # a plan is valid for the lengths of one replay only
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
         token_ids = last_tokens.index_select(0, places)

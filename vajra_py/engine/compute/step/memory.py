@@ -1,9 +1,9 @@
 """Memory available for KV blocks.
 
 Invariants:
-    - On a CPU: what is free now, by the operating system's account, times the asked-for share. On CUDA: the share of the
-      whole device, less what anything already holds there.
-    - What a step of the largest size needs besides is left free.
+    - On a CPU: free memory as reported by the operating system, times the configured share. On CUDA: the share of the
+      whole device, less the memory already in use there.
+    - Memory for a step of the largest size is left free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDTH_COPIES = 8
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
     """Bytes that KV memory and a step's buffers may take together."""
     if device.type == "cpu":
-        # Weights are loaded already, so they count as used: give them back before taking the share.
+        # Weights are loaded already and count as used: add them before taking the share.
         return int((free_host_bytes() + weight_bytes) * fraction) - weight_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -40,7 +40,7 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
     if device.type == "cpu":
         return activations + logits
-    # Attention's partial results, and what graphs keep apart from all that: their own memory of the same kind, and logits.
+    # Attention's partial results, and the private memory of graphs: activations and logits of their own.
     partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)

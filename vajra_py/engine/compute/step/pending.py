@@ -1,4 +1,4 @@
-"""Steps under way on a device: their tokens, steps begun ahead, and steps of two parts."""
+"""Steps in flight on a device: their tokens, decodes started ahead, and steps of two parts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Computed:
     Attributes:
         slots: of the sampled rows.
         tokens: theirs.
-        logprobs: of the tokens of those that asked.
-        prompt_logprobs: by slot, of the prompt's tokens that this step has scored, one after another.
+        logprobs: of the tokens of rows with `logprobs`.
+        prompt_logprobs: by slot, of the prompt tokens that this step has scored, in order.
     """
 
     slots: Ints
@@ -31,7 +31,7 @@ class Computed:
     prompt_logprobs: dict[int, list[PendingLogprobs]] = field(default_factory=dict)
 
     def read_logprobs(self) -> tuple[dict[int, TokenLogprobs], dict[int, list[TokenLogprobs]]]:
-        """(Those of tokens, those of prompts) by slot; the device must have got there."""
+        """(Log-probabilities of tokens, of prompts) by slot; the device must have completed them."""
         of_tokens = {
             slot: one for slots, found in self.logprobs for slot, one in zip(slots, found.result(), strict=True)
         }
@@ -43,7 +43,7 @@ class Computed:
 
 @dataclass(slots=True)
 class TorchStep:
-    """A step of `TorchRunner` under way."""
+    """A step of `TorchRunner` in flight."""
 
     computed: Computed
     started: float | torch.cuda.Event
@@ -70,12 +70,12 @@ class TorchStep:
 
 @dataclass(frozen=True, slots=True)
 class AheadStep:
-    """Decodes that were submitted before it was known which of them are wanted, and what it takes to undo them.
+    """Decodes submitted before the scheduler decided which of them are needed, with the state to undo them.
 
-    Besides `last_tokens`, they only wrote KV at positions that no request has reached; whoever gets there writes them first.
+    Besides `last_tokens`, they only wrote KV at positions that no request has reached; a request that reaches them overwrites it.
 
     Attributes:
-        pending: the step under way.
+        pending: the step in flight.
         slots: its rows.
         last_tokens: a copy from before it.
         grown: by slot of a row that wrote into a spare block, the block's place in its table.
@@ -89,12 +89,12 @@ class AheadStep:
 
 @dataclass(frozen=True, slots=True)
 class JoinedStep:
-    """A step some of whose decodes were begun before the others.
+    """A step some of whose decodes were started before the others.
 
     Attributes:
-        begun: the step that has the former, and may have others.
-        slots: those of its rows that count.
-        rest: the others, None without any.
+        begun: the step that has the former, and possibly other rows.
+        slots: its rows that are part of this step.
+        rest: the step's other rows, or None.
         order: slots of all sampled rows, as the step lists them.
     """
 

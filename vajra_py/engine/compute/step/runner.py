@@ -1,11 +1,11 @@
 """Computes a worker's steps: from changes of the batch to sampled tokens.
 
 Invariants:
-    - What goes wrong with one row ends that row: it is reported among the step's faults, and the others are as ever. A step
-      that fails is computed again row by row, as long as the device answers.
-    - Whatever of a step depends on the host alone is done before the device is touched; nothing waits for the device
+    - A fault of one row ends that row only: it is reported among the step's faults, and the others are not affected. A step
+      that fails is computed again row by row, as long as the device responds.
+    - Host-only work of a step is done before the device is used; nothing waits for the device
       before `PendingStep.result`.
-    - After an exception that reaches its caller the runner is not to be used again: device and host may disagree.
+    - After an exception that reaches its caller the runner must not be used again: device and host state may differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TorchRunner:
         self._ahead: AheadStep | None = None
         self._to_begin: Ahead | None = None
         self._faults: dict[int, str] = {}
-        """By slot, why its row cannot be computed; until it is freed."""
+        """Reason that a row cannot be computed, by slot; kept until the slot is freed."""
         self._state = BatchState(
             options.max_requests, facts.max_model_len, options.block_size, device, self._ranks.groups
         )
@@ -80,7 +80,7 @@ class TorchRunner:
 
     @classmethod
     def load(cls, options: RunnerOptions, capture: Capture | None = None) -> TorchRunner:
-        """See `load_runner`. `capture` makes graphs in the place of CUDA's."""
+        """See `load_runner`. `capture` replaces `CudaCapture`."""
         _check_options(options)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
@@ -95,7 +95,7 @@ class TorchRunner:
 
     @property
     def num_replays(self) -> int:
-        """Steps so far that were captured graphs."""
+        """Number of steps so far that replayed a captured graph."""
         return 0 if self._graphs is None else self._graphs.num_replays
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
@@ -118,7 +118,7 @@ class TorchRunner:
                     "Use a shorter max_model_len, a larger memory fraction or a smaller model",
                 )
             )
-        # More than every slot at full length is never used.
+        # Never more blocks than all slots need at full length.
         return int(min(num_blocks, longest * self._options.max_requests))
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -203,7 +203,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _submit_rest(self, step: StepInput, begun: Sequence[int]) -> PendingStep:
-        """A step some of whose decodes are under way: these count, the other rows under way are dropped, the rest is begun."""
+        """Submit the rest of a step some of whose decodes are in flight; other rows in flight are dropped."""
         ahead, self._ahead, memory = self._ahead, None, self._memory
         counted = set(begun)
         if ahead is None or memory is None or not counted <= set(ahead.slots):
@@ -232,7 +232,7 @@ class TorchRunner:
         self._memory = self._graphs = self._ahead = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._options.num_ranks > 1:  # groups of this process that are not its own are left alone
+        if self._options.num_ranks > 1:  # process groups that this runner did not create are kept
             leave_ranks()
 
     def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
@@ -244,7 +244,7 @@ class TorchRunner:
         try:
             computed = self._computed(step, memory)
         except _ROW_ERRORS as error:
-            if not self._ranks.is_alone:  # other ranks may not have met it
+            if not self._ranks.is_alone:  # other ranks may not have failed
                 raise
             self._state.num_computed[:] = before
             computed = self._apart(step, memory, error)
@@ -274,10 +274,10 @@ class TorchRunner:
         return self._compute(batch, batch.sampled_slots, memory)
 
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
-        """The step row by row, after it failed: rows that fail by themselves join the faults.
+        """Compute a failed step row by row; rows that fail individually are added to the faults.
 
-        Raises `error` when the device does not answer any more, when every row of several fails, and when a row reads KV
-        that one of those was to write.
+        Raises `error` if the device no longer responds, if all of several rows fail, or if a row reads KV
+        that a failed row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -351,7 +351,7 @@ class TorchRunner:
         if groups is None:
             memory.copy(copies)
             return
-        # Groups share the host's blocks: what one reads or frees there, another may write next.
+        # Groups share host blocks: a block that one reads or frees may be written next by another.
         for _, run in groupby(copies, key=lambda one: one.direction):
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
@@ -387,10 +387,10 @@ class TorchRunner:
         return self._model.forward(inputs.token_ids, inputs.positions, rows, inputs.metadata, memory.caches)
 
     def _scored(self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: Scores) -> torch.Tensor:
-        """Logits of the sampled rows; prompt tokens that are to be scored get their log-probabilities besides.
+        """Return logits of the sampled rows, and compute log-probabilities of the prompt tokens to score.
 
-        Logits of every token of a long chunk would not fit where only those of sampled rows were reckoned with: what is too
-        much at once is computed again with other rows, which writes the same K and V into the same places.
+        Memory is reserved for logits of sampled rows only, so those of every token of a long chunk may not fit: the
+        remainder is computed in further passes, which write the same K and V into the same slots.
         """
         ends = np.cumsum(batch.query_lens)
         starts = ends - batch.query_lens
@@ -398,7 +398,7 @@ class TorchRunner:
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens
-        )  # of six copies that are left room for
+        )  # memory is reserved for six copies of the logits
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
             most = len(wanted)  # the other ranks compute the step once
         found: torch.Tensor | None = None
@@ -406,7 +406,7 @@ class TorchRunner:
             piece = wanted[begin : begin + most]
             rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(
                 np.int64
-            )  # in order, as forward passes like them
+            )  # sorted, as forward passes expect
             logits = self._logits(inputs, to_device(rows, self._model.device), memory)
             if found is None:
                 found = logits[to_device(np.searchsorted(rows, sampled), self._model.device)]
@@ -422,7 +422,7 @@ class TorchRunner:
 
 @contextmanager
 def _as_errors(device: torch.device) -> Iterator[None]:
-    """Whatever goes wrong with a step within it is an `ExecutorError`."""
+    """Convert errors of a step into `ExecutorError`."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -432,12 +432,12 @@ def _as_errors(device: torch.device) -> Iterator[None]:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, a GPU is the one that kernels are launched on."""
+    """Make a GPU the current device, within the context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _marked() -> torch.cuda.Event:
-    """The present point of the device's stream."""
+    """Record an event on the device's current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

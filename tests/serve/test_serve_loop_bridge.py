@@ -40,21 +40,21 @@ class Loop:
 def served(delivery_s: float, step_s: float, num_steps: int = 1000) -> tuple[float, list[tuple[float, int]]]:
     """Part of the time that deliveries took, and what a stream was told when: (time, tokens so far)."""
     loop = Loop()
-    mailbox = LoopBridge(cast(asyncio.AbstractEventLoop, loop))
-    reply = ResponseState(streams=True)
-    ticket = OutputStream(0, cast(Any, None), reply)
+    bridge = LoopBridge(cast(asyncio.AbstractEventLoop, loop))
+    response = ResponseState(is_streaming=True)
+    stream = OutputStream(0, cast(Any, None), response)
     told: list[tuple[float, int]] = []
     spent = 0.0
 
     def write() -> None:
         nonlocal spent
-        told.append((loop.now, ticket.num_tokens))
+        told.append((loop.now, stream.num_tokens))
         loop.now += delivery_s
         spent += delivery_s
 
-    reply.on_news = write
+    response.on_change = write
     for step in range(1, num_steps + 1):
-        mailbox.post(ticket, (step, "x" * step, None))
+        bridge.post(stream, (step, "x" * step, None))
         loop.run_until(step * step_s)
     loop.run_until(loop.now + 1.0)
     return spent / (num_steps * step_s), told

@@ -1,0 +1,185 @@
+"""Client of one engine: load it, hand requests to it, end each of them.
+
+`LLM` runs the engine's loop in the caller's thread until nothing is left; `AsyncLLM` and the server run it in a thread of its
+own.
+
+Invariants:
+    - A request that `submit` took gets an end, whatever happens to the engine: by its `on_progress`, or by its `on_engine_end`.
+    - Once the engine has ended, `submit` raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from vajra_py.config import SystemConfig
+from vajra_py.contract.observer import EndReason
+from vajra_py.engine.build import Engine
+from vajra_py.engine.config import ModelBackendConfig
+from vajra_py.engine.loop import EngineLoop
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.requests import load_tokenizer
+from vajra_py.engine.services import engine_services
+from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.engine.worker import set_passive_omp_wait
+from vajra_py.errors import ExecutorError, VajraError
+from vajra_py.plugins import Registry
+from vajra_py.runtime.records.input_log import Input, PolicyChange
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.policy_swap import Swapped
+
+CLOSED = "LLM: it is closed. Make another one."
+
+
+class EngineClient:
+    """One engine, and the requests that it took and has not ended.
+
+    Attributes:
+        tokenizers: by replicaset; None: its model has none.
+        engine: the loaded engine; set by whoever loaded it.
+        loop: once it is started.
+        refusal: makes the exception for a request that is not taken.
+        on_ended: called in the loop's thread with every request that ended, before its own `on_progress`.
+    """
+
+    def __init__(self, config: SystemConfig, registry: Registry, **replaced: Any) -> None:
+        """Load nothing yet. `replaced` are fields of `EngineServices` to set otherwise."""
+        self.config = config
+        self.tokenizers: dict[str, Tokenizer | None] = {}
+        self.engine: Engine | None = None
+        self.loop: EngineLoop | None = None
+        self.refusal: Callable[[], Exception] = lambda: as_vajra_error(self._error)
+        self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
+        self._registry = registry
+        self._replaced = replaced
+        self._gate = threading.Lock()
+        self._accepts = False
+        self._error: BaseException | None = None
+        self._open: dict[Submission, None] = {}
+
+    def load(self) -> Engine:
+        """Load tokenizers and models, and return what becomes `engine` if it is still wanted. Raises `ConfigError` for wrong settings, `ExecutorError` when a worker fails."""
+        set_passive_omp_wait()  # before tokenizers: they load a tensor library
+        services = engine_services(self.config, self._registry, {}, **self._replaced)
+        settings: ModelBackendConfig = self.config.backend.settings
+        folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
+        loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
+        self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}
+        return Engine.load(self.config, services)
+
+    def start(
+        self,
+        *,
+        serves: bool,
+        note: Callable[[Input], None] | None = None,
+        isolates_policies: bool = False,
+    ) -> EngineLoop:
+        """Make the loop of the loaded engine; its clock starts now."""
+        assert self.engine is not None
+        self.loop = self.engine.start(serves=serves, note=note, isolates_policies=isolates_policies)
+        self.loop.on_ended = self._on_ended
+        return self.loop
+
+    def accept(self) -> None:
+        """Take requests from now on."""
+        with self._gate:
+            self._accepts = True
+
+    def refuse(self) -> None:
+        """Take no requests from now on; what was taken goes on."""
+        with self._gate:
+            self._accepts = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests taken and not ended."""
+        return len(self._open)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of the only model."""
+        return next(iter(self.tokenizers.values()))
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Hand requests to the engine, all or none. Raises what `refusal` makes."""
+        with self._gate:
+            if not self._accepts:
+                raise self.refusal()
+            assert self.loop is not None  # it was started before requests are taken
+            for submission in submissions:
+                self._open[submission] = None
+                self.loop.submit(submission)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Abort requests with the next turn; those that have ended stay as they are."""
+        if self.loop is not None:
+            for request_id in request_ids:
+                self.loop.abort(request_id)
+
+    def request_swap(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
+        """Ask for another policy between two steps; `done` is called in the loop's thread. Raises what `refusal` makes."""
+        with self._gate:
+            if not self._accepts:
+                raise self.refusal()
+            assert self.loop is not None
+            self.loop.swap_policy(change, done)
+
+    async def swap(self, change: PolicyChange) -> Swapped:
+        """Put another policy in force between two steps. Raises what `refusal` makes, and why it cannot be; then nothing has changed."""
+        event_loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Swapped | VajraError] = event_loop.create_future()
+
+        def deliver(outcome: Swapped | VajraError) -> None:
+            if not answer.done():
+                answer.set_result(outcome)
+
+        def done(outcome: Swapped | VajraError) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                event_loop.call_soon_threadsafe(deliver, outcome)
+
+        self.request_swap(change, done)
+        outcome = await answer
+        if isinstance(outcome, VajraError):
+            raise outcome
+        return outcome
+
+    def run(self) -> BaseException | None:
+        """Run the loop in this thread until it ends, and return the error that ended it; requests that are left end then."""
+        assert self.loop is not None
+        error: BaseException | None = None
+        try:
+            self.loop.run()
+        except BaseException as raised:  # every client gets an end, whatever it was
+            error = raised
+        return error
+
+    def end(self, error: BaseException | None) -> None:
+        """Take nothing any more and end what is left, since the loop has ended."""
+        self._error = error
+        self.refuse()
+        if self.loop is not None:
+            self.loop.refuse_swaps()
+        self.end_open(error)
+
+    def end_open(self, error: BaseException | None) -> None:
+        """End every request that is left, in place of a loop that does not."""
+        for submission in list(self._open):
+            if submission.on_engine_end is not None:
+                submission.on_engine_end(error)
+        self._open.clear()
+
+    def _on_ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
+        if self.on_ended is not None:
+            self.on_ended(submission, request, reason)
+        self._open.pop(submission, None)
+
+
+def as_vajra_error(error: BaseException | None) -> VajraError:
+    """Return the exception that a caller gets for what ended an engine; None: it was closed."""
+    if error is None:
+        return ExecutorError(CLOSED)
+    return error if isinstance(error, VajraError) else ExecutorError(f"engine: {type(error).__name__}: {error}")
