@@ -205,8 +205,8 @@ def test_a_manifest_may_have_fields_of_a_later_version(vajra: Vajra, finished: P
 
 
 def test_a_file_to_serve_needs_no_workload(small: Path) -> None:
+    from vajra_py.config import load_system
     from vajra_py.plugins import load_registry
-    from vajra_py.serve.session.configure import config_of_file
 
     text = small.read_text()
     model = "backend: {engine: {model: tiny, random_weights: true}}\n"
@@ -216,6 +216,6 @@ def test_a_file_to_serve_needs_no_workload(small: Path) -> None:
     found = []
     for content in (with_workload, without):
         small.write_text(content)
-        found.append(config_of_file(small, (), registry))
+        found.append(load_system(small, (), registry))
     assert found[0].replica == found[1].replica
     assert found[0].scheduling == found[1].scheduling

@@ -89,7 +89,9 @@ def test_few_tokens_may_take_longer_than_some_more(most: int) -> None:
 def test_a_few_disturbed_measurements_do_not_move_it() -> None:
     stream = np.random.default_rng(2)
     measured = [Measured(shape, true_time_s(shape)) for shape in shapes(300, stream)]
-    disturbed = [Measured(one.shape, one.time_s * (10 if index % 30 == 0 else 1)) for index, one in enumerate(measured)]
+    disturbed = [
+        Measured(one.features, one.time_s * (10 if index % 30 == 0 else 1)) for index, one in enumerate(measured)
+    ]
     assert errors_of(fit_steps(disturbed).time_s, measured)["all"]["p90"] < 0.05
 
 

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
-from vajra_py.experiment.measured.validation import MetricError, Validation, error_table
 from vajra_py.metrics.comparison.comparison import Comparison, compare
 from vajra_py.metrics.comparison.table_model import Cell, Row, Table, fold, table_of_texts
 from vajra_py.metrics.comparison.table_renderers import TerminalTable, latex, markdown
@@ -152,14 +151,7 @@ def test_runs_of_other_workloads_are_named_by_them_and_it_is_said_that_they_diff
     assert compare(made[2:]).workloads == ""
 
 
-def test_a_validation_and_a_list_are_tables_whose_words_wrap(make_run: Make) -> None:
-    run = make_run(name="whole")
-    errors = (MetricError("ttft_s", "p50", 0.1, 0.11), MetricError("e2e_s", "p99", 2.0, 1.0))
-    assert markdown(error_table(Validation(run, run, errors))).splitlines()[2:] == [
-        "| TTFT p50 | 100.00 ms | 110.00 ms | +10.0% |",
-        "| E2E p99 | 2000.00 ms | 1000.00 ms | -50.0% |",
-    ]
-    assert error_table(Validation(run, run, ())).corner == "nothing was measured"
+def test_a_list_is_a_table_whose_words_wrap() -> None:
     words = "many words that have no room in one line of a terminal"
     console = Console(width=50, file=io.StringIO(), record=True)
     console.print(TerminalTable(table_of_texts(("name", "kind", "summary"), [("a name", "a kind", words)])))

@@ -76,10 +76,10 @@ class VidurTables:
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """See `StepTimer`."""
-        shape = plan.shape
+        features = plan.features
         chunks = [(chunk.num_tokens, chunk.num_computed_before) for chunk in plan.chunks]
-        assert len(chunks) == shape.num_prefills  # decodes are the pool's
-        return to_ticks(self.step_s(shape.num_decodes, shape.decode_context_tokens, chunks))
+        assert len(chunks) == features.num_prefills  # decodes are the pool's
+        return to_ticks(self.step_s(features.num_decodes, features.decode_context_tokens, chunks))
 
     def _overhead(self, num_requests: int) -> float:
         return self.attention_overhead if num_requests > 1 else 1.0
