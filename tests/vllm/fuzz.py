@@ -324,6 +324,9 @@ class Play(Core):
             self.stopped.add(name)
 
     def before_update(self) -> None:
+        newest = self.steps[-1]
+        if not self.is_async and newest.preempted and not newest.scheduled:
+            return  # vLLM's attempt that only preempts is no step here: messages wait for the step that follows
         self._happen(in_flight=True)
 
     def _finish(self, name: str, status: RequestStatus, reason: str) -> None:
