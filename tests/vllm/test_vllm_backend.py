@@ -90,9 +90,10 @@ def test_every_combination_is_replayed(
     chooser: str, batcher: str, workers: SharedWorkers, tiny_model: str, tmp_path: Path
 ) -> None:
     happened: Counter[str] = Counter()
-    for number, prioritizer in enumerate(builtin(Layer.REQUEST_PRIORITIZER)):
-        if batcher == "space_sharing" and prioritizer not in ("lrs", "edf"):
-            continue  # it needs slack
+    prioritizers = builtin(Layer.REQUEST_PRIORITIZER)
+    if batcher == "space_sharing":
+        prioritizers = ["edf", "lrs"]  # it needs slack
+    for number, prioritizer in enumerate(prioritizers):
         workload = SESSIONS if number == 1 else WORKLOAD
         scheduling = layers(prioritizer, chooser, batcher)
         mapping = settings(tiny_model, scheduling, workload, seed=number, vllm={"latency": LATENCY})

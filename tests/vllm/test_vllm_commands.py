@@ -149,7 +149,7 @@ def test_a_profile_predicts_what_validation_compares(tiny_model: str, tmp_path: 
     latency = json.dumps({"type": "profiled", "path": str(profile)})
     done = vajra("run", str(file), "-q", "--validate", "--set", f"backend.vllm.latency={latency}")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^ttft_p50_ms +[\d.]+ +[\d.]+ ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^ *ttft_p50_ms +[\d.]+ +[\d.]+ ", done.stdout, re.MULTILINE), done.stdout
     run = tmp_path / "runs" / "experiment"
     assert RunData.load(run / "simulated").is_finished
     assert load_config(run / "config.yaml").backend.settings.latency.type == "profiled"
