@@ -298,7 +298,7 @@ class Play(Core):
     """Prompt tokens, and those of them that were cached, of each request."""
     events: deque[Event] = field(default_factory=deque)
     is_endless: bool = False
-    """Whether requests went on preempting each other, as they may with vLLM's priorities."""
+    """True if requests preempted each other without end, as they may with vLLM's priorities."""
 
     def token(self, name: str, position: int) -> int:
         return token_of(self.wishes[name], position)
@@ -473,18 +473,18 @@ def end_check(session: Session, ours: Play) -> str | None:
 
 
 def _has_equals(session: Session) -> bool:
-    """Whether there are requests of one priority and arrival: such may preempt each other in turns for ever."""
+    """Return whether requests share priority and arrival: such may preempt each other in turns for ever."""
     ranks = {(one.priority, one.arrival_time) for one in session.wishes}
     return session.options["policy"] == "priority" and len(ranks) < len(session.wishes)
 
 
 def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Counter[str]]:
-    """What differs in one random session, and what was in it."""
+    """Return the difference in one random session, and counts of its contents."""
     return compare_in(model, session_of(seed, is_async=is_async))
 
 
 def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
-    """What differs in this session, and what was in it."""
+    """Return the difference in this session, and counts of its contents."""
     _MADE["zero"] = time.time()
     counts: Counter[str] = Counter(sessions=1, requests=len(session.wishes), second_runner=session.second_runner)
     plays = []

@@ -1,4 +1,4 @@
-"""What a policy author imports: the contract between policies and the mechanism that runs them.
+"""Contract between policies and the mechanism that runs them: the imports of a policy author.
 
 Others import from the submodules: `hookspecs` has what a package registers, `observer` what an observer is told, `latency` the services
 (latency models and predictors of output lengths) that a package may bring.

@@ -1,4 +1,4 @@
-"""How a replica scheduler speaks: the builder is the only writer of a step's plan, so an illegal plan cannot be built."""
+"""Builder of a step's plan for replica schedulers: its only writer, so an illegal plan cannot be built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vajra_py.contract.requests import RequestView
 
 
 class Refusal(Enum):
-    """Why the builder did not take a request. A refusal changes nothing."""
+    """Reason that the builder did not take a request. A refusal changes nothing."""
 
     BATCH_FULL = "the batch holds as many requests as the replica runs in one step"
     TOKEN_BUDGET = "the step's token budget is spent"
@@ -25,7 +25,7 @@ class Refusal(Enum):
 
 
 class PreemptionMode(Enum):
-    """What happens to the memory of a request that is preempted."""
+    """Treatment of a preempted request's memory."""
 
     RECOMPUTE = "recompute"
     """Blocks are freed; the request computes its known tokens again when it is next admitted."""
@@ -34,7 +34,7 @@ class PreemptionMode(Enum):
 
 
 class DecodeStop(NamedTuple):
-    """Where a bulk addition of decodes stopped: the first request that did not fit, and why."""
+    """End of a bulk addition of decodes: the first request that did not fit, and the reason."""
 
     request: RequestView
     refusal: Refusal
@@ -58,11 +58,11 @@ class BatchBuilder(Protocol):
 
     @property
     def tokens_left(self) -> int:
-        """What remains of the step's token budget; a very large number when the replica has no budget."""
+        """Remaining token budget of the step; a very large number when the replica has no budget."""
 
     @property
     def slots_left(self) -> int:
-        """How many more requests the batch may hold."""
+        """Number of further requests that the batch may hold."""
 
     @property
     def free_blocks(self) -> int:
@@ -73,7 +73,7 @@ class BatchBuilder(Protocol):
         """Requests preempted in this step so far."""
 
     def __contains__(self, request: object) -> bool:
-        """Whether the request is in the batch."""
+        """Return whether the request is in the batch."""
 
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` (>= 1, at most what remains) of the request in this step.

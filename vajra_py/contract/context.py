@@ -1,4 +1,4 @@
-"""What a policy is built with: the services that the mechanism offers, and the parameters' base model."""
+"""Context that a policy is built with: services of the mechanism, and the parameters' base model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SharedState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has asked for anything yet."""
+        """True if no object was requested yet."""
         return not self._objects
 
     def clear(self) -> None:

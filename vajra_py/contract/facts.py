@@ -1,4 +1,4 @@
-"""What clients state about their requests: each fact is declared here, once.
+"""Facts that clients state about their requests: each is declared here, once.
 
 A field of `StatedFacts` is all that a fact takes. From it follow the fields of requests in workloads and in the mechanism, the columns of
 workload files and of the requests table, recordings, HTTP headers and body fields, `extra_args` of vLLM, attributes of spans, and the table
@@ -15,7 +15,7 @@ __all__ = ["FACTS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
 
 
 class FactKind(Enum):
-    """How a fact's values are written, in every format."""
+    """Kind of a fact's values, which decides their form in every format."""
 
     TEXT = "text"
     """Empty: nothing is stated."""
@@ -28,7 +28,7 @@ class FactKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FactInfo:
-    """What there is to say of a fact besides its name, type and default.
+    """Description of a fact besides its name, type and default.
 
     Attributes:
         meaning: One sentence of the documentation, without its stop; units are those of the kind.
@@ -86,7 +86,7 @@ class Fact:
     name: str
     kind: FactKind
     is_optional: bool
-    """Whether None is a value."""
+    """True if None is a value."""
     default: Any
     meaning: str
     body: str

@@ -22,7 +22,7 @@ ChunkRule: TypeAlias = Callable[[RequestView, BatchBuilder, LocalReplicaView], i
 """
 
 MAX_SKIPPED = 10
-"""How many prompts a step may pass over before it stops looking (Vajra's bound)."""
+"""Number of prompts that a step may pass over before it stops looking (Vajra's bound)."""
 
 
 def fill(

@@ -1,4 +1,4 @@
-"""What a plug-in package registers: hooks called once, at start-up, never per step.
+"""Hooks by which a plug-in package registers its parts: called once, at start-up, never per step.
 
 A package declares an entry point in the group ``vajra`` that names a module (or object) with hook implementations::
 

@@ -1,4 +1,4 @@
-"""What an observer may watch: lifecycle events, batched per step. Metrics, logs and timelines are observers."""
+"""Lifecycle events for observers, batched per step. Metrics, logs and timelines are observers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What came back from a step."""
+    """Result of a step."""
 
     step_index: int
     replicaset: str

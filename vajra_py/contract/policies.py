@@ -26,7 +26,7 @@ class Layer(Enum):
 
 
 class KeyMotion(Enum):
-    """How a request's key moves while it waits. A truthful declaration is what keeps queues exact and cheap."""
+    """Volatility of a request's key while it waits. A truthful declaration is what keeps queues exact and cheap."""
 
     STATIC = "static"
     """Fixed when the request arrives."""
@@ -49,7 +49,7 @@ class RequestPrioritizer(Protocol):
 
     @property
     def key_motion(self) -> KeyMotion:
-        """How keys move; read once, when the policy is built."""
+        """Volatility of the keys; read once, when the policy is built."""
 
     def key(self, request: RequestView, now: float) -> Key:
         """The request's key at `now`; lower is more urgent. Ties go to the earlier arrival, then the lower index."""
@@ -105,7 +105,7 @@ class ReplicaScheduler(Protocol):
 
 @runtime_checkable
 class ChunksSoloPrompts(Protocol):
-    """What a replica scheduler adds so that prefill times of its own chunking can be predicted (EDF and LRS need them)."""
+    """Optional method of a replica scheduler by which prefill times of its own chunking are predicted (EDF and LRS need them)."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Tokens of the next chunk of a prompt that has the replica to itself; at least 1."""
@@ -117,13 +117,13 @@ SoloChunkSize: TypeAlias = Callable[[int, int], int]
 
 @runtime_checkable
 class RefusesRequests(Protocol):
-    """What a replica scheduler adds that could never run some requests, for reasons of its own.
+    """Optional method of a replica scheduler that can never run some requests, for reasons of its own.
 
     What can never fit into KV memory, or exceeds the model's length, is refused without asking.
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Why the request, if it were taken in, might wait for ever or keep others waiting for ever; None when it cannot.
+        """Return the reason that the request might wait for ever or keep others waiting for ever; None if it cannot.
 
         Asked before the request is queued anywhere, of the scheduler of one replica that is up after the other until one
         would run it; where none would, the first answer goes to the client. A request that is preempted must be able to
@@ -189,7 +189,7 @@ class EndedStep:
     ended_at: float
     """Seconds on the run's clock."""
     requests: Sequence[RequestView]
-    """Who took part, in batch order; some of them may have ended with this step."""
+    """Requests of the step, in batch order; some of them may have ended with it."""
     num_tokens: Sequence[int]
     """Query tokens that the step computed for each of `requests`."""
 
@@ -200,7 +200,7 @@ class EndedStep:
 
 
 class ListensToRequests(Protocol):
-    """What any policy may add to keep state per request (attained service, fairness counters).
+    """Optional callbacks of any policy, to keep state per request (attained service, fairness counters).
 
     Each method is optional by itself: a policy is told of exactly what it has a method for. All but `on_step_end` leave a
     simulator free to work out repeated steps at once (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is

@@ -1,4 +1,4 @@
-"""What a policy may know about a request: facts of its arrival and its progress, never its true output length."""
+"""View of a request for policies: facts of its arrival and its progress, never its true output length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ReplicaId: TypeAlias = int
 
 
 class EndReason(Enum):
-    """How a request ends; every request ends exactly once."""
+    """Reason that a request ended; every request ends exactly once."""
 
     STOP = "stop"
     """The model ended it (end of sequence or a stop string)."""
@@ -83,7 +83,7 @@ class RequestView(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """How often this request lost its memory or was swapped out."""
+        """Number of times that this request lost its memory or was swapped out."""
 
     @property
     def preempted_index(self) -> int:
@@ -95,19 +95,19 @@ class RequestView(Protocol):
 
     @property
     def is_resident(self) -> bool:
-        """Whether it holds KV blocks on its replica (is running)."""
+        """True if it holds KV blocks on its replica (is running)."""
 
     @property
     def is_swapped(self) -> bool:
-        """Whether its KV lies in host memory, to be brought back when it is next added to a batch."""
+        """True if its KV lies in host memory, to be brought back when it is next added to a batch."""
 
     @property
     def is_prefill_complete(self) -> bool:
-        """Whether every known token but the newest one is computed."""
+        """True if every known token except the newest is computed."""
 
     @property
     def end_reason(self) -> EndReason | None:
-        """Why it left, in `on_departures`; None while it waits or runs."""
+        """Reason that it left, in `on_departures`; None while it waits or runs."""
 
     @property
     def priority(self) -> int:
@@ -115,7 +115,7 @@ class RequestView(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Who sent it; empty when unknown."""
+        """Sender of the request; empty when unknown."""
 
     @property
     def slo_class(self) -> str:
@@ -135,11 +135,11 @@ class RequestView(Protocol):
 
     @property
     def last_token_at(self) -> float | None:
-        """When its client saw its newest token, seconds on the run's clock; None before the first."""
+        """Time at which its client saw its newest token, seconds on the run's clock; None before the first."""
 
     @property
     def next_token_due_at(self) -> float | None:
-        """When its next token is due: `ttft_slo_s` after the arrival, later `tbt_slo_s` after the newest token; None: no promise."""
+        """Time at which its next token is due: `ttft_slo_s` after the arrival, later `tbt_slo_s` after the newest token; None: no promise."""
 
     @property
     def deadline_at(self) -> float | None:
@@ -150,7 +150,7 @@ class RequestView(Protocol):
         """The conversation that it belongs to; empty when none."""
 
     def block_hashes(self) -> Sequence[Hashable]:
-        """What identifies the prompt's full KV blocks, first block first, as the prefix caches of its replicas know them.
+        """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
         Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
         that nobody else has, and before the request is accepted.

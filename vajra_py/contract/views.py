@@ -1,4 +1,4 @@
-"""What policies may read about replicas: the scheduler's own replica in full, other replicas as loads."""
+"""Views of replicas for policies: the scheduler's own replica in full, other replicas as loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from vajra_py.contract.requests import ReplicaId, RequestView
 
 Key: TypeAlias = float | tuple[float, ...]
-"""What a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
+"""Key that a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
 
 PriorityKey: TypeAlias = tuple[Key, float, int]
 """A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
@@ -37,7 +37,7 @@ class LocalReplicaView(Protocol):
 
     @property
     def replica_id(self) -> ReplicaId:
-        """Which replica of the replicaset this is, from 0."""
+        """Number of the replica in its replicaset, from 0."""
 
     @property
     def limits(self) -> ReplicaLimits:
@@ -96,15 +96,15 @@ class ReplicaLoadView(Protocol):
 
     @property
     def replica_id(self) -> ReplicaId:
-        """Which replica this is, from 0."""
+        """Number of the replica in its replicaset, from 0."""
 
     @property
     def role(self) -> str:
-        """What it serves: "mixed" unless the replicaset is disaggregated."""
+        """Kind of work it serves: "mixed" unless the replicaset is disaggregated."""
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes requests."""
+        """True if it takes requests."""
 
     @property
     def num_running(self) -> int:
@@ -139,7 +139,7 @@ class ReplicaLoadView(Protocol):
 
     @property
     def age_s(self) -> float:
-        """How old these figures are, seconds; 0 for a live view."""
+        """Age of these figures, seconds; 0 for a live view."""
 
 
 class QueueView(Protocol):

@@ -44,7 +44,7 @@ class Columns:
     request_id: StringColumn
     max_tokens: I64 | None = None
     stated: Mapping[str, FactColumn] = field(default_factory=dict)
-    """What clients stated, by the fact's name; in the order of `FACTS`, which `stating` keeps."""
+    """Columns of facts that clients stated, by name; in the order of `FACTS`, which `stating` keeps."""
     content: ContentColumn | None = None
     prompt_token_ids: ObjectArray | None = None
     follows: I64 | None = None

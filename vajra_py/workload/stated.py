@@ -26,7 +26,7 @@ _NO_INTEGER = np.iinfo(np.int64).min
 
 @dataclass(frozen=True, slots=True)
 class FactFormat:
-    """How values of one kind are kept and read.
+    """Storage and parsing of values of one kind.
 
     Attributes:
         column: values to a column.

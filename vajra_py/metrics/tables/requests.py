@@ -54,7 +54,7 @@ _DISTINCT = ("request_id", "session_id")
 
 @dataclass(frozen=True, slots=True)
 class RequestRow(StatedFacts):
-    """What is known of a request when it leaves, or when the run ends before it does. Times in seconds on the run's clock, NaN = never.
+    """Facts of a request at its end, or at the end of the run. Times in seconds on the run's clock, NaN = never.
 
     Of what its client stated the table has what policies see: `deadline_at`, not `deadline_s`.
     """

@@ -51,7 +51,7 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts(StatedFacts):
-    """What is fixed about a request when it is submitted."""
+    """Facts of a request that are fixed when it is submitted."""
 
     request_id: str
     num_prompt_tokens: int
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     _Stated: TypeAlias = StatedFacts
 else:
     _Stated = type("_Stated", (), {"__slots__": _STATED})
-    """What the client stated, in slots of the request itself: policies read it all the time."""
+    """Facts that the client stated, in slots of the request itself: policies read them in every step."""
 
 
 class SharedCounters(Protocol):
@@ -199,22 +199,22 @@ class Request(_Stated):
 
     @property
     def is_resident(self) -> bool:
-        """Whether it holds KV blocks on its replica."""
+        """True if it holds KV blocks on its replica."""
         return self.state is RequestState.RUNNING
 
     @property
     def is_swapped(self) -> bool:
-        """Whether its KV lies in host memory."""
+        """True if its KV lies in host memory."""
         return self.state is RequestState.SWAPPED
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one of its replica's decodes: prompt done, exactly one token left to compute."""
+        """True if it is one of its replica's decodes: prompt done, exactly one token left to compute."""
         return self._pool is not None or self.is_skipped
 
     @property
     def is_prefill_complete(self) -> bool:
-        """Whether every known token but the newest one is computed."""
+        """True if every known token except the newest is computed."""
         return self._pool is not None or (self._output > 0 and self.num_remaining_tokens <= 1)
 
     @property

@@ -171,7 +171,7 @@ def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """What one replica is built from."""
+    """Settings, limits, latency model and scheduler of one replica."""
 
     settings: ReplicaConfig
     limits: ReplicaLimits
@@ -181,7 +181,7 @@ class ReplicaPlan:
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
-    """What each replica of a replicaset is built from, by id. Raises `ConfigError` where sizes do not fit each other."""
+    """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
     limits = replica_limits(settings.replica, services.latency, services.facts)
     scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
     return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * settings.num_replicas

@@ -98,7 +98,7 @@ class Driver(Generic[R]):
         self.fast_forward: FastForward[R] | None = None
         """See `use`."""
         self.form_step: FormStep = Replica.next_plan
-        """How a replica forms its next step; see `form_through`."""
+        """Forms a replica's next step; see `form_through`."""
         self._backend = backend
         self._options = options
         self._note = note

@@ -52,7 +52,7 @@ class LayerPolicies:
 
     @property
     def common_choice(self) -> PolicyChoice:
-        """What all were built from. Raises `ConfigError` where replicas have different schedulers."""
+        """Return the choice that all were built from. Raises `ConfigError` where replicas have different schedulers."""
         if not self.are_alike:
             raise ConfigError(Problem("scheduling.replica_scheduler", f"replicas have different ones ({self.name})"))
         return self.choices[0]

@@ -16,7 +16,7 @@ _make_facts = maker(RequestFacts, _FACTS)
 
 
 def facts_of(spec: RequestSpec) -> RequestFacts:
-    """What the client says; not the true output length."""
+    """Return the facts that the client states; not the true output length."""
     return _make_facts(*_facts_in(spec))
 
 
