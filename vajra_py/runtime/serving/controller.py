@@ -15,6 +15,7 @@ from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.alarms import AlarmClock
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
@@ -38,6 +39,7 @@ class Controller:
         observers: Sequence[Observer] = (),
         *,
         diary: PolicyDiary | None = None,
+        alarms: AlarmClock | None = None,
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
@@ -45,6 +47,8 @@ class Controller:
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
         """What the policies leave for the results of the run."""
+        self.alarms = AlarmClock() if alarms is None else alarms
+        """When policies want to be woken."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
         """Gives a request its index; None: they are counted. For a run of which this controller sees a part."""
