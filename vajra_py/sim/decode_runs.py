@@ -35,7 +35,7 @@ class TimesRuns(Protocol):
 
 
 def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
-    """How this model's decode runs are predicted: (decodes, their context tokens at first, steps) to seconds of each step."""
+    """Return the predictor of decode runs: (decodes, their context tokens at first, steps) to the seconds of each step."""
     if isinstance(latency, PredictsDecodeRuns):
         return latency.decode_run_times_s
 
@@ -53,7 +53,7 @@ def check_step_time(seconds: float) -> None:
 
 
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
-    """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
+    """Return the end ticks of steps that begin now one after another, each with a fixed overhead and of at least one tick."""
     if isinstance(seconds, np.ndarray):
         shortest, longest = float(np.minimum.reduce(seconds)), float(np.maximum.reduce(seconds))
         check_step_time(shortest)
@@ -77,6 +77,6 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
 
 
 def ends_of(now: int, durations: Sequence[int]) -> array[int]:
-    """When steps end that begin now and last so many ticks, as far as the clock reaches."""
+    """Return the end ticks of steps that begin now and last so many ticks, as far as the clock reaches."""
     ends = list(accumulate(durations, initial=now))
     return array("q", ends[1:] if ends[-1] <= NEVER else ends[1 : bisect_right(ends, NEVER)])

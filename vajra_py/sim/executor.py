@@ -53,7 +53,7 @@ class PredictedTimer:
         return round(seconds * TICKS_PER_SECOND) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """When steps end that begin now and do nothing but decode, one after another."""
+        """Return the end ticks of steps that begin now, one after another, and only decode."""
         seconds = self._decode_run_times_s(num_decodes, first_context_tokens, num_steps)
         return run_ends_of(now, seconds, self._overhead_ticks)
 
@@ -125,7 +125,7 @@ class SimulatedExecutor:
         self._output_tokens[request] = num_output_tokens
 
     def result(self, plan: StepPlan) -> StepResult:
-        """What a step that has just ended gave: nothing but one token for every entry that was due one."""
+        """Return the result of a step that has just ended: one token for every entry that was due one."""
         return _NOTHING_KNOWN
 
     def known_output_tokens(self, request: Request) -> int | None:

@@ -25,4 +25,4 @@ class SimReplica(BackendReplica):
     run_ends: array[int] | None = None
     """Ticks at which the steps of a run end, when the step in flight is the first of one; the run's last is an event."""
     run_limit: int = FIRST_STEPS
-    """How many steps are worked out at once: more after a run that came to its end, few after one that was cut short."""
+    """Number of steps worked out at once: more after a run that came to its end, few after one that was cut short."""

@@ -41,21 +41,21 @@ class SimulationOptions:
     horizon_s: float | None = None
     """No arrival after this; None: the whole workload."""
     drain: bool = True
-    """Whether to run on after the last arrival (or the horizon) until every request has ended."""
+    """True: run on after the last arrival (or the horizon) until every request has ended."""
     tenant_salt: bool = False
     fast_forward: bool = True
-    """Whether steps that policies declare to repeat are worked out at once; the results are the same either way."""
+    """True: work out at once the steps that policies declare to repeat; the results are the same either way."""
     check_every_steps: int = 0
     """Check conservation every so many steps; 0: never."""
     expires: bool = True
-    """Whether requests expire by the clock; False: only when told."""
+    """True if requests expire by the clock; False: only when told."""
     arrival_delay_s: float = 0.0
     """From a request's arrival to the scheduler's queue, seconds."""
     asynchronous: bool = False
-    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses the next step.
+    """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
     Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
     isolates_policies: bool = False
-    """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
+    """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds of real time breaks the contract; None: it may take for ever."""
 
@@ -66,17 +66,17 @@ class Acceptance:
 
     spec: RequestSpec
     arrived_at: float
-    """When the client sent it, seconds."""
+    """Time at which the client sent it, seconds."""
     is_queued: bool = True
-    """Whether the scheduler sees it at once; otherwise with the next step that is scheduled."""
+    """True if the scheduler sees it at once; otherwise with the next step that is scheduled."""
     salt: str | None = None
     """Only requests with the same one share prefixes; None: as the settings say."""
     reads_cache: bool = True
-    """Whether it may use what is in the prefix cache."""
+    """True if it may use the contents of the prefix cache."""
 
 
 Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | str
-"""What can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, and the id of a request with EXPIRY or ABORT."""
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY; a request id with EXPIRY or ABORT."""
 
 
 class Simulator(Backend[SimReplica]):
@@ -201,7 +201,7 @@ class Simulator(Backend[SimReplica]):
         )
 
     def _next_scheduling(self) -> int:
-        """When an asynchronous engine sees a request that comes now: as soon as the step after the one in flight has begun.
+        """Return the tick at which an async engine sees a request that comes now: just after the step in flight has ended.
 
         At once while a replica is idle; of several busy ones each is asked in turn.
         """

@@ -37,7 +37,7 @@ class BlockHashes(Protocol):
 
     @property
     def is_private_after_prompt(self) -> bool:
-        """Whether generated content can be named by nobody else before the request ends."""
+        """True if no other request can name the generated content before this one ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
         """The hash of one block, from 0. IndexError if the block's content is not wholly known."""
@@ -246,7 +246,7 @@ class PrivateBlockHashes:
 
 
 def reads_cache(hashes: BlockHashes | None) -> bool:
-    """Whether content of these hashes may be looked up in a cache."""
+    """Return True if content with these hashes may be looked up in a cache."""
     return not isinstance(hashes, TokenBlockHashes) or hashes.reads_cache
 
 

@@ -14,7 +14,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class CopyDirection(Enum):
-    """Which way a block goes."""
+    """Direction of a block copy."""
 
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
@@ -40,7 +40,7 @@ class HostSpace:
         self._records_copies = records_copies
         self._copies: list[BlockCopy] = []
         self.has_copies = False
-        """Whether copies were decided since they were taken last."""
+        """True if copies were decided since they were last taken."""
 
     @property
     def num_blocks(self) -> int:

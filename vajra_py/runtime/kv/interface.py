@@ -19,7 +19,7 @@ from vajra_py.runtime.kv.host import BlockCopy
 
 
 class KvRequest(Protocol):
-    """What KV memory needs of a request: to be hashable by identity, and its length."""
+    """A request as KV memory sees it: its length, and a hash by identity."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -54,13 +54,13 @@ class KvMemory(Protocol):
 
     @property
     def growth_headroom(self) -> int:
-        """How many requests `grow_each` can serve now, whichever they are."""
+        """Number of requests that `grow_each` can serve now, whichever they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could be held if it were alone."""
+        """Return True if a request of `num_tokens` tokens fits when it is alone."""
 
     # Requests
 
@@ -68,7 +68,7 @@ class KvMemory(Protocol):
         """A request is bound to the replica. Without hashes its content is never shared."""
 
     def is_registered(self, request: KvRequest) -> bool:
-        """Whether the request is known here."""
+        """Return True if the request is registered here."""
 
     def forget(self, request: KvRequest) -> None:
         """A request leaves; it must hold nothing."""
@@ -108,7 +108,7 @@ class KvMemory(Protocol):
         """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Attach the cached prefix and take blocks for `num_tokens` tokens, none of them in `excluded_groups`.
@@ -124,14 +124,14 @@ class KvMemory(Protocol):
 
     @property
     def can_reserve(self) -> bool:
-        """Whether resident requests that grow together can be given blocks together, by `reserve_blocks`."""
+        """True if resident requests that grow together can be given blocks together, by `reserve_blocks`."""
 
     def reserve_blocks(self, num_blocks: int) -> None:
         """So many blocks for resident requests that grow together; whose each is, is open until `materialize`."""
 
     @property
     def has_reserved(self) -> bool:
-        """Whether somebody's table lacks blocks that were reserved."""
+        """True if some block table still lacks reserved blocks."""
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
         """Put into the request's table what its first `num_tokens` tokens need of the reserved blocks."""

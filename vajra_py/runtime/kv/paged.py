@@ -41,10 +41,10 @@ class _BlockTable:
     def __init__(self, hashes: BlockHashes | None) -> None:
         self.hashes = hashes
         self.is_private = isinstance(hashes, PrivateBlockHashes)
-        """Whether nobody else ever asks for its content."""
+        """True if no other request ever asks for its content."""
         self.reads_cache = reads_cache(hashes)
         self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
-        """Whether a lookup can find anything; of private content, only what it gave back itself."""
+        """True if a cache lookup can find anything; of private content, only what the request itself freed."""
         self.blocks: list[int] = []
         self.num_cached = 0
         """Leading blocks of the table that carry a hash."""
@@ -100,7 +100,7 @@ class PagedKvMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """How many requests `grow_each` can serve now, whichever they are."""
+        """Number of requests that `grow_each` can serve now, whichever they are."""
         return self._pool.num_free
 
     @property
@@ -113,7 +113,7 @@ class PagedKvMemory:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could be held if it were alone."""
+        """Return True if a request of `num_tokens` tokens fits when it is alone."""
         return self.blocks_for(num_tokens) <= self._pool.num_blocks
 
     # Requests
@@ -132,7 +132,7 @@ class PagedKvMemory:
         del self._tables[request]
 
     def is_registered(self, request: KvRequest) -> bool:
-        """Whether the request is known here."""
+        """Return True if the request is registered here."""
         return request in self._tables
 
     def clear(self) -> None:
@@ -205,7 +205,7 @@ class PagedKvMemory:
             width *= _LOOKUP_GROWTH
 
     def _num_idle(self, entry: _BlockTable, found: list[int]) -> int:
-        """How many of the found blocks are free: attaching them takes free capacity too."""
+        """Return how many of the found blocks are free: attaching them takes free capacity too."""
         lookup = entry.lookup
         if not found or lookup is None:
             return 0
@@ -278,7 +278,7 @@ class PagedKvMemory:
         return max(num_blocks - len(found), 0) + self._num_idle(entry, found)
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
         return self.blocks_needed(request, num_tokens) <= self._pool.num_free
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
@@ -330,7 +330,7 @@ class PagedKvMemory:
 
     @property
     def has_reserved(self) -> bool:
-        """Whether somebody's table lacks blocks that were reserved."""
+        """True if some block table still lacks reserved blocks."""
         return bool(self._reserved)
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:

@@ -129,7 +129,7 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """How many requests `grow_each` can serve now, whichever they are: the free blocks of the fullest group."""
+        """Number of requests that `grow_each` can serve now, whichever they are: the free blocks of the fullest group."""
         return min(pool.num_free for pool in self._pools)
 
     @property
@@ -142,7 +142,7 @@ class KvParallelMemory:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could be held if it were alone."""
+        """Return True if a request of `num_tokens` tokens fits when it is alone."""
         return num_tokens <= self.num_groups * self.group_tokens
 
     # Requests
@@ -170,7 +170,7 @@ class KvParallelMemory:
         self._tables_of.clear()
 
     def is_registered(self, request: KvRequest) -> bool:
-        """Whether the request is known here."""
+        """Return True if the request is registered here."""
         return request in self._tables_of
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
@@ -321,7 +321,7 @@ class KvParallelMemory:
         return max(self.blocks_for(num_tokens) - entry.num_blocks, len(entry.host), 0)
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
         entry = self._tables_of[request]
         num_blocks = max(self.blocks_for(num_tokens), len(entry.host))
         return self._growth(entry, num_blocks, excluded_groups) is not None

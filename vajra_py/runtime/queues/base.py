@@ -21,9 +21,9 @@ class RequestQueue(Protocol):
     """
 
     is_arbitrary: bool
-    """Whether keys may move with anything, and are read again at each step."""
+    """True if keys may change at any event; they are read again at each step."""
     is_volatile: bool
-    """Whether they are read again after each admission and preemption too."""
+    """True if keys are also read again after each admission and preemption."""
 
     @property
     def num_requests(self) -> int:
@@ -49,7 +49,7 @@ class RequestQueue(Protocol):
         """The most urgent request, None if nothing waits."""
 
     def ordered(self, now: float) -> Iterator[RequestView]:
-        """What waits at the time of the call, most urgent first; lazy, so that the head is cheap.
+        """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.
 
         The queue may change while this is read: what is removed before its turn is left out, and so is what is added, added
         again, or refreshed with another key or number of tokens.
@@ -62,10 +62,10 @@ class RequestQueue(Protocol):
         """Requests that wait."""
 
     def __contains__(self, request: object) -> bool:
-        """Whether it waits here."""
+        """Return True if the request waits here."""
 
     def __iter__(self) -> Iterator[RequestView]:
-        """What waits, in no particular order."""
+        """Iterate over the waiting requests in no particular order."""
 
 
 class RankedQueue(ABC):

@@ -23,7 +23,7 @@ class SharedAccess(Protocol):
         """The requests that the replicaset scheduler lets this replica take now; lazy."""
 
     def __contains__(self, request: object) -> bool:
-        """Whether the request is in the shared queue."""
+        """Return True if the request is in the shared queue."""
 
     def begin_step(self) -> None:
         """A step of this replica is decided: see `RequestQueue.begin_step`."""

@@ -29,7 +29,7 @@ _LARGEST = 1e300
 
 
 def tie(rank: Rank) -> tuple[float, int, int]:
-    """What decides between equal computed keys: arrival, index, entry into the queue."""
+    """Return the tie-break between equal computed keys: arrival, index, entry into the queue."""
     return rank[ARRIVED_AT], rank[INDEX], rank[SERIAL]
 
 

@@ -15,7 +15,7 @@ from vajra_py.runtime.records.step_log import Batch
 
 
 def journal_path(log: Path) -> Path:
-    """Where the journal of a decision log is."""
+    """Return the path of a decision log's journal."""
     return log.with_name(log.name + ".journal.partial")
 
 

@@ -172,7 +172,7 @@ class DecisionLog(StepLog):
     def _count_lists(
         self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], lists: Mapping[str, list[int]]
     ) -> Numbers:
-        """What was decided, in numbers."""
+        """Append the decisions of the step to `lists`, as numbers; returns the number of entries in each list."""
         _, moves = self._open.pop(plan)
         if moves is NO_MOVES and not finished and not plan.chunks and not plan.preempted:
             return NO_LISTS
@@ -226,7 +226,7 @@ class PartialDecisionLog(DecisionLog):
 
 
 def journaled_tables(path: Path) -> list[Any]:
-    """What the journal of an unfinished log holds, a table a batch."""
+    """Return the contents of an unfinished log's journal, one table for each batch."""
     return [Records.of(batch).table() for batch in read_journal(journal_path(path))]
 
 
@@ -260,7 +260,7 @@ class _Counted(io.RawIOBase):
 
 
 class PoolMoves(NamedTuple):
-    """What a plan changed of what the reader knows, as far as it is gone when the step comes back; flat numbers, as `LISTS` groups them."""
+    """Changes of a plan that can no longer be seen when its step ends; flat numbers, grouped as in `LISTS`."""
 
     joined: Numbers
     left: Numbers

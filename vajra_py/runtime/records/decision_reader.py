@@ -56,7 +56,7 @@ def read_decisions(path: Path) -> Iterator[Row]:
 
 
 def is_cut(path: Path) -> bool:
-    """Whether the process that wrote this log was killed (or still writes it): it has no end."""
+    """Return True if this log has no end: the process that wrote it was killed, or still writes."""
     return not path.exists() and journal_path(path).exists()
 
 
@@ -128,7 +128,7 @@ class _Group:
         return zip(indices, self._table.column("arrived_ids").combine_chunks().flatten().to_pylist(), strict=True)
 
     def first_formed(self, number: int) -> int:
-        """When the first step of a record was formed, a tick."""
+        """Return the tick at which the first step of a record was formed."""
         return int(self._formed[self._starts[number]])
 
     def times(self, number: int, num_steps: int) -> Iterator[tuple[int, int]]:

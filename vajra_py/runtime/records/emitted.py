@@ -69,7 +69,7 @@ class EmittedFigures:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDiary:
-    """What the policies of a run left for its results beside their decisions."""
+    """Results that the policies of a run produced beside their decisions."""
 
     emitted: EmittedFigures = field(default_factory=EmittedFigures)
     asked_for_lengths: set[str] = field(default_factory=set)

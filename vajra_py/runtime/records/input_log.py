@@ -36,7 +36,7 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """What is wanted: another policy in one layer of one replicaset."""
+    """Request to put another policy in force in one layer of one replicaset."""
 
     replicaset: str
     layer: Layer
@@ -191,7 +191,7 @@ class Stall:
 
 
 Control: TypeAlias = Gate | CacheReset | Stall
-"""What is done to a replica, or to its policies, by whoever executes its steps."""
+"""An action of the executing side on a replica or on its policies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,11 +323,11 @@ def _segment(name: Any) -> SegmentId:
 
 @dataclass(slots=True)
 class RecordedOutput:
-    """What came out of one request."""
+    """Output of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""
-    """Why it ended; empty: it did not."""
+    """Reason of its end; empty: it did not end."""
     detail: str = ""
     failed_at: int | None = None
-    """How many of its tokens were computed when it failed by itself; None: it did not."""
+    """Number of its tokens that were computed when it failed by itself; None: it did not fail."""

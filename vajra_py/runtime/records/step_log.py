@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 
 
 class PlanRepeats(NamedTuple):
-    """When a plan and repetitions of it came back."""
+    """End times of a plan and its repetitions."""
 
     ended_at: array[int]
     """Ticks."""
@@ -91,7 +91,7 @@ class StepLog(Observer):
 
     wants_step_ends = False
     wants_plans = True
-    """Whether it is to be told of any plan; read once, before the run."""
+    """True if plans are reported to it; read once, before the run."""
 
     def __init__(self, records_per_batch: int | None = None) -> None:
         """`records_per_batch`: how many are handed on together; None: as many as are worth it."""
@@ -221,5 +221,5 @@ class StepLog(Observer):
             self.hand_on()
 
     def _count_lists(self, plan: StepPlan, finished: _Finished, lists: Mapping[str, list[int]]) -> Numbers:
-        """How many entries a record has in each of `LISTS` after the first; who wants them appends them to `lists`."""
+        """Return a record's number of entries in each of `LISTS` after the first; a subclass may append them to `lists`."""
         return (0, 0, 0, len(plan.preempted), len(finished)) if plan.preempted or finished else NO_LISTS

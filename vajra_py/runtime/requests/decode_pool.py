@@ -46,7 +46,7 @@ class DecodePool:
         self._ordered: list[Request] | None = None
         self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._num_growing = array("q", [0] * block_size)
-        """How many are in each of `_growing`."""
+        """Number of members in each of `_growing`."""
         self._ends: dict[int, list[Request]] = {}
         self._offset_sum = 0
         self.num_committed = 0
@@ -56,7 +56,7 @@ class DecodePool:
         self.num_public = 0
         """Members whose generated blocks others may name at once, so that each must be published when it is full."""
         self.joined: dict[Request, None] | None = None
-        """Who joined since this was last emptied; None: nobody keeps account."""
+        """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
         self._log = array("q")
         """Ticks at which the tokens of pool steps came out, one log after the other."""
@@ -143,19 +143,19 @@ class DecodePool:
         return self._ends.get(self.num_emitted + 1, ())
 
     def growth_cycle(self, num_steps: int) -> array[int]:
-        """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
+        """Return the number of members that take a new block in each of the next `num_steps` steps, until that repeats."""
         counts, size = self._num_growing, self._block_size
         start = self.num_committed % size
         stop = start + min(num_steps, size)
         return counts[start:stop] if stop <= size else counts[start:] + counts[: stop - size]
 
     def growth_by_step(self, num_steps: int) -> list[int]:
-        """How many members take a new block in each of the next `num_steps` steps."""
+        """Return the number of members that take a new block in each of the next `num_steps` steps."""
         cycle = self.growth_cycle(num_steps)
         return [cycle[step % self._block_size] for step in range(num_steps)]
 
     def growth(self, num_steps: int) -> int:
-        """How many blocks members take in all within the next `num_steps` steps."""
+        """Return the number of blocks that all members take within the next `num_steps` steps."""
         rounds, rest = divmod(num_steps, self._block_size)
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 

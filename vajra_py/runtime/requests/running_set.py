@@ -19,7 +19,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class PoolChanges(NamedTuple):
-    """Who joined and who left a replica's decode pool since its last plan. One who left and came back is in both."""
+    """Requests that joined and left a replica's decode pool since its last plan. One that left and came back is in both."""
 
     joined: Sequence[Request]
     left: Sequence[Request]
@@ -45,21 +45,21 @@ class RunningSet:
         self.num_admissions = 0
         self.num_preemptions = 0
         self.has_spare_blocks = False
-        """Whether some request may hold more blocks than its known tokens need."""
+        """True if some request may hold more blocks than its known tokens need."""
         self.admits = True
-        """Whether waiting requests may get memory."""
+        """True if waiting requests may be admitted."""
         self.bars_preempted = False
-        """Whether a request that a step preempts may get memory again with a later one only."""
+        """True if a request that a step preempts may be admitted again only by a later step."""
         self.barred: set[Request] = set()
-        """Who was preempted for this step and is barred from it."""
+        """Requests that were preempted for this step and may not be admitted by it."""
 
     @property
     def is_gated(self) -> bool:
-        """Whether some waiting request may not get memory now."""
+        """True if some waiting request may not be admitted now."""
         return not self.admits or bool(self.barred)
 
     def lets_in(self, request: RequestView) -> bool:
-        """Whether this waiting request may get memory now, if there is any."""
+        """Return True if this waiting request may be admitted now, given memory."""
         return self.admits and request not in self.barred
 
     @property
@@ -119,7 +119,7 @@ class RunningSet:
         self.pool.joined = dict(self.pool.members) if on else None
 
     def take_pool_changes(self) -> PoolChanges:
-        """Who joined and left the pool since this was last asked."""
+        """Return the requests that joined and left the pool since the last call."""
         pool = self.pool
         if not (pool.joined or pool.left):
             return NO_CHANGES
@@ -178,7 +178,7 @@ class StateView:
         self.limits = running_set.limits
         self._running_set = running_set
         self.now = 0.0
-        """When the step is formed, seconds."""
+        """Time at which the step is formed, seconds."""
         self.slack: SlackReader | None = None
         """Slack by the prioritizer in force; None when it predicts none."""
 

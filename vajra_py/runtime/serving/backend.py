@@ -27,9 +27,9 @@ class BackendReplica:
     free_at: int = field(default=0, kw_only=True)
     """Tick from which it can take another step; `NEVER`: when the one that it executes came back, or not at all."""
     is_idle: bool = field(default=True, kw_only=True)
-    """Whether it executes nothing because there was nothing to form a step of."""
+    """True if it executes nothing because there was nothing to form a step of."""
     form_pending: bool = field(default=False, kw_only=True)
-    """Whether it forms a step when everything else of this tick has happened."""
+    """True if it forms a step after everything else of this tick."""
     epoch: int = field(default=0, kw_only=True)
     """Counts how often what it executes was called off; ends of an earlier epoch are void."""
     num_stages: int = field(init=False)
@@ -56,7 +56,7 @@ class Backend(Protocol[S]):
         """
 
     def cancel(self, replica: S) -> int:
-        """What the replica executes was called off; returns the tick from which it is free, `NEVER`: it will say so."""
+        """Call off the replica's steps; returns the tick from which it is free, `NEVER` if it will report that itself."""
 
     # Asked to translate: the payload of these events is the backend's own
 

@@ -33,7 +33,7 @@ DEFAULT_MAX_MODEL_LEN = 131_072
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model and its device say about sizes, where the settings leave them open."""
+    """Sizes that follow from the model and its device, where the settings leave them open."""
 
     num_blocks: Callable[[int, float], int] | None = None
     """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
@@ -51,7 +51,7 @@ class ReplicasetModel:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a run brings along for its policies and replicas."""
+    """Services of a run for its policies and replicas."""
 
     registry: Registry
     latency: LatencyModel
@@ -68,7 +68,7 @@ class Services:
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """By replicaset, where they are not all of one model; in place of `latency` and `facts`."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
-    """What the policies emit, and what they asked for in vain."""
+    """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
 
     def of(self, replicaset: str) -> Services:
         """The same for one replicaset."""

@@ -22,7 +22,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
 OUT_OF_SERVICE = "out of service"
-"""How the detail of requests begins whose policies broke the contract."""
+"""Beginning of a request's `detail` when its policies broke the contract."""
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""
@@ -41,10 +41,10 @@ class Controller:
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
-        """Which replicaset takes a request. Raises `ConfigError` when none does."""
+        """Choice of the replicaset that takes a request. Raises `ConfigError` when none does."""
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
-        """What the policies leave for the results of the run."""
+        """Results that the policies of the run produce."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
         """Gives a request its index; None: they are counted. For a run of which this controller sees a part."""
@@ -248,7 +248,7 @@ class Controller:
         return error.at(replica.replica_id, replica.num_steps)
 
     def _is_let_in(self, request: Request) -> bool:
-        """Whether a replica may run the request, as far as whoever executes its steps is concerned."""
+        """Return True if the executing side lets a replica run the request."""
         replica = self.replica_of(request)
         if replica is None:
             return True
@@ -273,7 +273,7 @@ class Controller:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """What the batch builder refused in the last step that the replica's policy was asked to form."""
+    """Return a sentence about the builder's refusals in the last step that the replica's policy was asked to form."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

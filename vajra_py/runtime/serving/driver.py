@@ -290,7 +290,7 @@ class Driver(Generic[R]):
         one.free_at = tick
 
     def freed(self, one: R) -> None:
-        """What the replica executed when it was called off came back now."""
+        """Free a replica whose called-off step has come back now."""
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
@@ -465,12 +465,12 @@ class Driver(Generic[R]):
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
-    """Whether some policy may look at running requests or loads when a request arrives."""
+    """Return True if some policy may look at running requests or loads when a request arrives."""
     return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:
-    """Whether an event does not happen: what a replica executed was called off, a request got its turn before it expired."""
+    """Return True if an event is obsolete: its step was called off, or its request was scheduled before it expired."""
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
     return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING

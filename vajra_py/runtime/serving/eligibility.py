@@ -1,4 +1,4 @@
-"""Which replicas of a replicaset can run a request, and the bounds on requests that follow over all of them.
+"""Eligible replicas: those of a replicaset that can run a request, and the bounds on requests over all of them.
 
 Replicas may differ in limits, latency model and replica scheduler. Of equal ones one is asked for all; where they differ, policies of
 the replicaset are offered the eligible ones alone.
@@ -86,7 +86,7 @@ def first_refusal(
 
 
 def refusal_of(scheduler: Any, name: str, replica: ReplicaLoadView, request: Request, now: float) -> str | None:
-    """Why a replica scheduler would never run the request on its replica; None when it would, or does not refuse any."""
+    """Return a replica scheduler's reason never to run the request on its replica; None if it has none."""
     refuses: Callable[[Request, ReplicaLoadView, float], str | None] | None = getattr(scheduler, "refuses", None)
     if refuses is None:
         return None

@@ -75,7 +75,7 @@ class Policies:
         self._predict = predict
         self.prefill_time = prefill_time
         self.shared = SharedState()
-        """What these policies share; policies that are made later find it as it is."""
+        """State that these policies share; policies that are made later get the same one."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
         self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
         self.follow_chunks()
@@ -146,11 +146,11 @@ class Policies:
         return self._layers[Layer.REPLICA_SCHEDULER].are_alike
 
     def name(self, layer: Layer) -> str:
-        """What errors call the layer's policy."""
+        """Return the name of the layer's policy, for errors."""
         return self._layers[layer].name
 
     def scheduler_name(self, replica_id: int) -> str:
-        """What errors call a replica's scheduler."""
+        """Return the name of a replica's scheduler, for errors."""
         return self._layers[Layer.REPLICA_SCHEDULER].choices[replica_id].policy
 
     def new_queue(self) -> RequestQueue:
@@ -172,7 +172,7 @@ class Policies:
         )
 
     def listeners_of(self, replica_id: int) -> Listeners:
-        """Who is told of what happens on a replica."""
+        """Return the policies to notify of events on a replica."""
         layers = (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER)
         shared = [(one, self.name(layer)) for layer in layers for one in self._layers[layer].made]
         return listeners_among([*shared, (self.schedulers[replica_id], self.scheduler_name(replica_id))])

@@ -29,7 +29,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What came of it."""
+    """Result of a change of policy."""
 
     swap: PolicySwap
     moved: Sequence[tuple[Request, Replica | None]] = ()
@@ -170,7 +170,7 @@ def _check_refusals(
 
 
 def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list[RequestQueue]:
-    """What waits in the shared queue and in each replica's own, in new queues."""
+    """Return new queues with the waiting requests of the shared queue and of each replica's own."""
     queues = []
     for old in (replicaset.shared, *(replica.queue for replica in replicaset.replicas)):
         queue = policies.new_queue()

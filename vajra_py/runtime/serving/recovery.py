@@ -23,7 +23,7 @@ Ended = list[tuple[Request, EndReason]]
 
 @dataclass(slots=True)
 class Losses:
-    """What a lost replica's requests came to."""
+    """Outcome of a lost replica for its requests."""
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)

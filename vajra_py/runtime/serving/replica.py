@@ -33,7 +33,7 @@ _RUNNING = RequestState.RUNNING
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
 
 MAX_EMPTY_STEPS = 1000
-"""How many steps in a row may preempt without running anything before the policy is held to be stuck."""
+"""Number of steps in a row that may preempt without running anything before the policy is held to be stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
@@ -42,7 +42,7 @@ Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[...
 
 @dataclass(frozen=True, slots=True)
 class ReplicaParts:
-    """What a replica is made of."""
+    """Parts from which a replica is built."""
 
     replicaset: str
     replica_id: int
@@ -78,7 +78,7 @@ class Replica:
         self.num_steps = 0
         self.num_in_flight = 0
         self.forms_steps = True
-        """Whether whoever executes its steps wants any."""
+        """False while the executing side takes no steps."""
         self.around: Around | None = None
         self._view = StateView(parts.replica_id, self.running_set)
         self._step_watchers: list[Observer] = []
@@ -90,7 +90,7 @@ class Replica:
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
+        """Running requests that an earlier policy admitted, by admission; the present one may be unable to go on."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
@@ -495,5 +495,5 @@ def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> End
 
 
 def _is_current(request: Request, admitted_index: int) -> bool:
-    """Whether the request still holds the memory that it got at this admission."""
+    """Return True if the request still holds the memory that it got at this admission."""
     return request.state is _RUNNING and request.admitted_index == admitted_index

@@ -31,12 +31,12 @@ from vajra_py.runtime.support.clock import to_seconds
 
 QUEUE_FULL = "the queue is full"
 ALL_FAILED = "every replica has failed"
-"""How refusals begin that have nothing to do with the request itself."""
+"""Beginning of refusals that have nothing to do with the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How much may wait in a replicaset; None: any amount."""
+    """Limits on what may wait in a replicaset; None: no limit."""
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -59,7 +59,7 @@ class SharedDoor:
         return request in self.queue
 
     def pulled(self, now: float) -> Iterator[RequestView]:
-        """What this replica may take now, in the order that the scheduler gives."""
+        """Iterate over the requests that this replica may take now, in the order that the scheduler gives."""
         assert self.view is not None
         return self._replicaset.pulled_by(self.view, now)
 
@@ -131,9 +131,9 @@ class Replicaset:
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
-        """Whether its replica schedulers are asked before a request is taken in."""
+        """True if its replica schedulers are asked before a request is accepted."""
         self._differs = False
-        """Whether a request that one replica can run may be too much for another."""
+        """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ."""
         self.sync: Callable[[], None] = _do_nothing
@@ -142,9 +142,9 @@ class Replicaset:
         """Replicas that do not compute."""
         self.around: Around | None = None
         self.policies: Policies | None = None
-        """Where its policies come from; None: it was put together by hand, and they stay."""
+        """Its policies; None: it was put together by hand, and its policies stay."""
         self.out_of_service = ""
-        """What a policy did for which this replicaset takes no requests; empty: nothing."""
+        """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
@@ -227,7 +227,7 @@ class Replicaset:
         self._live[replica_id].is_up = is_up
 
     def is_up(self, replica_id: int) -> bool:
-        """Whether a replica takes requests."""
+        """Return True if a replica takes requests."""
         return self._live[replica_id].is_up
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
@@ -274,7 +274,7 @@ class Replicaset:
     # The door
 
     def refusal(self, request: Request, now: float) -> str | None:
-        """Why this request cannot be taken, now or ever; None when it can."""
+        """Return the reason that this request cannot be taken, now or ever; None if it can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -352,7 +352,7 @@ class Replicaset:
         return replica
 
     def _may_assign(self, request: Request, now: float) -> bool:
-        """Whether some replica is up that can run the request; otherwise it waits in the shared queue for one."""
+        """Return True if a replica that can run the request is up; otherwise it waits in the shared queue for one."""
         return self._is_runnable(request, now) if self._differs else self.num_up > 0
 
     def _assign(self, request: Request, now: float) -> int | None:
@@ -406,7 +406,7 @@ class Replicaset:
         return any(one.replica_id == replica_id for one in self.eligible(request, now))
 
     def offers(self, replica_id: int, now: int) -> bool:
-        """Whether the replica may pull anything from the shared queue."""
+        """Return True if the replica may pull a request from the shared queue."""
         return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
 
     def forget(self, request: Request) -> None:

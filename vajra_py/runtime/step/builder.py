@@ -47,13 +47,13 @@ class Builder(PlanDraft):
         self._latency = latency
         self._lifecycle = lifecycle
         self.policy_name = ""
-        """What the reasons of dropped requests begin with."""
+        """Name at the beginning of the reasons of dropped requests."""
         self.dropped: list[tuple[Request, EndReason]] = []
         """Requests that a policy has ended and nobody has counted yet."""
         self.refusals: dict[Request, Refusal] = {}
-        """Why `add` refused a request last in this step; told when nothing comes of it."""
+        """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
-        """What `add_decodes` or `add_running` still goes through; None when neither stopped half-way."""
+        """Requests that `add_decodes` or `add_running` has yet to visit; None when neither stopped half-way."""
         self._order_of_decodes = False
         self._order_position = 0
         self._to_cache: list[Request] = []

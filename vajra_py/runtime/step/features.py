@@ -95,7 +95,7 @@ class GroupFeatures:
 
 
 def _work(features: BatchFeatures) -> tuple[int, int]:
-    """What a group has to do, where nobody knows how long that takes: tokens, then the context that they read."""
+    """Return a group's work where no latency model knows its time: tokens, then the context that they read."""
     return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 
 

@@ -24,7 +24,7 @@ class PlannedChunk(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class StepPlan:
-    """What one step computes. Made by the batch builder alone, and never changed; read by executors and observers.
+    """Work of one step. Made by the batch builder alone, and never changed; read by executors and observers.
 
     Neither frozen nor a tuple: one is made for every step, which takes a frozen dataclass several times as long, and it is
     read dozens of times, which takes a tuple's fields several times as long as slots.
@@ -46,9 +46,9 @@ class StepPlan:
     num_running: int = 0
     """Free blocks, waiting and running requests right after the step was formed."""
     pool_position: int = 0
-    """How many of `chunks` stood before the pool's decodes were added."""
+    """Number of `chunks` added before the pool's decodes."""
     running_in_order: bool = False
-    """Whether running entries are listed in order of admission rather than as they were added."""
+    """True if running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
     """Requests that were preempted just before, in attempts at this step that ran nothing."""
@@ -92,7 +92,7 @@ def in_batch_order(
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of a step.
+    """Result of a step.
 
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None where tokens have no
     identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests

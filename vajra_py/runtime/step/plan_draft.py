@@ -14,7 +14,7 @@ UNLIMITED = 2**62
 
 
 class PlanDraft:
-    """What the builder has granted so far in one replica's step; used again for every step.
+    """Work that the builder has granted so far in one replica's step; used again for every step.
 
     Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
     """
@@ -77,9 +77,9 @@ class PlanDraft:
         """Decodes taken one by one, in order."""
         # What is in the batch and what is left: attributes rather than properties, since policies read them for every chunk.
         self.slots_left = 0
-        """How many more requests the batch may hold."""
+        """Number of further requests that the batch may hold."""
         self.tokens_left = 0
-        """What remains of the step's token budget."""
+        """Remaining token budget of the step."""
         self.num_tokens = 0
         """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
@@ -177,7 +177,7 @@ class PlanDraft:
         return features
 
     def _has_selected_the_pool(self) -> bool:
-        """Whether the decodes that were taken one by one are the members of the pool."""
+        """Return True if the decodes that were taken one by one are all members of the pool."""
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 STEP_TIMES = "step times"
-"""What is drawn for the durations of steps."""
+"""Name, in `draws`, of the streams for the durations of steps."""
 
 
 class SeedTree:
@@ -49,5 +49,5 @@ class NotedSeeds(SeedTree):
         return self._seeds.stream(name)
 
     def draws(self) -> list[str]:
-        """What the streams asked for so far are of, sorted: the draws of a policy by its stream's name, and step times."""
+        """Return the kinds of the streams asked for so far, sorted: a policy's stream by its name, and step times."""
         return sorted({STEP_TIMES if one.startswith("steps/") else one.rpartition("/")[2] for one in self.asked})
