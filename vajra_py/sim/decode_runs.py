@@ -18,7 +18,7 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""Steps that are worked out at once, at first and at most; a longer run goes on in another."""
+"""First and greatest number of steps worked out at once; a longer run goes on in another."""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
@@ -28,9 +28,9 @@ class TimesRuns(Protocol):
     """A step timer that knows the durations of several steps in advance."""
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """Ticks at which steps end that begin now, with durations equal to `stage_ticks` asked step by step.
+        """Return the end ticks of steps that begin now, one after another, with the durations of `stage_ticks`.
 
-        Perhaps fewer than were asked for: none that ends after the clock's last tick.
+        Steps that would end after the clock's last tick are left out.
         """
 
 
@@ -47,7 +47,7 @@ def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepT
 
 
 def check_step_time(seconds: float) -> None:
-    """Raises `ExecutorError` for what a latency model cannot have meant as the duration of a step, or of a run of them."""
+    """Raise `ExecutorError` for a number that cannot be the duration of a step, or of a run of them."""
     if not 0.0 <= seconds <= LAST_S:
         raise ExecutorError(f"latency model: a step cannot last {seconds} s. Allowed: 0 to {LAST_S:,.0f} s.")
 
@@ -69,7 +69,7 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
         seconds = seconds.tolist()
     shortest = min(seconds)
     check_step_time(shortest)
-    check_step_time(sum(seconds))  # also finds a NaN among them, which `min` may pass over
+    check_step_time(sum(seconds))  # also finds a NaN, which `min` may miss
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
     if shortest * TICKS_PER_SECOND + overhead_ticks < 1:
         durations = [max(1, duration) for duration in durations]

@@ -39,7 +39,7 @@ class SimulationOptions:
     """Rules of one simulation."""
 
     horizon_s: float | None = None
-    """No arrival after this; None: the whole workload."""
+    """Time after which no request arrives, seconds; None: the whole workload."""
     drain: bool = True
     """True: run on after the last arrival (or the horizon) until every request has ended."""
     tenant_salt: bool = False
@@ -50,19 +50,19 @@ class SimulationOptions:
     expires: bool = True
     """True if requests expire by the clock; False: only when told."""
     arrival_delay_s: float = 0.0
-    """From a request's arrival to the scheduler's queue, seconds."""
+    """Delay from a request's arrival to the scheduler's queue, seconds."""
     asynchronous: bool = False
     """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
     Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
     isolates_policies: bool = False
     """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
-    """A policy that has not returned after so many seconds of real time breaks the contract; None: it may take for ever."""
+    """Real seconds after which a policy that has not returned breaks the contract; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """A request is taken in at another time than the client sent it."""
+    """A request that is accepted at another time than the client sent it."""
 
     spec: RequestSpec
     arrived_at: float
@@ -70,7 +70,7 @@ class Acceptance:
     is_queued: bool = True
     """True if the scheduler sees it at once; otherwise with the next step that is scheduled."""
     salt: str | None = None
-    """Only requests with the same one share prefixes; None: as the settings say."""
+    """Prefixes are shared only among requests with the same salt; None: as the settings say."""
     reads_cache: bool = True
     """True if it may use the contents of the prefix cache."""
 
@@ -92,7 +92,7 @@ class Simulator(Backend[SimReplica]):
     ) -> None:
         self.controller = controller
         self.violations: list[tuple[int, str, str]] = []
-        """(tick, replicaset, what a policy did) of those that were contained."""
+        """(tick, replicaset, violation) of policies that were isolated."""
         self._executor = executor
         self._options = options
         self._progress = progress
@@ -114,7 +114,7 @@ class Simulator(Backend[SimReplica]):
 
     @property
     def now(self) -> int:
-        """The tick of what happened last."""
+        """Tick of the latest event."""
         return self._driver.now
 
     @property
@@ -125,7 +125,7 @@ class Simulator(Backend[SimReplica]):
     # The clock
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
-        """Simulate to the end (or the horizon). Raises `PolicyError` when a policy leaves requests standing for ever."""
+        """Simulate to the end (or the horizon). Raises `PolicyError` when a policy never schedules waiting requests."""
         with infrequent_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
             self._next_arrival()
@@ -146,7 +146,7 @@ class Simulator(Backend[SimReplica]):
             driver.advance_to(until)
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
-            if driver.events.heap[0][0] > until:  # else a step that ended just now is followed by another
+            if driver.events.heap[0][0] > until:  # otherwise the end of a step is due now, and another step follows
                 return
 
     def abort_at(self, seconds: float, request_id: str) -> None:
@@ -160,10 +160,10 @@ class Simulator(Backend[SimReplica]):
     # Arrivals and departures
 
     def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
-        """The requests that have an arrival time of their own; the others wait for those that they follow."""
+        """Return the requests with an arrival time of their own; the others wait for those that they follow."""
         if isinstance(workload, Workload) and not workload.has_followers:
             return iter(workload)
-        if isinstance(workload, Iterator):  # it is gone through twice
+        if isinstance(workload, Iterator):  # it is iterated over twice
             workload = list(workload)
         for spec in workload:
             self._followers.add(spec)

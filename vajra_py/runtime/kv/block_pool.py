@@ -99,7 +99,6 @@ class BlockPool:
         self.options = options
         self.num_free = num_blocks
         """Free blocks, idle ones with content included."""
-        """Blocks that lost their content by being handed out again; those of a run are counted together."""
         self.num_cached = 0
         """Blocks entered so far; unchanged means that nothing new can be found."""
         self.idle_version = 0
@@ -200,7 +199,7 @@ class BlockPool:
             self.release(blocks[num_filled:])
 
     def _without_users(self, blocks: list[int]) -> list[int]:
-        """Take one reference from each; those that have none left."""
+        """Take one reference from each block; returns those that have none left."""
         extra = self._extra_references
         if not extra:
             return blocks
@@ -248,7 +247,7 @@ class BlockPool:
         return True
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
-        """The blocks of the leading hashes that are found."""
+        """Return the blocks of the leading hashes that are found."""
         get = self._entries.get
         found: list[int] = []
         for block_hash in hashes:
@@ -263,7 +262,7 @@ class BlockPool:
         return sum(map(self._idle.__contains__, blocks))
 
     def attach(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these blocks (found by `match`); idle ones are free no more."""
+        """Add a reference to each of these blocks (found by `match`); idle ones are no longer free."""
         idle = self._idle
         extra = self._extra_references
         num_revived = 0
@@ -278,7 +277,7 @@ class BlockPool:
             self.idle_version += 1
 
     def _forget(self, block: int) -> None:
-        """Take a block's hash away, and with it whatever leads to the block."""
+        """Remove a block's hash and the block's entry under it."""
         block_hash = self._hash_of.pop(block)
         entry = self._entries.pop(block_hash, None)
         if entry == block:
@@ -301,7 +300,7 @@ class BlockPool:
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """AssertionError if the books do not agree with each other, or with `references` (block to number of users).
+        """Raise AssertionError if the accounts disagree with each other, or with `references` (block to number of users).
 
         Takes time for every block that was ever used, none for the others.
         """

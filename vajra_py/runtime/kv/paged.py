@@ -119,13 +119,13 @@ class PagedKvMemory:
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """A request arrives. Without hashes its content is never shared, not even with itself after a preemption."""
+        """Register a request. Without hashes its content is never shared, not even with itself after a preemption."""
         if request in self._tables:
             raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
         self._tables[request] = _BlockTable(hashes if self._pool.options is not None else None)
 
     def forget(self, request: KvRequest) -> None:
-        """A request leaves for good; it must hold nothing."""
+        """Unregister a request; it must hold nothing."""
         entry = self._tables[request]
         if entry.blocks or entry.host:
             raise ValueError(f"PagedKvMemory.forget: it still holds blocks ({request!r}). Release or drop them first.")
@@ -136,7 +136,7 @@ class PagedKvMemory:
         return request in self._tables
 
     def clear(self) -> None:
-        """The device has lost everything: no request is known any more, and no block holds anything."""
+        """Drop every request and the contents of every block: the device has lost everything."""
         self._pool = BlockPool(self._pool.num_blocks, self._pool.options)
         self._host.clear()
         self._tables.clear()
@@ -215,7 +215,7 @@ class PagedKvMemory:
         return lookup.num_idle
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is (or will be, when the step runs) in memory: let others find it.
+        """Let others find the KV of the first `num_tokens` tokens, which is in memory or will be when the step has run.
 
         Enters full blocks that are not entered yet. Blocks that nobody else can name before the request ends are only
         noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
@@ -244,7 +244,7 @@ class PagedKvMemory:
             entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Only the first `num_tokens` tokens will be computed after all: take back what was cached beyond them.
+        """Take back what was cached beyond the first `num_tokens` tokens, since no more will be computed after all.
 
         For a request that leaves the step in which it was cached. False, and nothing changed, if another request has
         attached such a block already.
@@ -319,13 +319,13 @@ class PagedKvMemory:
         return True
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
-        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
+        """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
         tables = self._tables
         for request, block in zip(requests, self._pool.take(len(requests)), strict=True):
             tables[request].blocks.append(block)
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """So many blocks for resident requests that grow together; who has which of them is open until `materialize`."""
+        """Reserve blocks for resident requests that grow together; `materialize` decides which request gets which."""
         self._reserved += self._pool.take(num_blocks)
 
     @property
@@ -334,14 +334,14 @@ class PagedKvMemory:
         return bool(self._reserved)
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
-        """The request's first `num_tokens` tokens lie in its own blocks and in reserved ones: these become its own too."""
+        """Move the reserved blocks that the request's first `num_tokens` tokens need into its table."""
         blocks, reserved = self._tables[request].blocks, self._reserved
         first = len(reserved) - (-(-num_tokens // self.block_size) - len(blocks))
         blocks += reserved[first:]
         del reserved[first:]
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
-        """The request gives its device blocks back (end, abort, or preemption by recompute).
+        """Free the request's device blocks (end, abort, or preemption by recompute).
 
         `num_computed_tokens` (default: what `cache_blocks` was told last) says how much of its KV is valid, so that what was
         kept private can be found from now on. `for_good`: it will not come back for them.
@@ -450,17 +450,17 @@ class PagedKvMemory:
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """A chunk was computed; nothing to keep account of with one group."""
+        """Do nothing: a single group needs no account of chunks."""
 
     @property
     def pending_prefill_work(self) -> Sequence[int]:
         """Squared prompt tokens still to prefill by group; not tracked with one group."""
         return (0,)
 
-    # Books
+    # Consistency
 
     def check(self) -> None:
-        """AssertionError if the books do not agree."""
+        """Raise AssertionError if the accounts do not agree."""
         users = Counter(self._reserved)
         for request, entry in self._tables.items():
             users.update(entry.blocks)

@@ -17,7 +17,7 @@ from vajra_py.runtime.requests.request import Request
 
 by_admission = attrgetter("admitted_index")
 STEPS_PER_LOG = 1 << 16
-"""After so many steps their ticks go into a new log, so that those that no request refers to any more can go."""
+"""Number of steps after which their ticks go into a new log, so that logs that no request refers to can be freed."""
 
 
 class DecodePool:
@@ -42,7 +42,7 @@ class DecodePool:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.members: dict[Request, None] = {}
-        """In order of joining; not to be changed."""
+        """Members in order of joining; not to be changed."""
         self._ordered: list[Request] | None = None
         self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._num_growing = array("q", [0] * block_size)
@@ -54,7 +54,7 @@ class DecodePool:
         self.num_emitted = 0
         """Pool steps that came back so far."""
         self.num_public = 0
-        """Members whose generated blocks others may name at once, so that each must be published when it is full."""
+        """Members whose generated blocks others may find at once, so that each block must be published when it is full."""
         self.joined: dict[Request, None] | None = None
         """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
@@ -135,7 +135,7 @@ class DecodePool:
         return self._growing[(self.num_committed + 1) % self._block_size]
 
     def steps_to_next_end(self) -> int:
-        """After how many more steps (from the last that came back) the next member ends."""
+        """Number of further steps (from the last that came back) after which the next member ends."""
         return min(self._ends) - self.num_emitted
 
     def ending_in_flight(self) -> Sequence[Request]:
@@ -160,7 +160,7 @@ class DecodePool:
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
     def advance(self, ended_at: array[int]) -> None:
-        """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
+        """Count several steps of the whole pool that came back, and as many that were put into plans; no member ended."""
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)
         self._log.extend(ended_at)
@@ -168,11 +168,11 @@ class DecodePool:
             self._start_log()
 
     def commit(self) -> None:
-        """One step of the whole pool goes into a plan."""
+        """Count a step of the whole pool that goes into a plan."""
         self.num_committed += 1
 
     def emit(self, now: int) -> list[Request]:
-        """The step came back at tick `now`; returns the members whose last token this was (they are members still)."""
+        """Count a step that came back at tick `now`; returns the members whose last token this was (they are members still)."""
         self.num_emitted += 1
         self._log.append(now)
         if len(self._log) >= STEPS_PER_LOG:

@@ -34,7 +34,7 @@ class RequestState(Enum):
     """Waiting again, its KV in host memory."""
     ENDED = "ended"
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 _CREATED = RequestState.CREATED
@@ -69,7 +69,7 @@ else:
 
 
 class SharedCounters(Protocol):
-    """Counters of requests that decode in step: what they have in common."""
+    """Counters that requests have in common which decode together."""
 
     @property
     def num_committed(self) -> int:

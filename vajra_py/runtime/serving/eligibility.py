@@ -55,7 +55,7 @@ class RequestBounds:
         return next(fitting, self.max_request_tokens) - num_prompt_tokens
 
     def holders(self, request: Request) -> Sequence[Replica]:
-        """Replicas with room for the longest that the request may become, by id."""
+        """Replicas that can hold the request at its greatest length, by id."""
         if self.are_equal:
             (kind,) = self._kinds
             return kind if kind[0].can_hold(request) else ()
@@ -74,7 +74,7 @@ def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
 def first_refusal(
     replicas: Iterable[Replica], load_of: Callable[[int], ReplicaLoadView], request: Request, now: float
 ) -> str | None:
-    """The first refusal ("policy: reason"), when the scheduler of each replica refuses the request; None when one would run it."""
+    """Return the first refusal ("policy: reason") if every replica's scheduler refuses the request, else None."""
     first: str | None = None
     for replica in replicas:
         parts = replica.parts

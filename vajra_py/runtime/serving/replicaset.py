@@ -64,11 +64,11 @@ class SharedDoor:
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """Keys that may move with anything are read again."""
+        """Let keys that may change at any event be read again."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
-        """The replica has admitted it."""
+        """Remove a request that the replica has admitted."""
         self.queue.remove(request)
 
 
@@ -137,9 +137,9 @@ class Replicaset:
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ."""
         self.sync: Callable[[], None] = _do_nothing
-        """Applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
+        """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()
-        """Replicas that do not compute."""
+        """Replicas that are lost."""
         self.around: Around | None = None
         self.policies: Policies | None = None
         """Its policies; None: it was put together by hand, and its policies stay."""
@@ -148,7 +148,7 @@ class Replicaset:
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
-        """Build a replica with its door to the shared queue and take it in."""
+        """Build a replica with its access to the shared queue and add it."""
         door = SharedDoor(self)
         self._doors.append(door)
         replica = make(door)
@@ -162,19 +162,19 @@ class Replicaset:
         return replica
 
     def share(self, queue: RequestQueue) -> None:
-        """Let this be the shared queue from now on."""
+        """Replace the shared queue."""
         self.shared = queue
         for door in self._doors:
             door.queue = queue
 
     def bind_policy(self, scheduler: ReplicasetScheduler, name: str) -> None:
-        """Let this scheduler choose from now on."""
+        """Replace the replicaset scheduler."""
         self.scheduler, self.scheduler_name = scheduler, name
         assign, around = scheduler.assign, self.around
         self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
 
     def on_schedulers_bound(self) -> None:
-        """Read from the replicas' schedulers, which are in force now, which of them are asked about arriving requests."""
+        """Read from the replica schedulers in force which of them are asked about arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
         self._differs = not self.bounds.are_equal or (self.may_refuse and not self._are_schedulers_alike())
         self._eligible.clear()
@@ -209,7 +209,7 @@ class Replicaset:
         return found
 
     def call_through(self, around: Around) -> None:
-        """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
+        """Call policies through the wrappers that `around` makes of their methods, those of later policies too."""
         self.around = around
         self.bind_policy(self.scheduler, self.scheduler_name)
         for replica in self.replicas:
@@ -217,13 +217,13 @@ class Replicaset:
             replica.bind_policy(replica.parts)
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything that happens here from now on."""
+        """Notify these observers of everything that happens here from now on."""
         self.observers = observers
         for replica in self.replicas:
             replica.watch(observers)
 
     def set_up(self, replica_id: int, is_up: bool) -> None:
-        """A replica comes or goes; the scheduler sees it at its next look."""
+        """Mark a replica as up or down; the scheduler sees it at its next look."""
         self._live[replica_id].is_up = is_up
 
     def is_up(self, replica_id: int) -> bool:
@@ -231,7 +231,7 @@ class Replicaset:
         return self._live[replica_id].is_up
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """A replica is gone with everything that it held; returns the requests that ended with it."""
+        """Lose a replica with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
         for request in self._stranded(now):
@@ -253,25 +253,25 @@ class Replicaset:
         return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
 
     def note_lost(self, replica_id: int) -> None:
-        """A replica does not compute any more."""
+        """Mark a replica as lost."""
         self.set_up(replica_id, False)
         self.lost.add(replica_id)
 
     def restore(self, replica_id: int) -> None:
-        """A lost replica is there again, empty."""
+        """Bring a lost replica back, empty."""
         self.lost.discard(replica_id)
         self.set_up(replica_id, True)
 
     @property
     def num_up(self) -> int:
-        """Replicas that compute."""
+        """Replicas that take requests."""
         return len(self.replicas) - len(self.lost)
 
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
 
-    # The door
+    # Admission
 
     def refusal(self, request: Request, now: float) -> str | None:
         """Return the reason that this request cannot be taken, now or ever; None if it can."""
@@ -311,7 +311,7 @@ class Replicaset:
         return first_refusal((one for one in holders if self.is_up(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
-        """A replica for a policy that is asked whether it refuses a request, synchronised when a figure is read.
+        """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
 
         Such a policy is asked at every arrival and seldom reads one: to synchronise before asking takes a tenth longer (the
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
@@ -329,7 +329,7 @@ class Replicaset:
         return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Queue an accepted request; returns the replica that it is bound to, None when anyone may pull it."""
+        """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
         return self.place(request, now)
 
@@ -371,7 +371,7 @@ class Replicaset:
             return None
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
             return chosen
-        answer: object = chosen  # a plug-in may say anything
+        answer: object = chosen  # a plug-in may return anything
         up = [one.replica_id for one in self.eligible(request, now) if self.is_up(one.replica_id)]
         if not isinstance(answer, Integral) or int(answer) not in up:
             which = "that are up and can run it" if self._differs else "that are up"
@@ -381,7 +381,7 @@ class Replicaset:
         return int(chosen)
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
-        """Shared-queue requests that the scheduler lets this replica take, as requests."""
+        """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
@@ -410,12 +410,12 @@ class Replicaset:
         return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
 
     def forget(self, request: Request) -> None:
-        """The request has left for good."""
+        """Forget a request that has left for good."""
         self._queued_by_id.pop(request.request_id, None)
         self._eligible.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """End a request before its time, wherever it is; False when its step has to come back first."""
+        """Abort or expire a request, wherever it is; False when its step has to come back first."""
         if request in self.shared:
             self.shared.remove(request)
             end_request(request, reason, detail, now)
@@ -426,4 +426,4 @@ class Replicaset:
 
 
 def _do_nothing() -> None:
-    """No step has ended that is not applied."""
+    """Do nothing: there is no step that has ended and is not applied."""

@@ -8,7 +8,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class IllegalPlan(ValueError):
-    """A policy asked for something that makes no sense; names the request."""
+    """An illegal call of the builder by a policy; names the request."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)

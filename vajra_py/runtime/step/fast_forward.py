@@ -1,4 +1,4 @@
-"""Decode fast-forward: how many steps repeat the present one, and applying them at once.
+"""Decode fast-forward: finds how many steps repeat the present one, and applies them at once.
 
 A replica scheduler claims it by `SchedulerTraits.repeats_decodes`; without the claim every step is formed by itself.
 """
@@ -23,7 +23,7 @@ class Repeats:
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
-        """The replica has its policy, or another one; whether some policy listens to the ends of steps."""
+        """Read the traits of the policy in force; `listens`: some policy listens to the ends of steps."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         may_repeat = running_set.limits.pipeline_stages == 1 and not listens and running_set.memory.num_groups == 1
@@ -75,7 +75,7 @@ class Repeats:
 
 
 def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting: int) -> StepRun:
-    """A step and repetitions of it that came back at these ticks; the repetitions left `num_waiting` waiting."""
+    """Return the record of a step and of its repetitions, which came back at these ticks and left `num_waiting` waiting."""
     pool = plan.pool
     assert pool is not None
     free = plan.free_blocks

@@ -1,4 +1,4 @@
-"""Protocol between the mechanism and its backends: a plan goes in, tokens and a duration come out."""
+"""Protocol between the mechanism and its backends: plans go in, tokens and durations come out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepPlan:
     chunks: tuple[PlannedChunk, ...]
     """Prefill chunks, and decodes that are not part of the pool's step."""
     pool: DecodePool | None
-    """All of whose members decode in this step, when there are any."""
+    """Pool all of whose members decode in this step; None when there are none."""
     num_pool_decodes: int
     free_blocks: int = 0
     num_waiting: int = 0
@@ -53,7 +53,7 @@ class StepPlan:
     num_preempted_before: int = 0
     """Requests that were preempted just before, in attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
-    """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
+    """With several steps in flight: each entry's admission index, by which an obsolete result is recognised."""
     copies: Sequence[BlockCopy] = ()
     """KV blocks to move between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class StepPlan:
 def in_batch_order(
     chunks: Sequence[PlannedChunk], decodes: Sequence[PlannedChunk], position: int, running_in_order: bool
 ) -> Iterator[PlannedChunk]:
-    """The chunks and, behind the first `position` of them, the decodes; or all that run by admission, then who is admitted."""
+    """Return the chunks with the decodes behind the first `position` of them; or all running by admission, then the admitted."""
     if running_in_order:
         running = [chunk for chunk in chunks if chunk.kind == "running"]
         yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
@@ -109,7 +109,7 @@ class Executor(Protocol):
     """Runs plans for one replica; the only part that differs between simulator and engine."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """After how many output tokens the request will stop by itself, where that is known (simulation, replay)."""
+        """Number of output tokens after which the request stops by itself, where it is known (simulation, replay)."""
 
     def release(self, request: Request) -> None:
-        """The request has left for good; drop what is kept for it."""
+        """Drop everything kept for a request that has left for good."""
