@@ -96,6 +96,44 @@ class ReplicasetScheduler(Protocol):
 
 
 @runtime_checkable
+class PlacesAfterPrompt(Protocol):
+    """Optional method of a replicaset scheduler for replicasets whose pools split prompts and decodes.
+
+    A scheduler without it is used unchanged: one instance assigns arrivals to replicas that compute prompts, a second one of the same
+    kind assigns requests whose prompt is computed to replicas that decode; each sees its own replicas alone. With it, `assign` sees
+    the replicas of all pools, and may choose any of them.
+    """
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """Replica that goes on with a request whose prompt has just been computed, or that a replica scheduler hands off.
+
+        None lets it stay where it is. Asked again, when something has changed, while the chosen replica cannot take it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request is to go to another replica."""
+
+    request: RequestView
+    target: ReplicaId | None
+    """None calls a waiting request back into the shared queue."""
+
+
+@runtime_checkable
+class MovesRequests(Protocol):
+    """Optional method of a replicaset scheduler that moves waiting and running requests between replicas."""
+
+    def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
+        """Requests to move now; running ones take their KV along while they go on computing.
+
+        Asked when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
+        """
+
+
+@runtime_checkable
 class ReplicaScheduler(Protocol):
     """Selects the requests of each step with their token counts, and whom to preempt when memory is short."""
 
@@ -221,6 +259,14 @@ class ListensToRequests(Protocol):
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
+
+
+@runtime_checkable
+class HandlesWakes(Protocol):
+    """Optional method of any policy that asks to be woken (`PolicyContext.wake`)."""
+
+    def on_wake(self, key: str, now: float) -> None:
+        """The time that was asked for under this key has come."""
 
 
 SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

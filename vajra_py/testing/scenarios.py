@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import RequestView
+from vajra_py.contract import ReplicaState, RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.tables.recorder import token_times
@@ -143,7 +143,7 @@ def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     options = replace(scenario.options, num_replicas=rules.num_replicas, reserves_growth=rules.fast_forward)
     harness = Harness(policies.prioritizer, policies.replicaset_scheduler, policies.replica_scheduler, options)
     for replica_id in scenario.down:
-        harness.replicaset.set_up(replica_id, False)
+        harness.replicaset.set_state(replica_id, ReplicaState.DOWN)
     watch = _Watch(detailed=rules.detailed)
     harness.controller.watch((watch,))
     simulator = harness.simulator(

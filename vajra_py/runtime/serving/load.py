@@ -6,23 +6,44 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.contract import RequestView
+from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaState, RequestView
 from vajra_py.runtime.serving.replica import Replica
+
+DEFAULT_POOL = "default"
+"""Name of the only pool of a replicaset without `pools:`."""
 
 
 class LiveLoad:
     """`ReplicaLoadView` that reads the replica as it is."""
 
-    __slots__ = ("_replica", "age_s", "is_up", "max_batch_size", "num_blocks", "replica_id", "role")
+    __slots__ = (
+        "_replica",
+        "age_s",
+        "is_up",
+        "limits",
+        "max_batch_size",
+        "num_blocks",
+        "pool",
+        "replica_id",
+        "role",
+        "state",
+    )
 
-    def __init__(self, replica: Replica, role: str = "mixed") -> None:
+    def __init__(self, replica: Replica, pool: str = DEFAULT_POOL, role: PoolRole = PoolRole.MIXED) -> None:
         self._replica = replica
         self.replica_id = replica.replica_id
-        self.role = role
-        self.is_up = True
+        self.pool = pool
+        self.role = role.value
+        self.limits = replica.limits
+        self.set_state(ReplicaState.UP)
         self.num_blocks = replica.memory.num_blocks
         self.max_batch_size = replica.limits.max_batch_size
         self.age_s = 0.0
+
+    def set_state(self, state: ReplicaState) -> None:
+        """Let the replica be at this stage of its life."""
+        self.state = state
+        self.is_up = state is ReplicaState.UP
 
     @property
     def num_running(self) -> int:
@@ -75,9 +96,12 @@ class SnapshotLoad:
 
     live: LiveLoad
     replica_id: int
+    pool: str
     role: str
+    limits: ReplicaLimits
     num_blocks: int
     max_batch_size: int
+    state: ReplicaState = ReplicaState.UP
     is_up: bool = True
     num_running: int = 0
     num_waiting: int = 0
@@ -90,12 +114,13 @@ class SnapshotLoad:
     @classmethod
     def of(cls, live: LiveLoad) -> SnapshotLoad:
         """Return a snapshot without figures yet."""
-        return cls(live, live.replica_id, live.role, live.num_blocks, live.max_batch_size)
+        return cls(live, live.replica_id, live.pool, live.role, live.limits, live.num_blocks, live.max_batch_size)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
         """Read the figures again if they are older than the interval; returns the snapshot with its age set."""
         live = self.live
-        self.is_up = live.is_up  # read live: requests sent to a replica that is down come back at once
+        # Read live: requests sent to a replica that is down come back at once.
+        self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running
             self.num_waiting = live.num_waiting

@@ -14,6 +14,7 @@ from vajra_py.contract import (
     ReplicaLimits,
     ReplicaLoadView,
     ReplicasetScheduler,
+    ReplicaState,
     RequestView,
 )
 from vajra_py.contract.observer import EndReason, Observer
@@ -222,9 +223,9 @@ class Replicaset:
         for replica in self.replicas:
             replica.watch(observers)
 
-    def set_up(self, replica_id: int, is_up: bool) -> None:
-        """Mark a replica as up or down; the scheduler sees it at its next look."""
-        self._live[replica_id].is_up = is_up
+    def set_state(self, replica_id: int, state: ReplicaState) -> None:
+        """Set a replica's state; the scheduler sees it at its next look."""
+        self._live[replica_id].set_state(state)
 
     def is_up(self, replica_id: int) -> bool:
         """Return True if a replica takes requests."""
@@ -254,13 +255,13 @@ class Replicaset:
 
     def note_lost(self, replica_id: int) -> None:
         """Mark a replica as lost."""
-        self.set_up(replica_id, False)
+        self.set_state(replica_id, ReplicaState.DOWN)
         self.lost.add(replica_id)
 
     def restore(self, replica_id: int) -> None:
         """Bring a lost replica back, empty."""
         self.lost.discard(replica_id)
-        self.set_up(replica_id, True)
+        self.set_state(replica_id, ReplicaState.UP)
 
     @property
     def num_up(self) -> int:
