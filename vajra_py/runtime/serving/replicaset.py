@@ -43,7 +43,7 @@ class AdmissionLimits:
     max_queued_tokens: int | None = None
 
 
-class SharedDoor:
+class SharedQueueAccess:
     """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
 
     __slots__ = ("_replicaset", "queue", "view")
@@ -124,7 +124,7 @@ class Replicaset:
         self.shared = shared
         self.admission = admission
         self.replicas: list[Replica] = []
-        self._doors: list[SharedDoor] = []
+        self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
@@ -150,11 +150,11 @@ class Replicaset:
 
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
         """Build a replica with its access to the shared queue and add it."""
-        door = SharedDoor(self)
-        self._doors.append(door)
-        replica = make(door)
+        access = SharedQueueAccess(self)
+        self._shared_accesses.append(access)
+        replica = make(access)
         load = LiveLoad(replica)
-        door.view = load
+        access.view = load
         self.replicas.append(replica)
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
@@ -165,8 +165,8 @@ class Replicaset:
     def share(self, queue: RequestQueue) -> None:
         """Replace the shared queue."""
         self.shared = queue
-        for door in self._doors:
-            door.queue = queue
+        for access in self._shared_accesses:
+            access.queue = queue
 
     def bind_policy(self, scheduler: ReplicasetScheduler, name: str) -> None:
         """Replace the replicaset scheduler."""
