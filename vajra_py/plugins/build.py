@@ -105,7 +105,7 @@ def build_latency_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class OutputLengthInputs:
     """Inputs for building an output-length predictor: random streams by name, and the true lengths (for oracles)."""
 
     random_stream: Callable[[str], Any]
@@ -113,14 +113,14 @@ class Truth:
 
 
 def build_output_lengths(
-    name: str, params: Mapping[str, Any] | BaseModel, truth: Truth, registry: Registry | None = None
+    name: str, params: Mapping[str, Any] | BaseModel, inputs: OutputLengthInputs, registry: Registry | None = None
 ) -> OutputLengthPredictor:
     """Build the output-length predictor of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).output_length(name)
     where = "output_length"
     config = validated_params(offer, params, where)
     predictor: OutputLengthPredictor = _built(
-        offer, where, lambda: offer.spec.build(config, truth.random_stream, truth.output_tokens)
+        offer, where, lambda: offer.spec.build(config, inputs.random_stream, inputs.output_tokens)
     )
     _check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
     return predictor

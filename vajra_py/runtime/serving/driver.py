@@ -1,4 +1,4 @@
-"""Drives the replicas of a controller: arrivals, steps, failures and policy changes, in one order for every backend.
+"""Driver of a controller's replicas: arrivals, steps, failures and policy changes, in one order for every backend.
 
 What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, expiries,
 aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
@@ -48,7 +48,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
-# Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
+# Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
 _WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
 
@@ -79,7 +79,7 @@ class DriverOptions:
 
 
 class Driver(Generic[R]):
-    """Lets things happen to a controller's replicas. For one thread.
+    """Applies events to a controller's replicas. Not thread-safe.
 
     Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method that says what happens.
 
@@ -131,28 +131,28 @@ class Driver(Generic[R]):
         self._read_declarations()
 
     def use(self, fast_forward: FastForward[R]) -> None:
-        """Let the backend launch several steps at once: what they changed is applied before somebody looks."""
+        """Let the backend launch several steps at once; their changes are applied before anything reads them."""
         self.fast_forward = fast_forward
         self._read_declarations()
         for name, replicaset in self.controller.replicasets.items():
             replicaset.sync = partial(fast_forward.sync_all, name)
 
     def form_through(self, form_step: FormStep) -> None:
-        """Form steps by this function from now on; it may measure, and returns what `Replica.next_plan` returns."""
+        """Form steps by this function from now on, to measure them for instance; it returns what `Replica.next_plan` returns."""
         self.form_step = form_step
 
     # Time
 
     def advance_to(self, tick: int) -> None:
-        """Set the clock to a later tick; what was due before happens then, when `run_until` is called."""
+        """Set the clock to a later tick; events due before then happen when `run_until` is called."""
         self.now = tick
 
     def stop_now(self) -> None:
-        """Let the present `run_until` go no further than the present tick."""
+        """Stop the present `run_until` at the present tick."""
         self.until = min(self.until, self.now)
 
     def run_until(self, until: int) -> None:
-        """Let everything happen that is due up to a tick, each event at its own.
+        """Handle every event that is due up to a tick, each at its own.
 
         Raises `PolicyError` when a policy breaks the contract, unless that is isolated.
         """
@@ -173,7 +173,7 @@ class Driver(Generic[R]):
                 self._dispatch(phase, payload)
 
     def next_due(self) -> int:
-        """The tick of the next event; `NEVER` when there is none."""
+        """Return the tick of the next event; `NEVER` when there is none."""
         heap = self.events.heap
         while heap and _is_void(heap[0][1], heap[0][4]):
             heappop(heap)
@@ -208,7 +208,7 @@ class Driver(Generic[R]):
         payload: Any,
         arrived_at: float | None = None,
     ) -> None:
-        """Take a request in; see `Controller.submit`. `payload` is what the backend knows it by."""
+        """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
         if self._looks_at_arrivals and self.fast_forward is not None:
             name = self.controller.select(facts)
             if name in self._looks_at_arrivals:
@@ -248,7 +248,7 @@ class Driver(Generic[R]):
             self._abort_request(request, EndReason.EXPIRED, EXPIRED)
 
     def abort(self, request_id: str) -> None:
-        """Take a request back now; one that holds blocks while a step is in flight ends when that comes back."""
+        """Abort a request now; one that holds blocks while a step is in flight ends when the step comes back."""
         request = self.controller.find(request_id)
         if request is not None:
             self._tell(Abort(self.now, request_id))
@@ -273,7 +273,7 @@ class Driver(Generic[R]):
     # Steps
 
     def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
-        """A step came back now. `at_once`: see `_wake`."""
+        """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
         replica = one.replica
@@ -302,12 +302,12 @@ class Driver(Generic[R]):
         self.num_steps += num_steps
 
     def end_run_at(self, one: R, tick: int) -> None:
-        """Let the step in flight be the last of those that were launched together: it ends at `tick`, and the end announced is void."""
+        """Make the step in flight the last of those launched together: it ends at `tick`, and the announced end is void."""
         one.epoch += 1
         one.free_at = tick
 
     def freed(self, one: R) -> None:
-        """What the replica executed when it was called off came back now."""
+        """Free a replica whose called-off step has come back now."""
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
@@ -319,9 +319,8 @@ class Driver(Generic[R]):
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
         heap = self.events.heap
-        if (
-            at_once and one.replica.replicaset not in self._syncs_forming and (not heap or heap[0][0] > self.now)
-        ):  # nothing else happens before
+        # Nothing else of this tick is left to wait for.
+        if at_once and one.replica.replicaset not in self._syncs_forming and (not heap or heap[0][0] > self.now):
             self._start(one)
             return
         one.form_pending = True
@@ -335,10 +334,10 @@ class Driver(Generic[R]):
     def _form(self, what: R | str) -> None:
         name = what if isinstance(what, str) else what.replica.replicaset
         if name in self._syncs_forming and self.fast_forward is not None:
-            self.fast_forward.sync_all(name)  # such a policy may look at requests that run elsewhere
+            self.fast_forward.sync_all(name)  # its policies may read requests of other replicas
             rank = self._num_replicas if isinstance(what, str) else what.rank
             heap = self.events.heap
-            if heap and heap[0][:3] < (self.now, _FORM, rank):  # a replica before this one has just become free
+            if heap and heap[0][:3] < (self.now, _FORM, rank):  # a replica of lower rank has just become free
                 self.events.push(self.now, _FORM, what, rank)
                 return
         if not isinstance(what, str):
@@ -362,7 +361,7 @@ class Driver(Generic[R]):
         except PolicyError as error:
             self._isolate(one.replica.replicaset, error)
             return
-        if plan is None:  # perhaps with steps further up the pipeline; the first stage is free
+        if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
             if one.replica.builder.idle_at is not None:
@@ -463,7 +462,7 @@ class Driver(Generic[R]):
         if len(replicaset.shared):
             self._offer(replicaset)
 
-    # Replicas and policies come and go
+    # Failures and changes of policies
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
         self._tell(what)
@@ -526,7 +525,7 @@ class Driver(Generic[R]):
         return swapped
 
     def _isolate(self, name: str, error: PolicyError) -> None:
-        """A policy of this replicaset broke the contract. Raises the error unless that is isolated."""
+        """Isolate the replicaset of a policy that broke the contract; raises the error unless policies are isolated."""
         if not self._options.isolates_policies:
             raise error
         self._tell(PolicyViolation(self.now, name, str(error)))
@@ -538,7 +537,7 @@ class Driver(Generic[R]):
             self._call_off(one, is_lost=one.replica.replica_id in replicaset.lost)
 
     def _call_off(self, one: R, *, is_lost: bool = False) -> None:
-        """Whatever the replica executes is void."""
+        """Call off the steps that the replica executes."""
         one.epoch += 1
         free_at = self._backend.cancel(one)
         one.free_at = NEVER if is_lost else free_at
@@ -554,17 +553,17 @@ class Driver(Generic[R]):
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
-        """The policies are there, or others: read when one may look at other replicas than the one that something happens to."""
+        """Read from the policies in force which of them may look at other replicas than the one that an event concerns."""
         replicasets = self.controller.replicasets.items()
         self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
         self._looks_at_departures = frozenset(name for name, one in replicasets if one.listeners.departures)
         listening = frozenset(name for name, one in replicasets if one.listeners != NOBODY)
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
-        """Replicasets that are brought up to date before a replica forms a step: a policy that listens may hold any request of its own."""
+        """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold any of its requests."""
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
-    """Whether some policy may look at running requests or loads when a request arrives."""
+    """Return True if some policy may look at running requests or loads when a request arrives."""
     return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
 
 
@@ -584,7 +583,7 @@ def _call_on_wake(policy: object, replicaset: Replicaset, entry: WakeUp) -> None
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:
-    """Whether an event does not happen: what a replica executed was called off, a request got its turn before it expired."""
+    """Return True if an event is obsolete: its step was called off, or its request was scheduled before it expired."""
     if phase is Phase.WAKE:
         return isinstance(payload, Alarm) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
