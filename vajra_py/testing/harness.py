@@ -353,7 +353,9 @@ class Harness:
 
     def submit_spec(self, spec: RequestSpec) -> Request:
         """Let a request of a workload arrive now, whatever its own arrival time says."""
-        request, _, _ = self.controller.submit(facts_of(spec), lambda size: hashes_of(spec, size, ""), self._now)
+        facts = facts_of(spec)
+        replicaset = self.controller.replicaset_for(facts)
+        request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
         if request.state is not RequestState.ENDED:
             self._executor.expect(request, spec.num_output_tokens)
         return request

@@ -209,18 +209,17 @@ class Driver(Generic[R]):
         arrived_at: float | None = None,
     ) -> None:
         """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
-        if self._looks_at_arrivals and self.fast_forward is not None:
-            name = self.controller.select(facts)
-            if name in self._looks_at_arrivals:
-                self.fast_forward.sync_all(name)
+        replicaset = self.controller.replicaset_for(facts)
+        if self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
+            self.fast_forward.sync_all(replicaset.name)
         backend = self._backend
         try:
-            request, replicaset, replica = self.controller.submit(facts, make_hashes, self.now, arrived_at)
+            request, replica = self.controller.submit(facts, replicaset, make_hashes, self.now, arrived_at)
         except PolicyError as error:
             taken_in = self.controller.find(facts.request_id)
             assert taken_in is not None
             backend.on_submitted(taken_in, payload)
-            self._isolate(taken_in.replicaset, error)
+            self._isolate(replicaset.name, error)
             return
         backend.on_submitted(request, payload)
         if request.state is _ENDED:
