@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vajra_py.contract import PolicySpec, hookimpl
-from vajra_py.contract.hookspecs import Preset
+from vajra_py.contract.hookspecs import Preset, ScalerSpec
 
 
 @hookimpl
@@ -30,6 +30,14 @@ def vajra_policies() -> list[PolicySpec]:
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
     batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *batchers, *POLICIES]
+
+
+@hookimpl
+def vajra_scalers() -> list[ScalerSpec]:
+    """Scalers of replicasets; imported when asked for."""
+    from vajra_policies.scaling import dynamo_planner, target_utilization
+
+    return [target_utilization.SPEC, dynamo_planner.SPEC]
 
 
 @hookimpl

@@ -8,7 +8,11 @@ import click
 
 if TYPE_CHECKING:
     from vajra_py.contract import PolicySpec
+    from vajra_py.contract.hookspecs import ScalerSpec
     from vajra_py.plugins import Offer
+
+SCALER = "scaler"
+"""Name of scalers in the column of layers."""
 
 
 class _Policies(click.Group):
@@ -40,6 +44,9 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         for layer in Layer
         for name, offer in sorted(registry.policies(layer).items())
     ]
+    rows += [
+        (SCALER, name, offer.package, offer.version, offer.spec.summary) for name, offer in registry.scalers.items()
+    ]
     _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
 
 
@@ -52,19 +59,21 @@ def show(name: str) -> None:
     from vajra_py.plugins import load_registry
 
     registry = load_registry()
-    found = registry.find_policies(name)
-    if not found:
-        raise UnknownNameError("policy", name, [one for layer in Layer for one in registry.policy_names(layer)])
-    for offer in found:
-        _show_one(offer)
+    policies = {one for layer in Layer for one in registry.policy_names(layer)}
+    if name not in policies.union(registry.scalers):
+        raise UnknownNameError("policy", name, policies.union(registry.scalers))
+    for offer in registry.find_policies(name) if name in policies else ():
+        aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
+        _show_one(offer, offer.spec.layer.value, aliases)
+    if name in registry.scalers:
+        _show_one(registry.scaler(name), SCALER)
 
 
-def _show_one(offer: Offer[PolicySpec]) -> None:
+def _show_one(offer: Offer[PolicySpec] | Offer[ScalerSpec], kind: str, aliases: str = "") -> None:
     from vajra_py.plugins import parameters_of
 
     spec = offer.spec
-    aliases = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
-    click.echo(f"{spec.name}{aliases}, {spec.layer.value}, from {offer.source.package} {offer.source.version}")
+    click.echo(f"{spec.name}{aliases}, {kind}, from {offer.source.package} {offer.source.version}")
     click.echo(f"  {spec.summary}")
     if spec.source:
         click.echo(f"  source: {spec.source}")

@@ -22,6 +22,7 @@ from typing import Any
 import pluggy
 from pydantic import BaseModel
 
+from vajra_py.contract.admission import Scaler
 from vajra_py.contract.context import PolicyConfig, PolicyContext
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -94,6 +95,18 @@ class ObserverSpec:
     summary: str
 
 
+@dataclass(frozen=True, slots=True)
+class ScalerSpec:
+    """Makes a scaler available as `scheduling: {scaling: name}`. `build` gets parameters that `config` has validated."""
+
+    name: str
+    config: type[PolicyConfig]
+    build: Callable[[Any, PolicyContext], Scaler]
+    summary: str
+    source: str = ""
+    """Paper, section or system that the scaler follows."""
+
+
 @hookspec
 def vajra_policies() -> Iterable[PolicySpec]:  # type: ignore[empty-body]
     """Policies that this package offers. Called once; may not build anything heavy."""
@@ -112,6 +125,11 @@ def vajra_latency_models() -> Iterable[LatencyModelSpec]:  # type: ignore[empty-
 @hookspec
 def vajra_output_length_predictors() -> Iterable[OutputLengthSpec]:  # type: ignore[empty-body]
     """Output-length predictors that this package offers."""
+
+
+@hookspec
+def vajra_scalers() -> Iterable[ScalerSpec]:  # type: ignore[empty-body]
+    """Scalers that this package offers."""
 
 
 @hookspec

@@ -190,6 +190,14 @@ class PoolView(Protocol):
         """Its replicas in any state, by id."""
 
     @property
+    def min_replicas(self) -> int:
+        """Fewest replicas, starting or up, that a scaler may ask for."""
+
+    @property
+    def max_replicas(self) -> int:
+        """Most replicas, starting or up, that a scaler may ask for."""
+
+    @property
     def num_queued(self) -> int:
         """Requests that wait for one of its replicas: in their own queues, and in the shared queue where it may pull from that."""
 

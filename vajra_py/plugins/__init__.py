@@ -8,7 +8,9 @@ from vajra_py.plugins.build import (
     build_observer,
     build_output_lengths,
     build_policy,
+    build_scaler,
     check_policy_shape,
+    check_scaler_shape,
     validated_params,
 )
 from vajra_py.plugins.discovery import build_registry, load_registry
@@ -27,7 +29,9 @@ __all__ = [
     "build_output_lengths",
     "build_policy",
     "build_registry",
+    "build_scaler",
     "check_policy_shape",
+    "check_scaler_shape",
     "kind_of",
     "load_registry",
     "parameters_of",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulerTraits, SchedulingPolicy, SteadyState
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, Scaler, SchedulerTraits, SchedulingPolicy, SteadyState
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -43,6 +43,12 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_wake": 2,
 }
 """Optional methods of policies of any layer that notify them about requests and wake-ups."""
+
+SCALER_METHODS: Mapping[str, int] = {"targets": 2}
+"""Methods required of a scaler, with the number of arguments of each call."""
+
+WAKE_METHODS: Mapping[str, int] = {"on_wake": 2}
+"""Optional method of whoever asks to be woken."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
@@ -90,6 +96,18 @@ def build_policy(
     policy: SchedulingPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
     check_policy_shape(layer, policy, f"policy {offer.spec.name!r}", str(offer.source))
     return policy
+
+
+def build_scaler(
+    name: str, params: Mapping[str, Any] | BaseModel, context: PolicyContext, registry: Registry | None = None
+) -> Scaler:
+    """Build the scaler of this name and check its methods; raises like `build_policy`."""
+    offer = (registry or load_registry()).scaler(name)
+    where = "scheduling.scaling"
+    config = _validated(offer.spec.config, params, f"{where}.params")
+    scaler: Scaler = _built(offer, where, lambda: offer.spec.build(config, context))
+    check_scaler_shape(scaler, f"scaler {offer.spec.name!r}", str(offer.source))
+    return scaler
 
 
 def build_latency_model(
@@ -167,6 +185,22 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
+
+
+def check_scaler_shape(scaler: object, what: str, plugin: str) -> None:
+    """Check that an object is a scaler. Raises `PluginError` that names the plug-in and the first problem."""
+    if isinstance(scaler, type):
+        raise PluginError(plugin, f"{what}: build returned the class {scaler.__name__}; expected an instance")
+    _check_methods(scaler, SCALER_METHODS, what, plugin)
+    optional = {**LISTENING_METHODS, **WAKE_METHODS}
+    present = {name: count for name, count in optional.items() if getattr(scaler, name, None) is not None}
+    _check_methods(scaler, present, what, plugin)
+    hooks = frozenset(SCALER_METHODS).union(optional)
+    for name in dir(scaler):
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
+        if name not in hooks and (name.startswith("on_") or (near and not hasattr(scaler, near[0]))):
+            allowed = did_you_mean(name, hooks)
+            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
 
 
 def hooks_of(layer: Layer) -> frozenset[str]:

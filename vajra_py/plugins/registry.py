@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset, ScalerSpec
 from vajra_py.errors import PluginError, UnknownNameError
 
-SpecT = TypeVar("SpecT", PolicySpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)
+SpecT = TypeVar("SpecT", PolicySpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec, ScalerSpec)
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
@@ -142,6 +142,11 @@ class Registry:
         """Observers, by their `type` in `observers: [{type: …}]`."""
         return self._offers("vajra_observers", ObserverSpec, "observer")
 
+    @cached_property
+    def scalers(self) -> Mapping[str, Offer[ScalerSpec]]:
+        """Scalers, by their name in `scheduling: {scaling: …}`."""
+        return self._offers("vajra_scalers", ScalerSpec, "scaler")
+
     def preset(self, name: str) -> Offer[Preset]:
         """Return the preset of this name; raises `UnknownNameError`."""
         return lookup(self.presets, "preset", name)
@@ -157,6 +162,10 @@ class Registry:
     def observer(self, name: str) -> Offer[ObserverSpec]:
         """Return the observer of this name; raises `UnknownNameError`."""
         return lookup(self.observers, "observer", name)
+
+    def scaler(self, name: str) -> Offer[ScalerSpec]:
+        """Return the scaler of this name; raises `UnknownNameError`."""
+        return lookup(self.scalers, "scaler", name)
 
     def _offers(self, hook: str, kind: type[SpecT], noun: str) -> Mapping[str, Offer[SpecT]]:
         return _by_name([_checked(source, claim, kind, noun) for source, claim in self.lazy(hook)], noun)

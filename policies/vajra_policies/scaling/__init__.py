@@ -1,0 +1,3 @@
+"""Scalers: how many replicas each pool should have."""
+
+from __future__ import annotations

@@ -1,0 +1,79 @@
+"""Predictions for one replica from a latency model: times under a load, and the highest rate that keeps its promises."""
+
+from __future__ import annotations
+
+from vajra_policies.scaling.planner import Traffic
+from vajra_policies.scaling.planner_rules import EngineLoad, Promises
+from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
+
+DEFAULT_STEP_TOKENS = 8192
+"""Tokens of a step of prompts where nothing limits them."""
+
+
+class EnginePredictions:
+    """`CapacityModel` of a replica, by the run's latency model.
+
+    A queue is as many prompts of the mean length as its tokens make up, computed one after another; decodes beside them take a decode
+    step for each step of prompts. A replica's highest rate is the one with the largest batch that keeps the promised time between
+    tokens and fits into its KV memory; a replica that does both spends its time on prompts and decodes in turn.
+    """
+
+    def __init__(self, context: PolicyContext, promises: Promises, prompt_tokens: float) -> None:
+        self._context = context
+        self._promises = promises
+        self.prompt_tokens = prompt_tokens
+        """Mean length of prompts, tokens."""
+        self.hit_fraction = 0.0
+        """Part of the prompts that was in prefix caches lately."""
+
+    def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
+        """See `EngineModel`."""
+        queued = load.queued_prefill * queue_scale
+        alone_s = self._prompts_s(queued / self.prompt_tokens + 1.0, self.prompt_tokens, self.hit_fraction)
+        held = load.scheduled_kv if kv_scale is None else (load.scheduled_kv + load.queued_kv) * kv_scale
+        num_decodes = round(load.num_decodes * (1.0 if kv_scale is None else kv_scale))
+        if not num_decodes:
+            return alone_s
+        num_steps = (queued + self.prompt_tokens) * (1 - self.hit_fraction) / self._step_tokens
+        return alone_s + num_steps * self._decode_s(num_decodes, held)
+
+    def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
+        """See `EngineModel`."""
+        held = load.scheduled_kv + load.queued_kv + (load.queued_prefill if counts_prefill else 0)
+        return self._decode_s(max(1, round(load.num_decodes * scale)), held * scale)
+
+    def requests_per_s(self, role: PoolRole, traffic: Traffic) -> float:
+        """See `CapacityModel`."""
+        prompt_s = self._prompts_s(1.0, traffic.num_prompt_tokens, traffic.hit_fraction)
+        if role is PoolRole.PREFILL:
+            return 1.0 / prompt_s if prompt_s > 0 else 0.0
+        num_decodes, step_s = self._largest_batch(traffic)
+        decode_s = traffic.num_output_tokens / self._promises.accept_length * step_s / num_decodes
+        busy_s = decode_s if role is PoolRole.DECODE else prompt_s + decode_s
+        return 1.0 / busy_s if busy_s > 0 else 0.0
+
+    @property
+    def _step_tokens(self) -> int:
+        return self._context.limits.max_batch_tokens or DEFAULT_STEP_TOKENS
+
+    def _prompts_s(self, count: float, num_tokens: float, hit_fraction: float) -> float:
+        return count * (1 - hit_fraction) * self._context.prefill_time.total_s(max(1, round(num_tokens)))
+
+    def _decode_s(self, num_decodes: int, num_context_tokens: float) -> float:
+        features = BatchFeatures(num_decodes=num_decodes, decode_context_tokens=round(num_context_tokens))
+        return self._context.latency.batch_time_s(features)
+
+    def _largest_batch(self, traffic: Traffic) -> tuple[int, float]:
+        """Return the most decodes that keep the promised time between tokens, at least one, and the time of their step."""
+        limits = self._context.limits
+        context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2
+        room = int(limits.num_blocks * limits.block_size / max(1.0, context_tokens))
+        low, high = 1, max(1, min(limits.max_batch_size, room)) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            step_s = self._decode_s(middle, middle * context_tokens)
+            if step_s / self._promises.accept_length <= self._promises.itl_s:
+                low = middle
+            else:
+                high = middle
+        return low, self._decode_s(low, low * context_tokens)

@@ -1,0 +1,32 @@
+"""Figures of a pool that scalers read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_py.contract import PoolView, ReplicaLoadView, ReplicaState
+
+
+def replicas_in(pool: PoolView, state: ReplicaState) -> Sequence[ReplicaLoadView]:
+    """Return the pool's replicas at this stage of their lives."""
+    return [one for one in pool.replicas if one.state is state]
+
+
+def num_active(pool: PoolView) -> int:
+    """Return the number of replicas that are starting or up: what a scaler sets."""
+    return sum(one.state in (ReplicaState.STARTING, ReplicaState.UP) for one in pool.replicas)
+
+
+def within_bounds(pool: PoolView, wanted: int) -> int:
+    """Return the number of replicas nearest to `wanted` that the pool may have."""
+    return min(max(wanted, pool.min_replicas), pool.max_replicas)
+
+
+def shared_requests(pool: PoolView) -> int:
+    """Return the number of requests in the shared queue that the pool's replicas may pull."""
+    return max(0, pool.num_queued - sum(one.num_waiting for one in pool.replicas))
+
+
+def shared_tokens(pool: PoolView) -> int:
+    """Return the tokens of the shared queue, as far as the replicas' figures tell: never more than there are."""
+    return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

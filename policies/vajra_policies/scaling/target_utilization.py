@@ -1,0 +1,121 @@
+"""Target utilisation: as many replicas as keep a load figure at its target, as the horizontal pod autoscaler computes it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from pydantic import Field
+
+from vajra_policies.scaling.pools import num_active, replicas_in, shared_requests, shared_tokens, within_bounds
+from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ReplicaLoadView, ReplicaState, WakeUps
+from vajra_py.contract.hookspecs import ScalerSpec
+
+Metric: TypeAlias = Literal["kv_usage", "requests", "queued_tokens"]
+
+_ROUNDING = 1e-9
+"""Quotients this close above a whole number are that number."""
+
+
+class TargetUtilizationConfig(PolicyConfig):
+    """Parameters of `target_utilization`."""
+
+    metric: Metric = Field(
+        "kv_usage",
+        description=(
+            "Load of a replica: part of its KV blocks that is in use, requests that run and wait, or tokens left to prefill. What waits "
+            "in the shared queue counts in the latter two."
+        ),
+    )
+    target: float = Field(
+        0.7, gt=0, description="Mean load over the replicas that is aimed at: a fraction, requests, or tokens."
+    )
+    interval_s: float = Field(15.0, gt=0, description="Time between two looks, seconds.")
+    tolerance_fraction: float = Field(
+        0.1, ge=0, lt=1, description="Deviation from the target that changes nothing, fraction of the target."
+    )
+    up_window_s: float = Field(
+        0.0, ge=0, description="More replicas are started only as far as every look of so long asked for them, seconds."
+    )
+    down_window_s: float = Field(
+        300.0, ge=0, description="Replicas are stopped only as far as every look of so long asked for it, seconds."
+    )
+
+
+class TargetUtilization:
+    """wanted = ceil(replicas * load / target), unless load / target is within the tolerance of 1.
+
+    While replicas start they count as idle before more are started, and not at all before some are stopped. What is then done is the
+    least that the looks of the last `up_window_s` seconds asked for where replicas are started, and the most of `down_window_s` where
+    they are stopped; before the first look the pool asked for what it had.
+
+    Source: Kubernetes, HorizontalPodAutoscaler, algorithm details and stabilisation windows.
+    """
+
+    def __init__(self, config: TargetUtilizationConfig, wake: WakeUps) -> None:
+        self._config = config
+        self._wake = wake
+        self._next_at = 0.0
+        self._looks: dict[str, deque[tuple[float, int]]] = {}
+        self._targets: dict[str, int] = {}
+
+    def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
+        """Replicas of each pool."""
+        if not self._targets or now >= self._next_at:
+            self._targets = {pool.name: self._stabilized(pool, now) for pool in pools}
+            self._next_at = now + self._config.interval_s
+            self._wake.at(self._next_at)
+        return self._targets
+
+    def _stabilized(self, pool: PoolView, now: float) -> int:
+        config, current = self._config, num_active(pool)
+        wanted = within_bounds(pool, self._wanted(pool, current))
+        looks = self._looks.setdefault(pool.name, deque([(now, current)]))
+        while looks and looks[0][0] < now - max(config.up_window_s, config.down_window_s):
+            looks.popleft()
+        looks.append((now, wanted))
+        least = min(one for at, one in looks if at >= now - config.up_window_s)
+        most = max(one for at, one in looks if at >= now - config.down_window_s)
+        return within_bounds(pool, min(max(current, least), most))
+
+    def _wanted(self, pool: PoolView, current: int) -> int:
+        up = replicas_in(pool, ReplicaState.UP)
+        if not up:  # nothing to measure; one replica for whoever waits
+            return max(current, int(pool.num_queued > 0))
+        ratio = self._load(pool, up) / (len(up) * self._config.target)
+        if self._is_at_target(ratio):
+            return current
+        if ratio < 1 or len(up) == current:
+            return _ceil(ratio * len(up))
+        with_starting = ratio * len(up) / current
+        return current if with_starting < 1 or self._is_at_target(with_starting) else _ceil(with_starting * current)
+
+    def _is_at_target(self, ratio: float) -> bool:
+        return abs(ratio - 1) <= self._config.tolerance_fraction
+
+    def _load(self, pool: PoolView, up: Sequence[ReplicaLoadView]) -> float:
+        """Sum over the replicas that are up."""
+        if self._config.metric == "kv_usage":
+            return sum(1 - one.free_blocks / one.num_blocks for one in up)
+        if self._config.metric == "requests":
+            return shared_requests(pool) + sum(one.num_running + one.num_waiting for one in up)
+        return shared_tokens(pool) + sum(one.num_pending_tokens for one in up)
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _ROUNDING)
+
+
+def _build(config: TargetUtilizationConfig, context: PolicyContext) -> TargetUtilization:
+    return TargetUtilization(config, context.wake)
+
+
+SPEC = ScalerSpec(
+    name="target_utilization",
+    config=TargetUtilizationConfig,
+    build=_build,
+    summary="As many replicas as keep a load figure (KV usage, requests, queued tokens) at its target.",
+    source="Kubernetes, HorizontalPodAutoscaler",
+)
