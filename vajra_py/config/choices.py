@@ -7,7 +7,7 @@ schema alone checks the rest of the file and no mistake is reported twice.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vajra_py.config.explain import explain, show
 from vajra_py.config.places import Entries, Finding, KeyPath, dotted, locate, plain
-from vajra_py.config.schema import PolicyChoice, TypedChoice
-from vajra_py.contract import Layer
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
+from vajra_py.config.schema import SCALING, PolicyChoice, TypedChoice
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
 from vajra_py.plugins import Offer, Registry, kind_of
 
@@ -98,8 +98,11 @@ class PluginParts:
                 continue
             choice = self._policy(layer, (*path, "scheduling", layer.value), scheduling.get(layer.value))
             scheduling[layer.value] = choice or PolicyChoice(policy=STAND_IN)
+        if scheduling.get(SCALING) is not None:
+            choice = self._scaler((*path, "scheduling", SCALING), scheduling[SCALING])
+            scheduling[SCALING] = choice or PolicyChoice(policy=STAND_IN)
         if not complete:
-            known = {"preset", *(layer.value for layer in Layer)}
+            known = {"preset", SCALING, *(layer.value for layer in Layer)}
             for key in [each for each in scheduling if each not in known]:
                 self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
             section["scheduling"] = None
@@ -107,6 +110,30 @@ class PluginParts:
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice; None if it is wrong."""
         known = self._registry.policy_names(layer)
+        name = self._policy_name(path, choice, known)
+        if name is None:
+            return None
+        try:
+            offer = self._registry.policy(layer, name)
+        except UnknownNameError:
+            self._unknown_policy(layer, name, (*path, "policy"))
+            return None
+        return self._with_params(path, choice, offer)
+
+    def _scaler(self, path: KeyPath, choice: Any) -> PolicyChoice | None:
+        """Return the completed choice; None if it is wrong."""
+        known = self._registry.scalers
+        name = self._policy_name(path, choice, known)
+        if name is None:
+            return None
+        if name not in known:
+            message = f"no installed package offers a scaler of that name (got {name!r})"
+            self._found((*path, "policy"), message, did_you_mean(name, known))
+            return None
+        return self._with_params(path, choice, known[name])
+
+    def _policy_name(self, path: KeyPath, choice: Any, known: Collection[str]) -> str | None:
+        """Return the name of the policy that is chosen; None if there is none."""
         if choice is None:
             self._found(path, "is missing", did_you_mean("", known))
             return None
@@ -116,15 +143,15 @@ class PluginParts:
         for key in [each for each in choice if each not in ("policy", "params")]:
             self._found((*path, key), "unknown key", did_you_mean(key, ("policy", "params")))
         name = choice.get("policy")
-        if not isinstance(name, str):
-            state = f"must be a name (got {show(name)})" if "policy" in choice else "is missing"
-            self._found((*path, "policy"), state, did_you_mean(str(name or ""), known))
-            return None
-        try:
-            offer = self._registry.policy(layer, name)
-        except UnknownNameError:
-            self._unknown_policy(layer, name, (*path, "policy"))
-            return None
+        if isinstance(name, str):
+            return name
+        state = f"must be a name (got {show(name)})" if "policy" in choice else "is missing"
+        self._found((*path, "policy"), state, did_you_mean(str(name or ""), known))
+        return None
+
+    def _with_params(
+        self, path: KeyPath, choice: Mapping[str, Any], offer: Offer[PolicySpec] | Offer[ScalerSpec]
+    ) -> PolicyChoice | None:
         params = choice.get("params")
         if params is not None and not isinstance(params, dict):
             self._found((*path, "params"), f"must be a mapping (got {show(params)})")

@@ -9,9 +9,9 @@ from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.load import EXPERIMENT_KEYS
-from vajra_py.config.schema import ExperimentConfig
-from vajra_py.contract import Layer
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
+from vajra_py.config.schema import SCALING, ExperimentConfig
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
 from vajra_py.plugins import Offer, Registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -33,8 +33,16 @@ def json_schema(registry: Registry) -> Schema:
         described = definitions["SchedulingConfig"]["properties"][layer.value].get("description", "")
         definitions["SchedulingConfig"]["properties"][layer.value] = {
             "description": described,
-            "oneOf": [_short(registry.policy_names(layer)), *_policy_variants(layer, registry, definitions)],
+            "oneOf": [
+                _short(registry.policy_names(layer)),
+                *_policy_variants(registry.policies(layer), definitions),
+            ],
         }
+    scaling: Schema = definitions["SchedulingConfig"]["properties"][SCALING]
+    definitions["SchedulingConfig"]["properties"][SCALING] = {
+        "description": scaling.get("description", ""),
+        "oneOf": [_short(registry.scalers), *_policy_variants(registry.scalers, definitions), {"type": "null"}],
+    }
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
     simulator: Schema = definitions["SimulatorConfig"]["properties"]
     latency = _typed(registry.latency_models, definitions, simulator["latency"])
@@ -66,15 +74,17 @@ def json_schema(registry: Registry) -> Schema:
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}
 
 
-def _policy_variants(layer: Layer, registry: Registry, definitions: Schema) -> Iterable[Schema]:
-    for name, offer in registry.policies(layer).items():
+def _policy_variants(
+    offers: Mapping[str, Offer[PolicySpec]] | Mapping[str, Offer[ScalerSpec]], definitions: Schema
+) -> Iterable[Schema]:
+    for name, offer in offers.items():
         params = _embedded(TypeAdapter(offer.spec.config), definitions)
         required = ["policy", "params"] if _has_required(offer.spec.config) else ["policy"]
         yield {
             "type": "object",
             "title": name,
             "description": _summary(offer.spec.summary, offer.package, offer.version),
-            "properties": {"policy": {"enum": [name, *offer.spec.aliases]}, "params": params},
+            "properties": {"policy": {"enum": [name, *getattr(offer.spec, "aliases", ())]}, "params": params},
             "required": required,
             "additionalProperties": False,
         }

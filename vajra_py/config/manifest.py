@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py import __version__
-from vajra_py.config.schema import SystemConfig
-from vajra_py.contract import Layer
-from vajra_py.plugins import Registry
+from vajra_py.config.schema import SCALING, SystemConfig
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract.hookspecs import ScalerSpec
+from vajra_py.plugins import Offer, Registry
 
 MANIFEST_VERSION = 1
 LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
@@ -89,12 +90,17 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the policy, package and version for each replicaset and layer."""
-    return {
-        name: {
-            layer.value: {"policy": offer.spec.name, "package": offer.package, "version": offer.version}
-            for layer in Layer
-            for offer in [registry.policy(layer, replicaset.scheduling.choice(layer).policy)]
+    """Return the policy, package and version for each replicaset and layer, and of its scaler."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for name, replicaset in config.effective_replicasets.items():
+        scheduling = replicaset.scheduling
+        offers: dict[str, Offer[PolicySpec] | Offer[ScalerSpec]] = {
+            layer.value: registry.policy(layer, scheduling.choice(layer).policy) for layer in Layer
         }
-        for name, replicaset in config.effective_replicasets.items()
-    }
+        if scheduling.scaling is not None:
+            offers[SCALING] = registry.scaler(scheduling.scaling.policy)
+        found[name] = {
+            key: {"policy": offer.spec.name, "package": offer.package, "version": offer.version}
+            for key, offer in offers.items()
+        }
+    return found

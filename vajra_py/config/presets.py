@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, get, locate, merged, put, written_at
+from vajra_py.config.schema import SCALING
 from vajra_py.contract import Layer
 from vajra_py.errors import UnknownNameError, did_you_mean
 from vajra_py.plugins import Registry
@@ -24,7 +25,7 @@ def long_forms(root: Entries) -> Entries:
     """Return the tree with `lrs` expanded to `{policy: lrs}` and `none` to `{type: none}`, so that paths can address
     both.
     """
-    layers = [("scheduling", layer.value) for layer in Layer]
+    layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALING)]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
     policies = [*layers, *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers)]
     typed = [*CHOICES, *((*path, key) for path in own for key in ("latency", "predictions"))]
@@ -59,7 +60,7 @@ def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:
 
 
 def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
-    for key in ("scheduling", "replica", "num_replicas", "view_interval_s"):
+    for key in ("scheduling", "replica", "num_replicas", "elastic", "view_interval_s"):
         if key not in root:
             continue
         above, place = root[key], root.place_of(key)
@@ -105,6 +106,9 @@ def _completed(over: Any, under: Any, registry: Registry) -> Any:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
             under = under.without(layer.value)
+    mine, theirs = get(over, SCALING, "policy"), get(under, SCALING, "policy")
+    if None not in (mine, theirs) and mine != theirs:
+        under = under.without(SCALING)
     return merged(over, under)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
@@ -34,6 +34,8 @@ Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
 
 MAX_REPLICATIONS = 1000
+SCALING = "scaling"
+"""Key of the scaler under `scheduling:`."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -112,6 +114,9 @@ class SchedulingConfig(Section):
     request_prioritizer: PolicyChoice = Field(description="How urgent is a request?")
     replicaset_scheduler: PolicyChoice = Field(description="Which replica takes a request?")
     replica_scheduler: PolicyChoice = Field(description="What runs in a step?")
+    scaling: PolicyChoice | None = Field(
+        None, description="How many replicas are there? A scaler by name; null: always `num_replicas`."
+    )
 
     def choice(self, layer: Layer) -> PolicyChoice:
         """Return the policy of a layer."""
@@ -203,6 +208,55 @@ class ReplicaConfig(Section):
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
 
 
+class ElasticConfig(Section):
+    """Number of replicas that a scaler may choose, and how they start and stop."""
+
+    min_replicas: Count = Field(1, description="Fewest replicas, starting or up; 0 lets a scaler stop them all.")
+    max_replicas: ReplicaCount | None = Field(None, description="Most replicas, starting or up; null: `num_replicas`.")
+    startup_s: Seconds = Field(0.0, description="Time from starting a replica until it takes requests, seconds.")
+    startup_spread_s: Seconds = Field(
+        0.0, description="Each start takes up to so much longer, drawn uniformly, seconds."
+    )
+    drain: Literal["wait", "migrate"] = Field(
+        "wait",
+        description="What becomes of the requests that run on a replica that stops: it waits for them, or they move elsewhere.",
+    )
+
+
+class ReplicaCounts(Protocol):
+    """Numbers of replicas of a section."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas at the start."""
+
+    @property
+    def elastic(self) -> ElasticConfig | None:
+        """Bounds of a scaler."""
+
+
+def most_replicas(counts: ReplicaCounts) -> int:
+    """Return the most replicas that there may be at once: so many are built."""
+    most = None if counts.elastic is None else counts.elastic.max_replicas
+    return most or counts.num_replicas
+
+
+def check_counts(counts: ReplicaCounts, scheduling: SchedulingConfig | None) -> None:
+    """Raise `ValueError` unless a scaler's bounds fit the number at the start, and there is a scaler where there are bounds."""
+    elastic = counts.elastic
+    if elastic is None:
+        return
+    if scheduling is not None and scheduling.scaling is None:
+        raise ValueError("elastic has bounds for a scaler, and scheduling.scaling names none")
+    if elastic.drain == "migrate":
+        raise ValueError(
+            "elastic.drain: running requests do not move between replicas yet (got 'migrate', allowed: 'wait')"
+        )
+    low, high = elastic.min_replicas, most_replicas(counts)
+    if not low <= counts.num_replicas <= high:
+        raise ValueError(f"num_replicas is not within elastic ({counts.num_replicas} of {low} to {high})")
+
+
 class SelectConfig(Section):
     """Selection of requests that a replicaset serves: those that meet every condition given. No condition: all that are
     left.
@@ -260,8 +314,14 @@ class ReplicasetConfig(Section):
     )
     scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
-    num_replicas: ReplicaCount = Field(1, description="Replicas.")
+    num_replicas: ReplicaCount = Field(1, description="Replicas; with a scaler those at the start.")
+    elastic: ElasticConfig | None = Field(None, description="Number of replicas that its scaler may choose.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
+
+    @model_validator(mode="after")
+    def _elastic_fits(self) -> Self:
+        check_counts(self, self.scheduling)
+        return self
 
 
 class AdmissionConfig(Section):
@@ -361,7 +421,12 @@ class SystemConfig(Section):
         None, description="Policies of the three layers; may be left out when every replicaset names its own."
     )
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes and memory of each replica.")
-    num_replicas: ReplicaCount = Field(1, description="Replicas of the single replicaset.")
+    num_replicas: ReplicaCount = Field(
+        1, description="Replicas of the single replicaset; with a scaler those at the start."
+    )
+    elastic: ElasticConfig | None = Field(
+        None, description="Number of replicas that a scaler (`scheduling.scaling`) may choose."
+    )
     view_interval_s: Seconds = Field(
         0.0,
         description=(
@@ -403,6 +468,8 @@ class SystemConfig(Section):
     def _decided(self) -> Self:
         if self.scheduling is None and not self.replicasets:
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
+        if not self.replicasets:
+            check_counts(self, self.scheduling)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -419,6 +486,7 @@ class SystemConfig(Section):
             scheduling=self.scheduling,
             replica=self.replica,
             num_replicas=self.num_replicas,
+            elastic=self.elastic,
             view_interval_s=self.view_interval_s,
         )
         return {"default": only}

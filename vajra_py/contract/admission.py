@@ -60,7 +60,8 @@ class Scaler(Protocol):
     """Sets the number of replicas of each pool of a replicaset. Without one, every replica is up from the start."""
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        """Replicas, starting or up, that each pool should have, by its name; a pool left out stays as it is.
+        """Replicas, starting or up, that each pool should have, by its name; a pool left out keeps the number asked for last.
 
-        Asked at the start, when the scaler is woken (`PolicyContext.wake`), and when a replica has come or is lost.
+        At least `min_replicas` and at most `max_replicas` of the pool. Asked at the start, when the scaler is woken
+        (`PolicyContext.wake`), and when a replica has come, has gone or is lost.
         """

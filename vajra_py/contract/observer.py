@@ -9,6 +9,7 @@ from typing import Any
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
+from vajra_py.contract.views import ReplicaState
 
 __all__ = ["EndReason", "Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
 
@@ -163,6 +164,9 @@ class Observer:
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
         """A replica failed; what it ran ends, or is computed again elsewhere (`on_requeued`)."""
+
+    def on_replica_state(self, replicaset: str, replica_id: ReplicaId, state: ReplicaState, now: float) -> None:
+        """A replica of a replicaset with a scaler starts, takes requests, drains, or is down; once at the start for each."""
 
     def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A request's replica failed; it waits to be computed again, its tokens so far kept."""

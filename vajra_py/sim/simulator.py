@@ -13,7 +13,15 @@ from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.records.input_log import Abandonment, Control, Failure, PolicyChange, Restart, WakeUp
+from vajra_py.runtime.records.input_log import (
+    Abandonment,
+    Control,
+    Failure,
+    PolicyChange,
+    ReplicaChange,
+    Restart,
+    WakeUp,
+)
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
 from vajra_py.runtime.serving.controller import Controller
@@ -77,8 +85,10 @@ class Acceptance:
     """True if it may use the contents of the prefix cache."""
 
 
-Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | str
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE; a request id with EXPIRY or ABORT."""
+Injected: TypeAlias = (
+    Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | ReplicaChange | str
+)
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING; a request id with EXPIRY or ABORT."""
 
 
 class Simulator(Backend[SimReplica]):
@@ -214,6 +224,9 @@ class Simulator(Backend[SimReplica]):
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):
+            return self.now
+        replicas = [one for one in replicas if one.run_ends or one.stage_free_at or one.free_at != NEVER]
+        if not replicas:
             return self.now
         one = replicas[self._num_delayed % len(replicas)]
         self._num_delayed += 1

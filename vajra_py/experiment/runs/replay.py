@@ -34,6 +34,7 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyViolation,
     RecordedOutput,
+    ReplicaChange,
     StageEnd,
     Swap,
     WakeUp,
@@ -274,6 +275,8 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
             simulator.inject(one.tick, Phase.POLICY, one.change())
         elif isinstance(one, WakeUp):
             simulator.inject(one.tick, Phase.WAKE, one)
+        elif isinstance(one, ReplicaChange):
+            simulator.inject(one.tick, Phase.SCALING, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator

@@ -208,6 +208,20 @@ class WakeUp:
     key: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaChange:
+    """A scaler had a replica started, or it came up, or was to drain or go down: what a replay does without asking.
+
+    Attributes:
+        state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it has nothing left.
+    """
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    state: str
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -222,7 +236,9 @@ class StageEnd:
     step: int
 
 
-_Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | Control
+_Unrequested: TypeAlias = (
+    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | Control
+)
 Input: TypeAlias = Arrival | Abort | Expiry | _Unrequested
 _KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
     "abort": Abort,
@@ -235,6 +251,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
     "breach": PolicyViolation,  # as recordings of earlier versions say
     "stage": StageEnd,
     "wake": WakeUp,
+    "replica": ReplicaChange,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,

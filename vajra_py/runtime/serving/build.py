@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.config.schema import SCALING, ElasticConfig, most_replicas
+from vajra_py.contract import Layer, PolicyContext, PoolRole, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
-from vajra_py.plugins import Registry, build_policy
+from vajra_py.plugins import Registry, build_policy, build_scaler
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -21,10 +22,12 @@ from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.load import DEFAULT_POOL
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.serving.scaling import ElasticPool, ReplicasetScaling
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
 from vajra_py.runtime.support.seeds import SeedTree
@@ -187,7 +190,7 @@ def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[Re
     """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
     limits = replica_limits(settings.replica, services.latency, services.facts)
     scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
-    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * settings.num_replicas
+    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * most_replicas(settings)
 
 
 def build_replicaset(
@@ -231,6 +234,9 @@ def build_replicaset(
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
     policies = Policies(choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict)
     policies.shared = shared
+    scaling = _build_scaling(name, settings, context, seeds, services)
+    if scaling is not None:
+        policies.beside = (*policies.beside, (scaling.scaler, scaling.name))
     replicaset = Replicaset(
         name,
         policies.replicaset_scheduler,
@@ -243,7 +249,35 @@ def build_replicaset(
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+    if scaling is not None:
+        replicaset.scaling = scaling
+        scaling.attach(replicaset)
     return replicaset
+
+
+def _build_scaling(
+    replicaset: str, settings: ReplicasetConfig, context: PolicyContext, seeds: SeedTree, services: Services
+) -> ReplicasetScaling | None:
+    """The scaler of a replicaset with the bounds of its pools; None without one. Raises what building it raises."""
+    choice = settings.scheduling.scaling
+    if choice is None:
+        return None
+    sleeper = Sleeper(replicaset, SCALING, choice.policy)
+    emit = services.diary.emitted.of(replicaset, choice.policy)
+    own = replace(context, emit=emit, wake=PolicyWakeUps(services.alarms, sleeper))
+    sleeper.policy = build_scaler(choice.policy, choice.parameters, own, services.registry)
+    elastic, most = settings.elastic or ElasticConfig(), most_replicas(settings)
+    pool = ElasticPool(
+        DEFAULT_POOL,
+        PoolRole.MIXED,
+        range(most),
+        settings.num_replicas,
+        elastic.min_replicas,
+        most,
+        elastic.startup_s,
+        elastic.startup_spread_s,
+    )
+    return ReplicasetScaling(sleeper.policy, choice.policy, (pool,), seeds.stream("replica_starts"))
 
 
 def _build_replica(

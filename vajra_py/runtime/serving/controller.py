@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from vajra_py.contract import ReplicaState
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
@@ -20,6 +21,7 @@ from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.scaling import place_anew
 from vajra_py.runtime.support.clock import to_seconds
 
 OUT_OF_SERVICE = "out of service"
@@ -170,14 +172,49 @@ class Controller:
         """Handle a lost replica: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
         losses = lose_replica(replicaset, replica, failure, now)
+        if replicaset.scaling is not None:
+            replicaset.scaling.end_start(replica.replica_id)
+            self._tell_state(replicaset, replica.replica_id, now)
         self.settle(losses.ended, now)
         return losses
 
     def restore_replica(self, replica: Replica, now: int) -> None:
         """Let a lost replica compute again, with empty memory."""
-        self.replicasets[replica.replicaset].restore(replica.replica_id)
+        replicaset = self.replicasets[replica.replicaset]
+        replicaset.restore(replica.replica_id)
         for observer in self._observers:
             observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
+        if replicaset.scaling is not None:
+            self._tell_state(replicaset, replica.replica_id, now)
+
+    def change_replica(
+        self, replica: Replica, state: ReplicaState, now: int
+    ) -> Sequence[tuple[Request, Replica | None]]:
+        """Set the state of a replica that a scaler starts or stops; one that goes down has an empty memory.
+
+        Return the requests that are placed anew because it drains; see `scaling.place_anew`.
+        """
+        replicaset, replica_id = self.replicasets[replica.replicaset], replica.replica_id
+        if replicaset.scaling is not None:
+            replicaset.scaling.end_start(replica_id)
+        replicaset.scale(replica_id, state)
+        if state is ReplicaState.DOWN:
+            replica.clear()
+        self._tell_state(replicaset, replica_id, now)
+        return place_anew(replicaset, replica, now) if state is ReplicaState.DRAINING else ()
+
+    def tell_states_once(self, replicaset: Replicaset, now: int) -> None:
+        """Tell observers the state of every replica, the first time."""
+        scaling = replicaset.scaling
+        if scaling is not None and not scaling.has_begun:
+            scaling.has_begun = True
+            for replica in replicaset.replicas:
+                self._tell_state(replicaset, replica.replica_id, now)
+
+    def _tell_state(self, replicaset: Replicaset, replica_id: int, now: int) -> None:
+        state = replicaset.state_of(replica_id)
+        for observer in self._observers:
+            observer.on_replica_state(replicaset.name, replica_id, state, to_seconds(now))
 
     def reset_cache(self, replica: Replica, now: int) -> None:
         """Empty a replica's KV memory and prefix cache; its running requests wait to be computed again."""
@@ -243,6 +280,9 @@ class Controller:
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
+        if replica is None and not replicaset.num_up and replicaset.scaling is not None:
+            name = replicaset.scaling.name
+            return PolicyError(name, f"keeps no replica of replicaset {replicaset.name!r} up {remain}")
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
         if replica is None:

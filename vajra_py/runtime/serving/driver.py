@@ -1,7 +1,7 @@
 """Driver of a controller's replicas: arrivals, steps, failures and policy changes, in one order for every backend.
 
 What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, expiries,
-aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
+aborts, policy changes, scaling; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
 clock: it lets the driver run up to a tick, and between two ticks nothing changes. So what was decided over an engine is
 decided again over a simulator that is given the same events.
 """
@@ -16,9 +16,11 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
+from vajra_py.config.schema import SCALING
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
+from vajra_py.contract.views import ReplicaState
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
@@ -31,6 +33,7 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyChange,
     PolicyViolation,
+    ReplicaChange,
     Restart,
     Stall,
     Swap,
@@ -45,6 +48,7 @@ from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.scaling import Start
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
@@ -65,7 +69,7 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire by the clock; False: only when told.
-        wakes: whether policies are woken when they asked to be; False: only when told.
+        wakes: whether policies are woken when they asked to be, and scalers are asked; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
             the run.
@@ -88,7 +92,8 @@ class Driver(Generic[R]):
         until: up to where `run_until` goes.
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
-            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `EXPIRY` a request or an id, `ABORT` an id; those of
+            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
+            replicaset whose scaler is asked, `EXPIRY` a request or an id, `ABORT` an id; those of
             `ARRIVAL` and `POLICY` are the backend's.
     """
 
@@ -124,7 +129,17 @@ class Driver(Generic[R]):
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
             self._replicas[name].append(one)
-            self._idle[name][one.replica.replica_id] = one
+            if controller.replicasets[name].computes(one.replica.replica_id):
+                self._idle[name][one.replica.replica_id] = one
+            else:
+                one.free_at, one.is_idle = NEVER, False
+        self._draining: set[int] = set()
+        """Ranks of replicas that go down when they have nothing left."""
+        self._asks: set[str] = set()
+        """Replicasets whose scaler is asked in this tick."""
+        for name, replicaset in controller.replicasets.items():
+            if replicaset.scaling is not None:
+                self._ask_soon(name)
         controller.on_ended = backend.on_requests_ended
         if options.wakes:
             controller.alarms.connect(lambda alarm: self.events.push(max(self.now, alarm.tick), Phase.WAKE, alarm))
@@ -192,6 +207,8 @@ class Driver(Generic[R]):
             self.abort(payload)
         elif phase is Phase.WAKE:
             self._ring(payload)
+        elif phase is Phase.SCALING:
+            self._scale(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -266,7 +283,7 @@ class Driver(Generic[R]):
         except PolicyError as error:
             self._isolate(request.replicaset, error)
             return
-        if has_ended and one is not None:
+        if has_ended and one is not None and not self._goes_down(one):
             self._wake(one)
 
     # Steps
@@ -288,6 +305,8 @@ class Driver(Generic[R]):
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:
             self.controller.check_conservation()
+        if self._draining and self._goes_down(one):
+            return
         self._wake(one, at_once=at_once)
 
     def _stage_ended(self, one: R, plan: StepPlan, _: int) -> None:
@@ -363,6 +382,8 @@ class Driver(Generic[R]):
         if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
+            if self._draining and self._goes_down(one):
+                return
             if one.replica.builder.idle_at is not None:
                 self._ask_again_at(one, one.replica.builder.idle_at)
             return
@@ -399,7 +420,7 @@ class Driver(Generic[R]):
         return not self._options.serves and not self.controller.num_alive and self._only_wakes_left()
 
     def _only_wakes_left(self) -> bool:
-        return all(event[1] is Phase.WAKE for event in self.events.heap)
+        return all(event[1] is Phase.WAKE or event[1] is Phase.SCALING for event in self.events.heap)
 
     def _ring(self, what: Alarm | WakeUp) -> None:
         """Wake a policy: at the time that it asked for, or in a replay when it was woken."""
@@ -408,6 +429,9 @@ class Driver(Generic[R]):
             return
         sleeper = what.sleeper
         self.controller.alarms.rang(what)
+        if sleeper.slot == SCALING:
+            self._wake_scaler(sleeper, what.key or "")
+            return
         entry = WakeUp(self.now, sleeper.replicaset, sleeper.slot, sleeper.replica_id, what.key)
         if self._is_over() or not self._is_in_force(sleeper, entry):
             return  # another policy may have taken its place
@@ -461,6 +485,85 @@ class Driver(Generic[R]):
         if len(replicaset.shared):
             self._offer(replicaset)
 
+    # Replicas start and stop as scalers ask
+
+    def _ask_soon(self, name: str) -> None:
+        """Ask a replicaset's scaler later in this tick; the first time, tell observers the state of each replica."""
+        if name not in self._asks:
+            self._asks.add(name)
+            self.events.push(self.now, Phase.SCALING, name)
+
+    def _scale(self, what: Start | ReplicaChange | str) -> None:
+        if not isinstance(what, str):
+            self._change(what.change if isinstance(what, Start) else what)
+            return
+        self._asks.discard(what)
+        self.controller.tell_states_once(self.controller.replicasets[what], self.now)
+        self._ask_scaler(what)
+
+    def _wake_scaler(self, sleeper: Sleeper, key: str) -> None:
+        replicaset = self.controller.replicasets[sleeper.replicaset]
+        if self._is_over() or replicaset.scaling is None or replicaset.scaling.is_broken:
+            return
+        try:
+            sleeper.count(self.now)
+            self._check_fruitless(sleeper)
+            replicaset.scaling.on_wake(key, self.now)
+        except PolicyError as error:
+            self._isolate(sleeper.replicaset, error)
+            return
+        self._ask_soon(sleeper.replicaset)
+
+    def _ask_scaler(self, name: str) -> None:
+        scaling = self.controller.replicasets[name].scaling
+        if scaling is None or scaling.is_broken or not self._options.wakes:
+            return
+        if self.fast_forward is not None:
+            self.fast_forward.sync_all(name)
+        try:
+            changes = scaling.ask(self.now)
+        except PolicyError as error:
+            self._isolate(name, error)
+            return
+        for change in changes:
+            self._change(change)
+
+    def _change(self, change: ReplicaChange) -> None:
+        """Set the state of a replica now, and what follows from it."""
+        self._tell(change)
+        name, state = change.replicaset, ReplicaState(change.state)
+        one, scaling = self._replicas[name][change.replica_id], self.controller.replicasets[name].scaling
+        self._interrupt(name)
+        try:
+            moved = self.controller.change_replica(one.replica, state, self.now)
+        except PolicyError as error:
+            self._isolate(name, error)
+            return
+        if state is ReplicaState.STARTING:
+            if scaling is not None and self._options.wakes:
+                start = scaling.begin_start(change.replica_id, self.now)
+                self.events.push(start.change.tick, Phase.SCALING, start)
+        elif state is ReplicaState.UP:
+            self._call_off(one)
+            self._wake(one)
+            self._ask_soon(name)
+        elif state is ReplicaState.DOWN:
+            self._call_off(one, is_lost=True)
+        else:
+            self._draining.add(one.rank)
+            self._wake_placed(name, moved)
+            self._goes_down(one)
+
+    def _goes_down(self, one: R) -> bool:
+        """Let a draining replica go down if it has no request left; return True if it does."""
+        if one.rank not in self._draining or not one.replica.is_empty:
+            return False
+        self._draining.discard(one.rank)
+        self.controller.change_replica(one.replica, ReplicaState.DOWN, self.now)
+        self._call_off(one, is_lost=True)
+        self._ask_soon(one.replica.replicaset)
+        return True
+
     # Failures and changes of policies
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
@@ -471,7 +574,12 @@ class Driver(Generic[R]):
         if isinstance(what, Abandonment):
             self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
             return
-        one = self._replicas[what.replicaset][what.replica_id]
+        one, replicaset = self._replicas[what.replicaset][what.replica_id], self.controller.replicasets[what.replicaset]
+        if replicaset.scaling is not None:
+            is_lost, state = what.replica_id in replicaset.lost, replicaset.state_of(what.replica_id)
+            if (not is_lost and state is ReplicaState.DOWN) or is_lost is isinstance(what, Failure):
+                return  # nothing runs there that could fail, or it has not failed
+            self._ask_soon(what.replicaset)
         if isinstance(what, Failure):
             self._lose(one, what)
             return
@@ -500,16 +608,21 @@ class Driver(Generic[R]):
     def _lose(self, one: R, what: Failure) -> None:
         self._interrupt(what.replicaset)
         self._call_off(one, is_lost=True)
+        self._draining.discard(one.rank)
         try:
             losses = self.controller.lose_replica(one.replica, what, self.now)
         except PolicyError as error:
             self._isolate(what.replicaset, error)
             return
-        self._tell_placed(what.replicaset, losses.moved)
-        for replica_id in sorted({replica.replica_id for _, replica in losses.moved if replica is not None}):
-            self._wake(self._replicas[what.replicaset][replica_id])
-        if any(replica is None for _, replica in losses.moved):
-            self._offer(self.controller.replicasets[what.replicaset])
+        self._wake_placed(what.replicaset, losses.moved)
+
+    def _wake_placed(self, name: str, moved: Sequence[tuple[Request, Replica | None]]) -> None:
+        """Wake the replicas that may run requests that were placed anew."""
+        self._tell_placed(name, moved)
+        for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
+            self._wake(self._replicas[name][replica_id])
+        if any(replica is None for _, replica in moved):
+            self._offer(self.controller.replicasets[name])
 
     def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
@@ -533,7 +646,8 @@ class Driver(Generic[R]):
         replicaset = self.controller.replicasets[name]
         self.controller.take_out_of_service(replicaset, error, self.now)
         for one in self._replicas[name]:
-            self._call_off(one, is_lost=one.replica.replica_id in replicaset.lost)
+            self._call_off(one, is_lost=not replicaset.computes(one.replica.replica_id))
+            self._goes_down(one)
 
     def _call_off(self, one: R, *, is_lost: bool = False) -> None:
         """Call off the steps that the replica executes."""
@@ -585,6 +699,8 @@ def _is_void(phase: Phase, payload: Any) -> bool:
     """Return True if an event is obsolete: its step was called off, or its request was scheduled before it expired."""
     if phase is Phase.WAKE:
         return isinstance(payload, Alarm) and payload.is_void
+    if phase is Phase.SCALING:
+        return isinstance(payload, Start) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
     return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING

@@ -26,7 +26,9 @@ class Phase(IntEnum):
     """A policy takes another's place."""
     WAKE = 7
     """A policy is woken at a time that it asked for."""
-    FORM = 8
+    SCALING = 8
+    """A scaler is asked, or a replica that it has started comes up."""
+    FORM = 9
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

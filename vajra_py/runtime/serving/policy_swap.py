@@ -116,7 +116,7 @@ def _swap_replicaset_scheduler(
     waiting = [one for one in alive if one in replicaset.shared or one.state is RequestState.WAITING]
     places = [one.replica_id for one in waiting]
     for request in waiting:
-        _take_out(replicaset, request)
+        replicaset.unbind(request)
     policies.put(change.layer, made)
     replicaset.bind_policy(policies.replicaset_scheduler, change.choice.policy)
     try:
@@ -126,7 +126,7 @@ def _swap_replicaset_scheduler(
         replicaset.bind_policy(policies.replicaset_scheduler, policies.name(change.layer))
         for request, replica_id in zip(waiting, places, strict=True):
             if request in replicaset.shared or request.replica_id >= 0:
-                _take_out(replicaset, request)
+                replicaset.unbind(request)
             replicaset.bind(request, replica_id if replica_id >= 0 else None, to_seconds(now))
         raise
     _bind_all(replicaset, policies, None)
@@ -138,17 +138,6 @@ _SWAPS: dict[Layer, Callable[[Replicaset, Policies, PolicyChange, _Given], _Done
     Layer.REPLICASET_SCHEDULER: _swap_replicaset_scheduler,
     Layer.REPLICA_SCHEDULER: _swap_replica_schedulers,
 }
-
-
-def _take_out(replicaset: Replicaset, request: Request) -> None:
-    """Remove a waiting request from its queue."""
-    if request in replicaset.shared:
-        replicaset.shared.remove(request)
-        return
-    replica = replicaset.replicas[request.replica_id]
-    replica.queue.remove(request)
-    replica.memory.forget(request)
-    request.replica_id = -1
 
 
 def _check_refusals(

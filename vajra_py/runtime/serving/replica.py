@@ -173,6 +173,11 @@ class Replica:
         self.lifecycle.holding.clear()
         self.builder.reset()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no request runs, waits or is computed here."""
+        return not (self.num_in_flight or self.running_set.num_running or len(self.queue))
+
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens

@@ -28,6 +28,7 @@ from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, r
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
+from vajra_py.runtime.serving.scaling import ReplicasetScaling
 from vajra_py.runtime.support.clock import to_seconds
 
 QUEUE_FULL = "the queue is full"
@@ -141,6 +142,10 @@ class Replicaset:
         """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()
         """Replicas that are lost."""
+        self.away: set[int] = set()
+        """Replicas that a scaler keeps from taking requests: they start, drain, or are down."""
+        self.scaling: ReplicasetScaling | None = None
+        """What its scaler asks for; None: there is none."""
         self.around: Around | None = None
         self.policies: Policies | None = None
         """Its policies; None: it was put together by hand, and its policies stay."""
@@ -165,8 +170,14 @@ class Replicaset:
     def share(self, queue: RequestQueue) -> None:
         """Replace the shared queue."""
         self.shared = queue
-        for access in self._shared_accesses:
-            access.queue = queue
+        for replica_id in range(len(self._shared_accesses)):
+            self._set_access(replica_id)
+
+    def _set_access(self, replica_id: int) -> None:
+        """Give a replica access to the shared queue, or to an empty one while it drains."""
+        is_draining = self._live[replica_id].state is ReplicaState.DRAINING and self.policies is not None
+        queue = self.policies.new_queue() if is_draining and self.policies is not None else self.shared
+        self._shared_accesses[replica_id].queue = queue
 
     def bind_policy(self, scheduler: ReplicasetScheduler, name: str) -> None:
         """Replace the replicaset scheduler."""
@@ -227,6 +238,28 @@ class Replicaset:
         """Set a replica's state; the scheduler sees it at its next look."""
         self._live[replica_id].set_state(state)
 
+    def scale(self, replica_id: int, state: ReplicaState) -> None:
+        """Set the state of a replica that a scaler starts or stops."""
+        self.set_state(replica_id, state)
+        self._set_access(replica_id)
+        if state is ReplicaState.UP:
+            self.away.discard(replica_id)
+        else:
+            self.away.add(replica_id)
+
+    def state_of(self, replica_id: int) -> ReplicaState:
+        """Return a replica's state."""
+        return self._live[replica_id].state
+
+    def computes(self, replica_id: int) -> bool:
+        """Return True if a replica forms steps: it takes requests, or goes on with those that it has."""
+        return self._live[replica_id].state in (ReplicaState.UP, ReplicaState.DRAINING)
+
+    @property
+    def loads(self) -> Sequence[LiveLoad]:
+        """Live loads of all replicas, by id."""
+        return self._live
+
     def is_up(self, replica_id: int) -> bool:
         """Return True if a replica takes requests."""
         return self._live[replica_id].is_up
@@ -248,7 +281,11 @@ class Replicaset:
         if not self._all_lost and not self._differs:
             return []
         queued = [cast(Request, one) for one in self.shared.ordered(now)]
-        return queued if self._all_lost else [one for one in queued if not self._is_runnable(one, now)]
+        return queued if self._all_lost else [one for one in queued if not self._may_run(one, now)]
+
+    def _may_run(self, request: Request, now: float) -> bool:
+        """Return True if a replica that is not lost can run the request: one that is up, or may come up."""
+        return any(one.replica_id not in self.lost for one in self.eligible(request, now))
 
     def _is_runnable(self, request: Request, now: float) -> bool:
         return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
@@ -256,17 +293,19 @@ class Replicaset:
     def note_lost(self, replica_id: int) -> None:
         """Mark a replica as lost."""
         self.set_state(replica_id, ReplicaState.DOWN)
+        self.away.discard(replica_id)
         self.lost.add(replica_id)
 
     def restore(self, replica_id: int) -> None:
         """Bring a lost replica back, empty."""
         self.lost.discard(replica_id)
         self.set_state(replica_id, ReplicaState.UP)
+        self._set_access(replica_id)
 
     @property
     def num_up(self) -> int:
         """Replicas that take requests."""
-        return len(self.replicas) - len(self.lost)
+        return len(self.replicas) - len(self.lost) - len(self.away)
 
     @property
     def _all_lost(self) -> bool:
@@ -293,7 +332,7 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and not any(self.is_up(one.replica_id) for one in holders):
+        if self._differs and all(one.replica_id in self.lost for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
         detail = self._refused_by_policy(holders, request, now)
         if detail is not None:
@@ -309,7 +348,7 @@ class Replicaset:
     def _refused_by_policy(self, holders: Sequence[Replica], request: Request, now: float) -> str | None:
         if not self.may_refuse:
             return None
-        return first_refusal((one for one in holders if self.is_up(one.replica_id)), self.load_of, request, now)
+        return first_refusal((one for one in holders if one.replica_id not in self.lost), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
         """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
@@ -408,7 +447,19 @@ class Replicaset:
 
     def offers(self, replica_id: int, now: int) -> bool:
         """Return True if the replica may pull a request from the shared queue."""
-        return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
+        return (
+            self.is_up(replica_id) and next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
+        )
+
+    def unbind(self, request: Request) -> None:
+        """Remove a waiting request from its queue."""
+        if request in self.shared:
+            self.shared.remove(request)
+            return
+        replica = self.replicas[request.replica_id]
+        replica.queue.remove(request)
+        replica.memory.forget(request)
+        request.replica_id = -1
 
     def forget(self, request: Request) -> None:
         """Forget a request that has left for good."""

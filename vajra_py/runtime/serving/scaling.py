@@ -1,0 +1,235 @@
+"""Scaling of a replicaset: how many replicas of each pool its scaler asks for, which of them start and which stop.
+
+Replicas are built up to the largest number that a pool may have; those in excess are down. A replica that starts takes requests after
+`startup_s`. A replica that stops drains: its waiting requests that have not begun are placed anew, the others are finished, and then it
+goes down with an empty memory. A lost replica is not started until it is restored; another takes its place where the pool may have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, Protocol
+
+from vajra_py.contract import PoolRole, RandomStream, Scaler
+from vajra_py.contract.views import ReplicaState
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
+from vajra_py.runtime.records.input_log import ReplicaChange
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.load import LiveLoad
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.serving.replicaset import Replicaset
+
+_ACTIVE = (ReplicaState.STARTING, ReplicaState.UP)
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticPool:
+    """A pool whose number of replicas may change."""
+
+    name: str
+    role: PoolRole
+    replica_ids: range
+    num_initial: int
+    """Replicas that are up at the start, the first ones."""
+    min_replicas: int
+    max_replicas: int
+    startup_s: float = 0.0
+    startup_spread_s: float = 0.0
+    """Each start takes up to so much longer."""
+
+
+class ReplicaGroup(Protocol):
+    """Part of a replicaset that the view of a pool reads."""
+
+    @property
+    def loads(self) -> Sequence[LiveLoad]:
+        """Live loads of all replicas, by id."""
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting requests."""
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be computed."""
+
+
+class PoolLoad:
+    """`PoolView` of live figures."""
+
+    __slots__ = ("_group", "max_replicas", "min_replicas", "name", "replicas", "role")
+
+    def __init__(self, pool: ElasticPool, group: ReplicaGroup) -> None:
+        self._group = group
+        self.name = pool.name
+        self.role = pool.role.value
+        self.replicas: Sequence[LiveLoad] = [group.loads[one] for one in pool.replica_ids]
+        self.min_replicas = pool.min_replicas
+        self.max_replicas = pool.max_replicas
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for one of its replicas."""
+        return self._group.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of these that are left to compute."""
+        return self._group.num_queued_tokens
+
+
+@dataclass(eq=False, slots=True)
+class Start:
+    """Event at which a starting replica takes requests."""
+
+    change: ReplicaChange
+    is_void: bool = False
+    """It was cancelled, or lost."""
+
+
+@dataclass(eq=False, slots=True)
+class ReplicasetScaling:
+    """Scaler of one replicaset, with the numbers that it asked for last.
+
+    Attributes:
+        random: for starts that take unequally long.
+        wanted: replicas, starting or up, by pool.
+        starts: replicas that are starting, the earliest first.
+        has_begun: observers have been told what is there.
+        is_broken: the scaler broke the contract, and is not asked any more.
+    """
+
+    scaler: Scaler
+    name: str
+    pools: Sequence[ElasticPool]
+    random: RandomStream
+    wanted: dict[str, int] = field(init=False)
+    starts: dict[int, Start] = field(default_factory=dict)
+    has_begun: bool = False
+    is_broken: bool = False
+    _views: Sequence[PoolLoad] = ()
+    _replicaset: Replicaset | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with the numbers at the start."""
+        self.wanted = {pool.name: pool.num_initial for pool in self.pools}
+
+    def attach(self, replicaset: Replicaset) -> None:
+        """Scale this replicaset, whose replicas are all there; those beyond the number at the start are down."""
+        self._replicaset = replicaset
+        self._views = [PoolLoad(pool, replicaset) for pool in self.pools]
+        for pool in self.pools:
+            for replica_id in pool.replica_ids[pool.num_initial :]:
+                replicaset.scale(replica_id, ReplicaState.DOWN)
+
+    @property
+    def replicaset(self) -> Replicaset:
+        """Replicaset that is scaled."""
+        assert self._replicaset is not None
+        return self._replicaset
+
+    def ask(self, now: int) -> list[ReplicaChange]:
+        """Ask the scaler; return the changes that follow. Raises `PolicyError`."""
+        try:
+            answer: object = self.scaler.targets(self._views, to_seconds(now))
+            self.wanted.update(self._checked(answer))
+        except VajraError:
+            self.is_broken = True
+            raise
+        except POLICY_EXCEPTIONS as error:
+            self.is_broken = True
+            raise PolicyError.caused_by(self.name, error) from error
+        return [change for pool in self.pools for change in self._changes(pool, now)]
+
+    def on_wake(self, key: str, now: int) -> None:
+        """Notify the scaler of a wake-up. Raises `PolicyError`."""
+        on_wake = getattr(self.scaler, "on_wake", None)
+        if on_wake is None:
+            return
+        try:
+            on_wake(key, to_seconds(now))
+        except VajraError:
+            self.is_broken = True
+            raise
+        except POLICY_EXCEPTIONS as error:
+            self.is_broken = True
+            raise PolicyError.caused_by(self.name, error) from error
+
+    def _checked(self, answer: object) -> Iterable[tuple[str, int]]:
+        place = place_of_definition(self.scaler.targets)
+        where = f"replicaset {self.replicaset.name!r}"
+        if not isinstance(answer, Mapping):
+            message = f"answered {answer!r} for {where}; expected a mapping of pools to numbers of replicas"
+            raise PolicyError(self.name, message, place=place)
+        pools = {pool.name: pool for pool in self.pools}
+        for name, count in answer.items():
+            pool = pools.get(name)
+            if pool is None:
+                message = (
+                    f"asked for replicas of pool {name!r}, which {where} does not have. Its pools: {', '.join(pools)}"
+                )
+                raise PolicyError(self.name, message, place=place)
+            is_whole = isinstance(count, Integral) and not isinstance(count, bool)
+            if not is_whole or not pool.min_replicas <= count <= pool.max_replicas:
+                message = f"asked for {count!r} replicas of pool {name!r} of {where}"
+                allowed = f"Allowed: whole numbers from {pool.min_replicas} to {pool.max_replicas}"
+                raise PolicyError(self.name, f"{message}. {allowed}", place=place)
+            yield name, int(count)
+
+    def _changes(self, pool: ElasticPool, now: int) -> list[ReplicaChange]:
+        replicaset, wanted = self.replicaset, self.wanted[pool.name]
+        states = {one: replicaset.state_of(one) for one in pool.replica_ids}
+        active = [one for one, state in states.items() if state in _ACTIVE]
+        if len(active) < wanted:
+            able = [one for one, state in states.items() if state is ReplicaState.DOWN and one not in replicaset.lost]
+            return [self._change(one, ReplicaState.STARTING, now) for one in able[: wanted - len(active)]]
+        excess = len(active) - wanted
+        cancelled = [one for one in reversed(self.starts) if one in active][:excess]
+        up = sorted((one for one in active if states[one] is ReplicaState.UP), key=self._drained_first)
+        drained = up[: excess - len(cancelled)]
+        return [
+            *(self._change(one, ReplicaState.DOWN, now) for one in cancelled),
+            *(self._change(one, ReplicaState.DRAINING, now) for one in drained),
+        ]
+
+    def _drained_first(self, replica_id: int) -> tuple[int, int]:
+        load = self.replicaset.loads[replica_id]
+        return load.num_running + load.num_waiting, -replica_id
+
+    def _change(self, replica_id: int, state: ReplicaState, now: int) -> ReplicaChange:
+        return ReplicaChange(now, self.replicaset.name, replica_id, state.value)
+
+    # Starts
+
+    def begin_start(self, replica_id: int, now: int) -> Start:
+        """Note that a replica starts; return the event at which it is up."""
+        pool = next(pool for pool in self.pools if replica_id in pool.replica_ids)
+        startup_s = pool.startup_s
+        if pool.startup_spread_s > 0:
+            startup_s += pool.startup_spread_s * self.random.random()
+        start = self.starts[replica_id] = Start(self._change(replica_id, ReplicaState.UP, now + to_ticks(startup_s)))
+        return start
+
+    def end_start(self, replica_id: int) -> None:
+        """Void the start of a replica that is up, or will not come up."""
+        start = self.starts.pop(replica_id, None)
+        if start is not None:
+            start.is_void = True
+
+
+def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
+    """Place the waiting requests of a draining replica like arrivals, except those that have begun.
+
+    Requests that had begun before they were preempted go on there, like those that run. Return the requests with the replica that each
+    is bound to now (None: the shared queue). Raises `PolicyError`.
+    """
+    waiting = [one for one in replica.queue.ordered(to_seconds(now)) if isinstance(one, Request)]
+    moving = [one for one in waiting if one.state is RequestState.WAITING and one not in replica.to_end]
+    for request in moving:
+        replicaset.unbind(request)
+    return [(request, replicaset.place(request, now)) for request in moving]
