@@ -22,14 +22,16 @@ def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     assert said.code == 0
     heads = [line.split()[0] for line in said.out.splitlines() if "──" not in line]
     assert heads[0] == "layer"
-    assert set(heads[1:]) == {layer.value for layer in Layer}
+    assert set(heads[1:]) == {"scaling", *(layer.value for layer in Layer)}
     listed = json.loads(vajra("policies", "--json").out)
     registry = load_registry()
-    assert len(listed) == sum(len(registry.policies(layer)) for layer in Layer)
+    assert len(listed) == sum(len(registry.policies(layer)) for layer in Layer) + len(registry.scalers)
     assert {"layer", "name", "package", "version", "summary"} == set(listed[0])
 
 
-@pytest.mark.parametrize("name", [name for layer in Layer for name in load_registry().policies(layer)])
+@pytest.mark.parametrize(
+    "name", [*(name for layer in Layer for name in load_registry().policies(layer)), *load_registry().scalers]
+)
 def test_every_policy_can_be_shown(name: str, vajra: Vajra) -> None:
     said = vajra("policies", "show", name)
     assert said.code == 0

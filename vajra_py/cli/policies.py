@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from vajra_py.contract.hookspecs import ScalerSpec
     from vajra_py.plugins import Offer
 
-SCALER = "scaler"
-"""Name of scalers in the column of layers."""
+SCALER = "scaling"
+"""Key of scalers under `scheduling:`, in the column of layers."""
 
 
 class _Policies(click.Group):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.config.costs import CostsConfig
+from vajra_py.config.schema import most_replicas
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.latency import description_of, device_names
@@ -43,7 +44,7 @@ def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> 
             device, count = config.costs.device, config.costs.devices_per_replica or count
         if device is not None:
             stages = replicaset.replica.pipeline_stages or stages
-            found[name] = ReplicasetDevices(_figures(device, config.costs), count, replicaset.num_replicas, stages)
+            found[name] = ReplicasetDevices(_figures(device, config.costs), count, most_replicas(replicaset), stages)
     _check_names(config.costs, {one.costs.device for one in found.values()})
     return found
 

@@ -77,12 +77,18 @@ class Registry:
         """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
-    def with_policies(self, specs: Iterable[PolicySpec]) -> Registry:
-        """Return a copy with policies that no installed package provides; raises `PluginError` like any clash or broken
-        offer.
+    def with_policies(self, specs: Iterable[PolicySpec | ScalerSpec]) -> Registry:
+        """Return a copy with policies and scalers that no installed package provides; raises `PluginError` like any clash or
+        broken offer.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
-        return replace(self, policy_claims=[*self.policy_claims, *given])
+        scalers = [claim for claim in given if isinstance(claim[1], ScalerSpec)]
+        policies = [claim for claim in given if not isinstance(claim[1], ScalerSpec)]
+
+        def lazy(hook: str) -> Claims:
+            return [*self.lazy(hook), *(scalers if hook == "vajra_scalers" else ())]
+
+        return replace(self, policy_claims=[*self.policy_claims, *policies], lazy=lazy)
 
     @cached_property
     def _policies(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:

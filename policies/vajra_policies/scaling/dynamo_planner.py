@@ -36,8 +36,8 @@ from vajra_py.contract import (
     ReplicaId,
     ReplicaState,
     RequestView,
+    ScalerSpec,
 )
-from vajra_py.contract.hookspecs import ScalerSpec
 
 THROUGHPUT, LOAD = "throughput", "load"
 

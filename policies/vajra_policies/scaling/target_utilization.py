@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 
 from vajra_policies.scaling.pools import num_active, replicas_in, shared_requests, shared_tokens, within_bounds
-from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ReplicaLoadView, ReplicaState, WakeUps
-from vajra_py.contract.hookspecs import ScalerSpec
+from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ReplicaLoadView, ReplicaState, ScalerSpec, WakeUps
 
 Metric: TypeAlias = Literal["kv_usage", "requests", "queued_tokens"]
 

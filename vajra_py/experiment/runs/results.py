@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_emitted
 from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.summary.warnings import rate_warnings
+from vajra_py.metrics.summary.rates import steady_window
+from vajra_py.metrics.tables.replicas import active_times, replicas_section, scaled_replicasets, write_replicas
 from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
 from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
@@ -36,6 +38,8 @@ class Tables:
     """Sentences about the policies for the summary's warnings."""
     devices: Mapping[str, ReplicasetDevices] = field(default_factory=dict)
     """Devices by replicaset, where they are known, for cost and energy."""
+    replicas: ArrowTable | None = None
+    """States of replicas (`ReplicaStates.table`); None without a scaler."""
 
 
 def write_results(
@@ -51,14 +55,33 @@ def write_results(
         writing = beside.submit(_write_tables, path, tables)
         steps = expand_steps(records, STEPS_READ, encoded=True)
         summary = _summary(config, requests, steps, tbt, ended_at)
+        if tables.replicas is not None:
+            write_replicas(tables.replicas, path)
+            window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
+            steady = steady_window(window, summary.data["rates"])
+            summary = summary.with_sections(replicas_section(tables.replicas, window, steady))
         if tables.devices:
-            summary = summary.with_sections(cost_sections(tables.devices, summary.data, steps))
+            devices = _while_active(tables.devices, tables.replicas)
+            summary = summary.with_sections(cost_sections(devices, summary.data, steps))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         if tables.emitted is not None:
             write_emitted(tables.emitted, path)
             summary = summary.with_sections(emitted_section(tables.emitted))
         writing.result()
     (path / "summary.json").write_text(summary.to_json())
+
+
+def _while_active(
+    devices: Mapping[str, ReplicasetDevices], replicas: ArrowTable | None
+) -> Mapping[str, ReplicasetDevices]:
+    """Return the devices with the times at which replicas that a scaler starts and stops have theirs."""
+    if replicas is None:
+        return devices
+    scaled = scaled_replicasets(replicas)
+    return {
+        name: replace(one, active=active_times(replicas, name)) if name in scaled else one
+        for name, one in devices.items()
+    }
 
 
 def _write_tables(path: Path, tables: Tables) -> None:

@@ -17,6 +17,7 @@ from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
 from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.tables.replicas import ReplicaStates
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
@@ -96,6 +97,9 @@ class _Attempt:
         self._recorder = Recorder(controller.num_blocks_of, steps=output.steps, log=self._log)
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
+        self._replicas = ReplicaStates()
+        if any(one.scaling is not None for one in controller.replicasets.values()):
+            self._observers.append(self._replicas)
         if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
             self._observers.append(self._changes)
         if self._log is not None:
@@ -145,7 +149,8 @@ class _Attempt:
         recorder.record_unfinished(self._backend.controller.alive())
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
-        tables = Tables(recorder.requests, recorder.steps, recorder.tbt, emitted, notes, self._devices)
+        replicas = self._replicas.table(seconds)
+        tables = Tables(recorder.requests, recorder.steps, recorder.tbt, emitted, notes, self._devices, replicas)
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())

@@ -84,6 +84,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("prefix_hit_fraction", "Prefix hits", "tokens.prefix_hit_fraction", "%", 100.0, False),
     Metric("busy_fraction", "Replicas busy", ".resources.busy_fraction", "%", 100.0),
     Metric("mean_step_tokens", "Tokens per step", ".resources.mean_step_tokens"),
+    Metric("mean_replicas", "Replicas, mean", ".replicas.mean", "", 1.0, True, 2),
+    Metric("replica_seconds", "Replica-seconds", ".replicas.active_s", "s", 1.0, True, 2),
     Metric("cost", "Cost of the run", ".cost.run", "$", 1.0, True, 2),
     Metric("cost_per_hour", "Cost per hour", ".cost.per_hour", "$/h", 1.0, True, 2),
     Metric("cost_per_request", "Cost per 1,000 requests", ".cost.per_request", "$", 1000.0, True, 2),

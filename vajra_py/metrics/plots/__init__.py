@@ -23,6 +23,7 @@ from vajra_py.metrics.plots.rates import (
     has_rate_sweep,
     latency_by_rate,
 )
+from vajra_py.metrics.plots.replicas import has_scaling, replicas_over_time
 from vajra_py.metrics.plots.workload import workload_figure
 
 __all__ = [
@@ -34,10 +35,12 @@ __all__ = [
     "goodput_by_rate",
     "has_emitted",
     "has_rate_sweep",
+    "has_scaling",
     "latency_by_rate",
     "latency_cdfs",
     "latency_ranges",
     "queue_and_kv",
+    "replicas_over_time",
     "service_by_tenant",
     "service_difference",
     "slowdown_by_prompt_length",

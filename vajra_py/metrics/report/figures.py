@@ -179,6 +179,15 @@ FIGURES: tuple[FigureSpec, ...] = (
         most_runs=MAX_TIMELINES,
     ),
     FigureSpec(
+        "replicas_over_time",
+        "Over time",
+        "Replicas",
+        "Replicas that start, are up or drain, as the scaler asked for them: a panel for each replicaset, a line for each run.",
+        plots.replicas_over_time,
+        "mean_replicas",
+        wanted=plots.has_scaling,
+    ),
+    FigureSpec(
         "emitted_over_time",
         "Over time",
         "Figures of the policies' own",

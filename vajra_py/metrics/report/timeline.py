@@ -4,6 +4,7 @@ Tracks, from the tables and the decision log of a run:
 
 * per replica the steps, what they computed as arguments; steps in flight at once (pipeline stages) lie on lanes of their own;
 * per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
+* per replicaset with a scaler a counter: replicas that start, are up, and drain;
 * marks where a policy was swapped, a replica was lost or came back, or a replicaset went out of service;
 * per request one line: the request as a whole, and inside it the time in the queue, each prefill chunk, each unbroken run of decode steps, and
   each time spent preempted.
@@ -26,6 +27,7 @@ from typing import IO, Any, TypeAlias
 
 from vajra_py.errors import RunError
 from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.metrics.tables.replicas import ACTIVE
 
 Event: TypeAlias = dict[str, Any]
 _ReplicaKey: TypeAlias = tuple[str, int]
@@ -93,6 +95,7 @@ def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Ite
     yield from _process_names(run, processes)
     yield from _step_events(run, processes, chosen)
     yield from _marks(run, processes, chosen)
+    yield from _replica_counts(run, 2 * len(processes) + 1, chosen)
     if not requests:
         return
     lines = {request_id: _Line(facts, processes) for request_id, facts in requests.items()}
@@ -292,6 +295,29 @@ def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: Timeline
             if key[0] == replicaset and replica_id in (None, key[1]):
                 mark = {"ph": "i", "s": "p", "name": name, "pid": pid, "tid": 0, "ts": _ns(at_s) / 1000}
                 yield {**mark, "args": arguments}
+
+
+def _replica_counts(run: RunData, pid: int, options: TimelineOptions) -> Iterator[Event]:
+    """Yield a counter of replicas by state for each replicaset with a scaler, at the times at which it changes."""
+    rows = run.replicas().to_pylist()
+    if not rows:
+        return
+    yield _meta("process_name", pid, 0, {"name": f"{run.name}: replicas"})
+    yield _meta("process_sort_index", pid, 0, {"sort_index": 0})
+    changes: dict[tuple[float, str], dict[str, int]] = {}
+    for row in rows:
+        for at, step in ((row["start_at"], 1), (row["end_at"], -1)):
+            own = changes.setdefault((at, row["replicaset"]), dict.fromkeys(ACTIVE, 0))
+            if row["state"] in own:
+                own[row["state"]] += step
+    counts: dict[str, dict[str, int]] = {}
+    for (at, replicaset), steps in sorted(changes.items()):
+        count = counts.setdefault(replicaset, dict.fromkeys(ACTIVE, 0))
+        for state, step in steps.items():
+            count[state] += step
+        if options.start_at <= at <= options.end_at:
+            name = f"replicas of {replicaset}"
+            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _ns(at) / 1000, "args": dict(count)}
 
 
 def _free_lane(ends: list[int], start: int) -> int:

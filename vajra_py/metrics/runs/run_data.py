@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
+from vajra_py.metrics.tables.replicas import REPLICAS_FILE, replicas_table
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.requests import REQUEST_COLUMNS, STATED_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS, with_facts
@@ -132,12 +133,20 @@ class RunData:
 
     def emitted(self) -> ArrowTable:
         """Figures that policies emitted of their own (`vajra_py.metrics.tables.emitted`), empty where none did."""
+        return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
+
+    def replicas(self) -> ArrowTable:
+        """States of replicas over time (`vajra_py.metrics.tables.replicas`), empty for a run without a scaler."""
+        return self._optional(REPLICAS_FILE, replicas_table())
+
+    def _optional(self, file: str, empty: ArrowTable) -> ArrowTable:
+        """Return a table that not every run has; `empty` for a run without it."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.path / EMITTED_FILE
+        path = self.path / file
         if not path.exists():
-            return emitted_table(EmittedFigures())
+            return empty
         try:
             return pq.read_table(path)
         except (OSError, pa.ArrowException) as error:

@@ -11,6 +11,7 @@ import numpy as np
 from vajra_py.latency.hardware.device_costs import DeviceCosts
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.rates import steady_window
+from vajra_py.metrics.tables.replicas import ActiveTimes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,17 +34,24 @@ class ReplicasetDevices:
     num_replicas: int
     num_stages: int = 1
     """Pipeline stages: a step occupies one stage's devices at a time."""
+    active: ActiveTimes | None = None
+    """Times at which its replicas have their devices; None: all of them, always."""
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all its replicas."""
+        """Number of devices of all its replicas, with a scaler of as many as there may be."""
         return self.devices_per_replica * self.num_replicas
 
-    @property
-    def price_per_hour(self) -> float | None:
-        """Price of all its devices."""
+    def mean_devices(self, window: Window) -> float:
+        """Return the mean number of devices over the window."""
+        if self.active is None or not window.duration_s > 0:
+            return self.num_devices
+        return self.devices_per_replica * self.active.seconds(window) / window.duration_s
+
+    def price_per_hour(self, window: Window) -> float | None:
+        """Return the price of its devices, mean over the window."""
         price = self.costs.price_per_hour
-        return None if price is None else price * self.num_devices
+        return None if price is None else price * self.mean_devices(window)
 
     def energy_j(self, steps: ArrowTable, window: Window) -> float | None:
         """Energy over the window, joules: of its steps, and idle for the rest; None without steps or figures.
@@ -57,7 +65,7 @@ class ReplicasetDevices:
         begins, ends = (np.clip(at, window.start_at, window.end_at) for at in (formed_at, formed_at + duration_s))
         device_s = (ends - begins) * self.devices_per_replica / self.num_stages
         tokens = steps.column("prefill_tokens").to_numpy() + steps.column("decode_tokens").to_numpy()
-        idle_s = max(0.0, self.num_devices * window.duration_s - float(device_s.sum()))
+        idle_s = max(0.0, self.mean_devices(window) * window.duration_s - float(device_s.sum()))
         return float(np.dot(device_s, power.of_steps(tokens))) + power.idle_w * idle_s
 
     def mean_power_w(self, steps: ArrowTable, window: Window) -> float | None:
@@ -72,24 +80,27 @@ def cost_sections(
     """Return the sections `cost` (US dollars) and `energy` of a summary; None for figures missing for a replicaset's
     devices.
 
-    All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses. A request and a token cost
+    All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses.
+    Where a scaler starts and stops replicas, their devices count while these start, are up or drain. A request and a token cost
     what the devices cost in a second over what they deliver in one (`throughput`), and use their mean power while requests arrive over the same: neither rises with the length of the drain.
     """
     window = Window(summary["window"]["start_s"], summary["window"]["end_s"])
     steady = steady_window(window, summary["rates"])
     rates = {name: rate or 0.0 for name, rate in summary["overall"]["throughput"].items()}
-    prices = {name: one.price_per_hour for name, one in by_replicaset.items()}
+    prices = {name: one.price_per_hour(window) for name, one in by_replicaset.items()}
+    steady_prices = {name: one.price_per_hour(steady) for name, one in by_replicaset.items()}
     own_steps = {name: _of(steps, name) for name in by_replicaset}
     energies = {name: one.energy_j(own_steps[name], window) for name, one in by_replicaset.items()}
     powers = {name: one.mean_power_w(own_steps[name], steady) for name, one in by_replicaset.items()}
     per_hour, energy_j, mean_w = _sum(prices), _sum(energies), _sum(powers)
+    steady_per_hour = _sum(steady_prices)
     cost = None if per_hour is None else per_hour * window.duration_s / _HOUR_S
     return {
         "cost": {
             "per_hour": per_hour,
             "run": cost,
-            **_per(None if per_hour is None else per_hour / _HOUR_S, rates),
-            "devices": {name: _said(one) for name, one in by_replicaset.items()},
+            **_per(None if steady_per_hour is None else steady_per_hour / _HOUR_S, rates),
+            "devices": {name: _said(one, window) for name, one in by_replicaset.items()},
         },
         "energy": {
             "run_kwh": None if energy_j is None else energy_j / _JOULES_PER_KWH,
@@ -113,11 +124,13 @@ def _per(cost_per_s: float | None, rates: Mapping[str, float]) -> dict[str, floa
     }
 
 
-def _said(one: ReplicasetDevices) -> dict[str, Any]:
+def _said(one: ReplicasetDevices, window: Window) -> dict[str, Any]:
     power = one.costs.power
+    scaled = {} if one.active is None else {"mean_count": one.mean_devices(window)}
     return {
         "device": one.costs.device,
         "count": one.num_devices,
+        **scaled,
         "price_per_hour": one.costs.price_per_hour,
         "power_w": None if power is None else [power.idle_w, power.decode_w, power.prefill_w],
         "saturating_tokens": None if power is None else power.saturating_tokens,

@@ -56,6 +56,9 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
 _WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
 
+_OF_POLICIES = (Phase.WAKE, Phase.SCALING)
+"""Phases of events that policies ask for: they do not keep a run going that has no request left."""
+
 MAX_FRUITLESS_WAKES = 100_000
 """Wake-ups in a row with nothing else happening after which the policy is held to be stuck."""
 
@@ -183,7 +186,7 @@ class Driver(Generic[R]):
             elif phase is _FORM:
                 self.now = tick
                 self._form(payload)
-            elif not _is_void(phase, payload):
+            elif not _is_void(phase, payload) and not (phase in _OF_POLICIES and self._is_over()):
                 self.now = tick
                 self._dispatch(phase, payload)
 
@@ -420,7 +423,7 @@ class Driver(Generic[R]):
         return not self._options.serves and not self.controller.num_alive and self._only_wakes_left()
 
     def _only_wakes_left(self) -> bool:
-        return all(event[1] is Phase.WAKE or event[1] is Phase.SCALING for event in self.events.heap)
+        return all(event[1] in _OF_POLICIES for event in self.events.heap)
 
     def _ring(self, what: Alarm | WakeUp) -> None:
         """Wake a policy: at the time that it asked for, or in a replay when it was woken."""

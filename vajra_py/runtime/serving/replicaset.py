@@ -264,6 +264,10 @@ class Replicaset:
         """Return True if a replica takes requests."""
         return self._live[replica_id].is_up
 
+    def _may_serve(self, replica_id: int) -> bool:
+        """Return True if a replica takes requests, or a scaler may let it."""
+        return self._live[replica_id].is_up or replica_id in self.away
+
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
         """Lose a replica with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
@@ -285,7 +289,7 @@ class Replicaset:
 
     def _may_run(self, request: Request, now: float) -> bool:
         """Return True if a replica that is not lost can run the request: one that is up, or may come up."""
-        return any(one.replica_id not in self.lost for one in self.eligible(request, now))
+        return any(self._may_serve(one.replica_id) for one in self.eligible(request, now))
 
     def _is_runnable(self, request: Request, now: float) -> bool:
         return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
@@ -332,7 +336,7 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and all(one.replica_id in self.lost for one in holders):
+        if self._differs and not any(self._may_serve(one.replica_id) for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
         detail = self._refused_by_policy(holders, request, now)
         if detail is not None:
@@ -348,7 +352,7 @@ class Replicaset:
     def _refused_by_policy(self, holders: Sequence[Replica], request: Request, now: float) -> str | None:
         if not self.may_refuse:
             return None
-        return first_refusal((one for one in holders if one.replica_id not in self.lost), self.load_of, request, now)
+        return first_refusal((one for one in holders if self._may_serve(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
         """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
