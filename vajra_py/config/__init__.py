@@ -15,6 +15,7 @@ from vajra_py.config.load import (
 )
 from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.schema import (
+    DEFAULT_POOL,
     AdmissionConfig,
     BackendConfig,
     ExperimentConfig,
@@ -22,6 +23,7 @@ from vajra_py.config.schema import (
     MemoryConfig,
     OutputConfig,
     PolicyChoice,
+    PoolConfig,
     PrefixCacheConfig,
     ReplicaConfig,
     ReplicasetConfig,
@@ -36,11 +38,13 @@ from vajra_py.config.sweeps import SweepPoint
 __all__ = [
     "AdmissionConfig",
     "BackendConfig",
+    "DEFAULT_POOL",
     "ExperimentConfig",
     "KvParallelConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
+    "PoolConfig",
     "PrefixCacheConfig",
     "ReplicaConfig",
     "ReplicasetConfig",
