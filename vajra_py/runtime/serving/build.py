@@ -19,6 +19,7 @@ from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
@@ -33,7 +34,7 @@ DEFAULT_MAX_MODEL_LEN = 131_072
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model and its device say about sizes, where the settings leave them open."""
+    """Sizes that follow from the model and its device, where the settings leave them open."""
 
     num_blocks: Callable[[int, float], int] | None = None
     """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
@@ -43,7 +44,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasetModel:
-    """The model of one replicaset: what predicts its steps, and its sizes."""
+    """Model of one replicaset: its latency model and its sizes."""
 
     latency: LatencyModel
     facts: ModelFacts
@@ -51,7 +52,7 @@ class ReplicasetModel:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a run brings along for its policies and replicas."""
+    """Services of a run for its policies and replicas."""
 
     registry: Registry
     latency: LatencyModel
@@ -59,25 +60,27 @@ class Services:
     seeds: SeedTree
     facts: ModelFacts
     executor_of: Callable[[str, int], Executor]
-    """(replicaset, replica) to who executes its steps."""
+    """(replicaset, replica) to the executor of its steps."""
     records_copies: bool = False
     reserves_growth: bool = False
     """See `BuilderOptions`."""
     holds_ended_slots: bool = False
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """By replicaset, where they are not all of one model; in place of `latency` and `facts`."""
+    """Models by replicaset, where they differ; they replace `latency` and `facts`."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
-    """What the policies emit, and what they asked for in vain."""
+    """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
+    alarms: AlarmClock = field(default_factory=AlarmClock)
+    """Wake-ups that the policies ask for."""
 
     def of(self, replicaset: str) -> Services:
-        """The same for one replicaset."""
+        """Return the services for one replicaset."""
         own = self.models.get(replicaset)
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
 def build_controller(config: SystemConfig, services: Services) -> Controller:
-    """Every replicaset of the experiment, empty and ready.
+    """Build every replicaset of the experiment, empty and ready.
 
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
     """
@@ -87,7 +90,7 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    return Controller(replicasets, _selector(settings), diary=services.diary)
+    return Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
 
 
 def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFacts], str]:
@@ -112,7 +115,7 @@ def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFact
 
 
 def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelFacts) -> ReplicaLimits:
-    """The sizes of a replica: what the settings say, else what the model and its device leave."""
+    """Return the sizes of a replica: those of the settings, else those that model and device leave."""
     memory = settings.memory
     groups = settings.kv_parallel
     num_blocks = memory.num_blocks
@@ -142,7 +145,7 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
 
 
 def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> KvMemory:
-    """An empty KV memory of these sizes."""
+    """Build an empty KV memory of these sizes."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -195,7 +198,7 @@ def build_replicaset(
     seeds: SeedTree,
     services: Services,
 ) -> Replicaset:
-    """A replicaset with a replica for each plan, empty and ready.
+    """Build a replicaset with a replica for each plan, empty and ready.
 
     Raises `ConfigError` where replicas or policies do not go together, and what building a policy raises.
     """
@@ -216,7 +219,10 @@ def build_replicaset(
             own = replace(own, limits=plans[replica_id].limits, latency=plans[replica_id].latency)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
-        return build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        sleeper = Sleeper(name, layer.value, choice.policy, replica_id)
+        own = replace(own, wake=PolicyWakeUps(services.alarms, sleeper))
+        sleeper.policy = build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        return sleeper.policy
 
     def predict(choices: Sequence[PolicyChoice], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
         in_force = [replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]
@@ -263,7 +269,7 @@ def _build_replica(
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
-    """Limits of which each is the largest that some replica has: what policies of the whole replicaset are built with."""
+    """Return the largest of each limit over all replicas; policies of the whole replicaset are built with them."""
 
     def largest(values: Iterable[int | None]) -> int | None:
         found = list(values)
@@ -274,7 +280,7 @@ def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
 
 
 def _prefill_tables(plans: Sequence[ReplicaPlan], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
-    """Prefill times on each kind of replica: of those that are built from equal plans one is asked."""
+    """Return the prefill times of each kind of replica; replicas with equal plans are one kind."""
     kinds: list[ReplicaPlan] = []
     tables = []
     for plan, scheduler in zip(plans, schedulers, strict=True):
