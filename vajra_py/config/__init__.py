@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
+from vajra_py.config.links import LinksConfig
 from vajra_py.config.load import (
     config_from_mapping,
     dump_effective,
@@ -41,6 +42,7 @@ __all__ = [
     "DEFAULT_POOL",
     "ExperimentConfig",
     "KvParallelConfig",
+    "LinksConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
