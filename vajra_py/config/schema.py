@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
-from vajra_py.contract import Layer, RequestView
+from vajra_py.contract import Layer, PoolRole, RequestView
 from vajra_py.contract.latency import LAST_S
 
 if TYPE_CHECKING:
@@ -223,40 +223,6 @@ class ElasticConfig(Section):
     )
 
 
-class ReplicaCounts(Protocol):
-    """Numbers of replicas of a section."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas at the start."""
-
-    @property
-    def elastic(self) -> ElasticConfig | None:
-        """Bounds of a scaler."""
-
-
-def most_replicas(counts: ReplicaCounts) -> int:
-    """Return the most replicas that there may be at once: so many are built."""
-    most = None if counts.elastic is None else counts.elastic.max_replicas
-    return most or counts.num_replicas
-
-
-def check_counts(counts: ReplicaCounts, scheduling: SchedulingConfig | None) -> None:
-    """Raise `ValueError` unless a scaler's bounds fit the number at the start, and there is a scaler where there are bounds."""
-    elastic = counts.elastic
-    if elastic is None:
-        return
-    if scheduling is not None and scheduling.scaling is None:
-        raise ValueError("elastic has bounds for a scaler, and scheduling.scaling names none")
-    if elastic.drain == "migrate":
-        raise ValueError(
-            "elastic.drain: running requests do not move between replicas yet (got 'migrate', allowed: 'wait')"
-        )
-    low, high = elastic.min_replicas, most_replicas(counts)
-    if not low <= counts.num_replicas <= high:
-        raise ValueError(f"num_replicas is not within elastic ({counts.num_replicas} of {low} to {high})")
-
-
 class SelectConfig(Section):
     """Selection of requests that a replicaset serves: those that meet every condition given. No condition: all that are
     left.
@@ -305,6 +271,77 @@ class SelectConfig(Section):
         return self == SelectConfig()
 
 
+class PoolConfig(Section):
+    """One pool of a replicaset: replicas of one kind. Keys of `replica` that it leaves out are the replicaset's."""
+
+    role: Literal["mixed", "prefill", "decode"] | None = Field(
+        None,
+        description=(
+            "Work that its replicas take: prompts, whose requests then leave with their KV; decodes, which come with it; or both. "
+            "null: as its name says, if it is one of the three; else mixed."
+        ),
+    )
+    num_replicas: ReplicaCount = Field(1, description="Replicas; with a scaler those at the start.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
+    replica_scheduler: PolicyChoice | None = Field(
+        None, description="What runs in a step of its replicas; null: the replicaset's replica scheduler."
+    )
+    elastic: ElasticConfig | None = Field(
+        None, description="Number of replicas that the replicaset's scaler may choose; null: always `num_replicas`."
+    )
+
+    @property
+    def most_replicas(self) -> int:
+        """Return the most replicas that there may be at once: so many are built."""
+        most = None if self.elastic is None else self.elastic.max_replicas
+        return most or self.num_replicas
+
+
+Pools: TypeAlias = dict[Annotated[str, Field(pattern=NAME_PATTERN)], PoolConfig]
+
+DEFAULT_POOL = "default"
+"""Name of the only pool of a replicaset without `pools:`."""
+
+
+def _role_of(name: str, pool: PoolConfig) -> PoolRole:
+    roles = {one.value: one for one in PoolRole}
+    return roles[pool.role] if pool.role is not None else roles.get(name, PoolRole.MIXED)
+
+
+def _check_roles(pools: Pools) -> None:
+    """Raise `ValueError` where prompts or decodes have no pool that takes them."""
+    roles = {_role_of(name, pool) for name, pool in pools.items()}
+    if PoolRole.PREFILL in roles and not roles & {PoolRole.DECODE, PoolRole.MIXED}:
+        raise ValueError("no pool takes the requests that leave the prefill pool; add one with role decode or mixed")
+    if PoolRole.DECODE in roles and not roles & {PoolRole.PREFILL, PoolRole.MIXED}:
+        raise ValueError("no pool computes prompts for the decode pool; add one with role prefill or mixed")
+
+
+def _check_elastic(
+    scheduling: SchedulingConfig | None, own: ElasticConfig | None, pools: Mapping[str, PoolConfig]
+) -> None:
+    """Raise `ValueError` unless there are bounds where there is a scaler, and each fit the number at the start.
+
+    `own` is the replicaset's, which counts where it has no pools of its own.
+    """
+    bounded = {name: pool.elastic for name, pool in pools.items() if pool.elastic is not None}
+    if own is not None and own not in bounded.values():
+        raise ValueError("elastic is for one kind of replicas; give each pool its own")
+    has_scaler = scheduling is not None and scheduling.scaling is not None
+    if bounded and not has_scaler:
+        raise ValueError("elastic has bounds for a scaler, and scheduling.scaling names none")
+    if has_scaler and not bounded:
+        raise ValueError("scheduling.scaling names a scaler, and elastic has no bounds for it")
+    for name, elastic in bounded.items():
+        where = "" if name == DEFAULT_POOL else f"pools.{name}."
+        if elastic.drain == "migrate":
+            message = "running requests do not move between replicas yet (got 'migrate', allowed: 'wait')"
+            raise ValueError(f"{where}elastic.drain: {message}")
+        low, high, count = elastic.min_replicas, pools[name].most_replicas, pools[name].num_replicas
+        if not low <= count <= high:
+            raise ValueError(f"{where}num_replicas is not within {where}elastic ({count} of {low} to {high})")
+
+
 class ReplicasetConfig(Section):
     """One of several replicasets. Missing keys are taken from the top level of the file."""
 
@@ -315,13 +352,35 @@ class ReplicasetConfig(Section):
     scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
     num_replicas: ReplicaCount = Field(1, description="Replicas; with a scaler those at the start.")
-    elastic: ElasticConfig | None = Field(None, description="Number of replicas that its scaler may choose.")
+    elastic: ElasticConfig | None = Field(None, description="As at the top.")
+    pools: Pools = Field(default_factory=dict, description="As at the top.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
 
     @model_validator(mode="after")
-    def _elastic_fits(self) -> Self:
-        check_counts(self, self.scheduling)
+    def _sized(self) -> Self:
+        if self.pools:
+            if "num_replicas" in self.model_fields_set and self.num_replicas != 1:
+                raise ValueError("num_replicas is the sum over the pools; give each pool its own")
+            _check_roles(self.pools)
+        _check_elastic(self.scheduling, self.elastic, self.effective_pools)
         return self
+
+    @property
+    def effective_pools(self) -> Mapping[str, PoolConfig]:
+        """Pools in the order of their replicas' ids; one of mixed replicas where the file names none."""
+        if self.pools:
+            return self.pools
+        only = PoolConfig(role="mixed", num_replicas=self.num_replicas, replica=self.replica, elastic=self.elastic)
+        return {DEFAULT_POOL: only}
+
+    def role_of(self, pool: str) -> PoolRole:
+        """Return the work that a pool takes."""
+        return _role_of(pool, self.effective_pools[pool])
+
+    @property
+    def total_replicas(self) -> int:
+        """Replicas of all pools, with a scaler as many as there may be."""
+        return sum(pool.most_replicas for pool in self.effective_pools.values())
 
 
 class AdmissionConfig(Section):
@@ -331,6 +390,16 @@ class AdmissionConfig(Section):
     max_queued_tokens: PositiveCount | None = Field(None, description="Most waiting prompt tokens; null: no limit.")
 
 
+class PoolSimulatorConfig(Section):
+    """Settings of one pool that override those of its replicaset: another device or parallelism."""
+
+    latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the replicaset's.")
+    predictions: TypedChoice | None = Field(
+        None,
+        description="Latency model that the policies of its replicas ask; null: its own `latency` where it has one.",
+    )
+
+
 class ReplicasetSimulatorConfig(Section):
     """Settings of one replicaset that override the simulator's section: another model or device."""
 
@@ -338,6 +407,9 @@ class ReplicasetSimulatorConfig(Section):
     predictions: TypedChoice | None = Field(
         None,
         description="Latency model that its policies ask; null: its own `latency` where it has one, else as for the others.",
+    )
+    pools: dict[str, PoolSimulatorConfig] = Field(
+        default_factory=dict, description="By pool, where they are not all of one device."
     )
 
 
@@ -349,7 +421,8 @@ class SimulatorConfig(Section):
         None, description="Latency model that policies ask for predictions; null: `latency`, which is then never wrong."
     )
     replicasets: dict[str, ReplicasetSimulatorConfig] = Field(
-        default_factory=dict, description="By replicaset, where they are not all of one model or device."
+        default_factory=dict,
+        description="By replicaset, where they are not all of one model or device (`default` is the only one of a file without names).",
     )
     output_length: TypedChoice = Field(
         default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
@@ -425,7 +498,11 @@ class SystemConfig(Section):
         1, description="Replicas of the single replicaset; with a scaler those at the start."
     )
     elastic: ElasticConfig | None = Field(
-        None, description="Number of replicas that a scaler (`scheduling.scaling`) may choose."
+        None, description="Number of replicas that a scaler (`scheduling.scaling`) may choose; null: always `num_replicas`."
+    )
+    pools: Pools = Field(
+        default_factory=dict,
+        description="Pools that the single replicaset is made of, by name, where its replicas are not all of one kind.",
     )
     view_interval_s: Seconds = Field(
         0.0,
@@ -469,7 +546,8 @@ class SystemConfig(Section):
         if self.scheduling is None and not self.replicasets:
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
         if not self.replicasets:
-            check_counts(self, self.scheduling)
+            only = {DEFAULT_POOL: PoolConfig(num_replicas=self.num_replicas, elastic=self.elastic)}
+            _check_elastic(self.scheduling, self.elastic, self.pools or only)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -485,8 +563,8 @@ class SystemConfig(Section):
         only = ReplicasetConfig(
             scheduling=self.scheduling,
             replica=self.replica,
-            num_replicas=self.num_replicas,
             elastic=self.elastic,
+            **({"pools": self.pools} if self.pools else {"num_replicas": self.num_replicas}),
             view_interval_s=self.view_interval_s,
         )
         return {"default": only}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.config.schema import SCALING, ElasticConfig, most_replicas
+from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
+from vajra_py.config.schema import SCALING, ElasticConfig
 from vajra_py.contract import Layer, PolicyContext, PoolRole, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
@@ -22,7 +22,6 @@ from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.load import DEFAULT_POOL
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
@@ -51,6 +50,8 @@ class ReplicasetModel:
 
     latency: LatencyModel
     facts: ModelFacts
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """By pool, where they are not all of one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class Services:
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models by replicaset, where they differ; they replace `latency` and `facts`."""
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """Models by pool of one replicaset, where they differ."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
@@ -79,6 +82,11 @@ class Services:
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
         own = self.models.get(replicaset)
+        return self if own is None else replace(self, latency=own.latency, facts=own.facts, pools=own.pools)
+
+    def of_pool(self, pool: str) -> Services:
+        """Return the services for one pool of the replicaset."""
+        own = self.pools.get(pool)
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
@@ -184,13 +192,20 @@ class ReplicaPlan:
     latency: LatencyModel
     scheduler: PolicyChoice
     """Its replica scheduler."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
     """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
-    limits = replica_limits(settings.replica, services.latency, services.facts)
-    scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
-    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * most_replicas(settings)
+    plans: list[ReplicaPlan] = []
+    for name, pool in settings.effective_pools.items():
+        own = services.of_pool(name)
+        limits = replica_limits(pool.replica, own.latency, own.facts)
+        scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name))
+        plans += [plan] * pool.most_replicas
+    return plans
 
 
 def build_replicaset(
@@ -266,18 +281,14 @@ def _build_scaling(
     emit = services.diary.emitted.of(replicaset, choice.policy)
     own = replace(context, emit=emit, wake=PolicyWakeUps(services.alarms, sleeper))
     sleeper.policy = build_scaler(choice.policy, choice.parameters, own, services.registry)
-    elastic, most = settings.elastic or ElasticConfig(), most_replicas(settings)
-    pool = ElasticPool(
-        DEFAULT_POOL,
-        PoolRole.MIXED,
-        range(most),
-        settings.num_replicas,
-        elastic.min_replicas,
-        most,
-        elastic.startup_s,
-        elastic.startup_spread_s,
-    )
-    return ReplicasetScaling(sleeper.policy, choice.policy, (pool,), seeds.stream("replica_starts"))
+    pools: list[ElasticPool] = []
+    for name, pool in settings.effective_pools.items():
+        first = pools[-1].replica_ids.stop if pools else 0
+        ids, count = range(first, first + pool.most_replicas), pool.num_replicas
+        bounds = pool.elastic or ElasticConfig(min_replicas=count, max_replicas=count)
+        startup = bounds.startup_s, bounds.startup_spread_s
+        pools.append(ElasticPool(name, settings.role_of(name), ids, count, bounds.min_replicas, len(ids), *startup))
+    return ReplicasetScaling(sleeper.policy, choice.policy, pools, seeds.stream("replica_starts"))
 
 
 def _build_replica(
@@ -298,6 +309,8 @@ def _build_replica(
             executor=services.executor_of(replicaset, replica_id),
             listeners=policies.listeners_of(replica_id),
             slack=policies.slack(),
+            pool=plan.pool,
+            role=plan.role,
         )
     )
 

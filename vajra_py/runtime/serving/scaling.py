@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vajra_py.contract import PoolRole, RandomStream, Scaler
 from vajra_py.contract.views import ReplicaState
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
+from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.records.input_log import ReplicaChange
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.load import LiveLoad
@@ -43,44 +44,34 @@ class ElasticPool:
     """Each start takes up to so much longer."""
 
 
-class ReplicaGroup(Protocol):
-    """Part of a replicaset that the view of a pool reads."""
-
-    @property
-    def loads(self) -> Sequence[LiveLoad]:
-        """Live loads of all replicas, by id."""
-
-    @property
-    def num_queued(self) -> int:
-        """Waiting requests."""
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens that wait to be computed."""
-
-
 class PoolLoad:
     """`PoolView` of live figures."""
 
-    __slots__ = ("_group", "max_replicas", "min_replicas", "name", "replicas", "role")
+    __slots__ = ("_ids", "_replicaset", "max_replicas", "min_replicas", "name", "replicas", "role")
 
-    def __init__(self, pool: ElasticPool, group: ReplicaGroup) -> None:
-        self._group = group
+    def __init__(self, pool: ElasticPool, replicaset: Replicaset) -> None:
+        self._replicaset = replicaset
+        self._ids = pool.replica_ids
         self.name = pool.name
         self.role = pool.role.value
-        self.replicas: Sequence[LiveLoad] = [group.loads[one] for one in pool.replica_ids]
+        self.replicas: Sequence[LiveLoad] = [replicaset.loads[one] for one in pool.replica_ids]
         self.min_replicas = pool.min_replicas
         self.max_replicas = pool.max_replicas
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for one of its replicas."""
-        return self._group.num_queued
+        return sum(len(queue) for queue in self._queues())
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of these that are left to compute."""
-        return self._group.num_queued_tokens
+        return sum(queue.num_tokens for queue in self._queues())
+
+    def _queues(self) -> list[RequestQueue]:
+        """Queues of its replicas, and the shared one unless they only decode."""
+        own = [self._replicaset.replicas[one].queue for one in self._ids]
+        return own if self.role == PoolRole.DECODE.value else [*own, self._replicaset.shared]
 
 
 @dataclass(eq=False, slots=True)
