@@ -108,8 +108,7 @@ def scaled(
         {
             "version": 1,
             "scheduling": scheduling,
-            "num_replicas": num_replicas,
-            "elastic": dict(elastic or {}),
+            **({} if "pools" in settings else {"num_replicas": num_replicas, "elastic": dict(elastic or {})}),
             "replica": settings.pop("replica", replica),
             "workload": {
                 "type": "synthetic",

@@ -115,6 +115,41 @@ def test_a_stopped_replica_starts_again_with_an_empty_cache() -> None:
     assert memory.free_blocks == memory.num_blocks
 
 
+# Pools
+
+
+def test_each_pool_is_scaled_within_its_own_bounds() -> None:
+    class Both:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def targets(self, pools: Any, now: float) -> dict[str, int]:
+            self.seen += [
+                (pool.name, pool.role, [one.replica_id for one in pool.replicas], pool.min_replicas, pool.max_replicas)
+                for pool in pools
+            ]
+            return {"small": 3}
+
+    scaler = Both()
+    pools = {
+        "small": {"num_replicas": 1, "elastic": {"max_replicas": 3, "startup_s": 0.2}},
+        "large": {"num_replicas": 2, "elastic": {"min_replicas": 2, "max_replicas": 3, "startup_s": 5.0}},
+        "fixed": {"num_replicas": 1},
+    }
+    world = scaled(lambda context: scaler, pools=pools, chooser="round_robin")
+    seen = world.run(requests(30, every_s=0.1))
+    assert scaler.seen[:3] == [
+        ("small", "mixed", [0, 1, 2], 1, 3),
+        ("large", "mixed", [3, 4, 5], 2, 3),
+        ("fixed", "mixed", [6], 1, 1),
+    ]
+    assert [row[1:] for row in seen.states[:7]] == [
+        (0, "up"), (1, "down"), (2, "down"), (3, "up"), (4, "up"), (5, "down"), (6, "up"),
+    ]  # fmt: skip
+    assert seen.states[7:] == [(0.0, 1, "starting"), (0.0, 2, "starting"), (0.2, 1, "up"), (0.2, 2, "up")]
+    assert {replica_id for _, replica_id, _ in seen.admitted} == {0, 1, 2, 3, 4, 6}
+
+
 # Losses
 
 
@@ -247,6 +282,12 @@ def settings_with(**more: Any) -> dict[str, Any]:
         ({"elastic": {"min_replicas": 2, "max_replicas": 4}}, "num_replicas is not within elastic (1 of 2 to 4)"),
         ({"elastic": {"drain": "migrate"}}, "elastic.drain"),
         ({"elastic": {"max_replicas": 0}}, "elastic.max_replicas"),
+        ({"elastic": None}, "scheduling.scaling names a scaler, and elastic has no bounds for it"),
+        ({"pools": {"a": {}, "b": {}}}, "elastic is for one kind of replicas; give each pool its own"),
+        (
+            {"elastic": None, "pools": {"a": {"num_replicas": 3, "elastic": {"max_replicas": 2}}}},
+            "pools.a.num_replicas is not within pools.a.elastic (3 of 1 to 2)",
+        ),
     ],
 )
 def test_wrong_bounds_are_told(change: dict[str, Any], words: str) -> None:

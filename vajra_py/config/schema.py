@@ -325,7 +325,7 @@ def _check_elastic(
     `own` is the replicaset's, which counts where it has no pools of its own.
     """
     bounded = {name: pool.elastic for name, pool in pools.items() if pool.elastic is not None}
-    if own is not None and own not in bounded.values():
+    if own is not None and not any(own is one for one in bounded.values()):
         raise ValueError("elastic is for one kind of replicas; give each pool its own")
     has_scaler = scheduling is not None and scheduling.scaling is not None
     if bounded and not has_scaler:
@@ -498,7 +498,8 @@ class SystemConfig(Section):
         1, description="Replicas of the single replicaset; with a scaler those at the start."
     )
     elastic: ElasticConfig | None = Field(
-        None, description="Number of replicas that a scaler (`scheduling.scaling`) may choose; null: always `num_replicas`."
+        None,
+        description="Number of replicas that a scaler (`scheduling.scaling`) may choose; null: always `num_replicas`.",
     )
     pools: Pools = Field(
         default_factory=dict,
