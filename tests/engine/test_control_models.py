@@ -99,6 +99,17 @@ def test_a_name_that_is_no_replicasets_is_refused(tmp_path: Path) -> None:
         Engine.load(config, engine_services(config, load_registry(), {}))
 
 
+def test_a_scaler_is_refused_by_name(tmp_path: Path) -> None:
+    mapping = two_models(tmp_path)
+    mapping["replicasets"]["large"] |= {"elastic": {"max_replicas": 2}}
+    scheduling = {**mapping.get("scheduling", {}), **mapping["replicasets"]["large"].get("scheduling", {})}
+    mapping["replicasets"]["large"]["scheduling"] = scheduling | {"scaling": "dynamo_planner"}
+    config = config_from_mapping(mapping)
+    said = r"replicasets\.large\.scheduling\.scaling: the backend `engine` neither starts nor stops .*'dynamo_planner'"
+    with pytest.raises(ConfigError, match=said):
+        Engine.load(config, engine_services(config, load_registry(), {}))
+
+
 def test_an_llm_is_one_model() -> None:
     with pytest.raises(ConfigError, match="an LLM is one model"):
         llm_config("a", {"backend": {"engine": {"replicasets": {"b": {"model": "b"}}}}})

@@ -73,6 +73,12 @@ def test_a_complete_section_is_taken(model: Path) -> None:
         ({"tensor_parallel": 2, "workers": "process"}, {}, "backend.vllm.workers", "cannot be started by a worker"),
         (
             {},
+            {"scheduling": {"scaling": "target_utilization"}, "elastic": {}},
+            "scheduling.scaling",
+            "the backend `vllm` neither starts nor stops replicas while it serves (got 'target_utilization')",
+        ),
+        (
+            {},
             {"replica": {"kv_parallel": {"groups": 2, "group_tokens": 64}}},
             "replica.kv_parallel.groups",
             "one KV memory (got 2 groups)",

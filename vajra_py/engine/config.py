@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, TypedChoice, register_backend
-from vajra_py.config.schema import Count, PositiveCount, Seconds, Section, Switch, Text
+from vajra_py.config.schema import SCALING, Count, PositiveCount, Seconds, Section, Switch, Text
 from vajra_py.engine.compute import LoadRunner, RunnerOptions, inspect_model, load_runner
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.params import check_sampling
@@ -304,6 +304,7 @@ class EngineConfig(ModelBackendConfig):
             for name in self.replicasets
             if name not in replicasets
         ]
+        found += check_scaling(self.kind, replicasets)
         models: dict[tuple[str, bool], None] = {}
         for name, one in replicasets.items():
             found += check_replica(where_of(name, replicasets), one.replica)
@@ -348,6 +349,20 @@ class EngineConfig(ModelBackendConfig):
 def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
     """The place of a replicaset's sizes in an experiment's file."""
     return "replica" if len(replicasets) == 1 else f"replicasets.{replicaset}.replica"
+
+
+def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+    """Return the scalers, which a backend whose workers all run from the start cannot obey."""
+    problems = []
+    for name, one in replicasets.items():
+        scaler = one.scheduling.scaling
+        if scaler is not None:
+            where = "scheduling" if len(replicasets) == 1 else f"replicasets.{name}.scheduling"
+            message = (
+                f"the backend `{backend}` neither starts nor stops replicas while it serves (got {scaler.policy!r})"
+            )
+            problems.append(Problem(f"{where}.{SCALING}", message, "Allowed: null; simulate it with `simulator`"))
+    return problems
 
 
 def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:

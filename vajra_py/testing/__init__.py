@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
     from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
+    from vajra_py.testing.scalers import check_scaler
     from vajra_py.testing.scenarios import SCENARIOS, Scenario
     from vajra_py.testing.strict import StrictViews
 
@@ -38,6 +39,7 @@ _HOMES = {
     "StepEntry": "harness",
     "StrictViews": "strict",
     "check_policy": "conformance",
+    "check_scaler": "scalers",
     "conformance_checks": "conformance",
     "policies_under_test": "conformance",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "StepEntry",
     "StrictViews",
     "check_policy",
+    "check_scaler",
     "conformance_checks",
     "policies_under_test",
 ]

@@ -72,11 +72,12 @@ class TargetUtilization:
         config, current = self._config, num_active(pool)
         wanted = within_bounds(pool, self._wanted(pool, current))
         looks = self._looks.setdefault(pool.name, deque([(now, current)]))
-        while looks and looks[0][0] < now - max(config.up_window_s, config.down_window_s):
+        while looks and looks[0][0] <= now - max(config.up_window_s, config.down_window_s):
             looks.popleft()
+        least = min((one for at, one in looks if at > now - config.up_window_s), default=wanted)
+        most = max((one for at, one in looks if at > now - config.down_window_s), default=wanted)
+        least, most = min(least, wanted), max(most, wanted)
         looks.append((now, wanted))
-        least = min(one for at, one in looks if at >= now - config.up_window_s)
-        most = max(one for at, one in looks if at >= now - config.down_window_s)
         return within_bounds(pool, min(max(current, least), most))
 
     def _wanted(self, pool: PoolView, current: int) -> int:

@@ -1,0 +1,181 @@
+"""Conformance checks of scalers, in simulated situations with a load that rises and falls.
+
+In a package's own tests:
+
+    @pytest.mark.parametrize("spec", vajra_scalers(), ids=lambda spec: spec.name)
+    def test_keeps_the_contract(spec):
+        check_scaler(spec)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.config import config_from_mapping
+from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
+from vajra_py.errors import POLICY_EXCEPTIONS, VajraError
+from vajra_py.latency import ConstantModel
+from vajra_py.latency.services.output_length import NoLengths
+from vajra_py.plugins import check_scaler_shape, load_registry
+from vajra_py.plugins.watchdog import no_endless_calls
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
+from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.testing.purity import ImpureError, only_pure
+from vajra_py.workload import RequestSpec
+
+TIMEOUT_S = 30.0
+"""Seconds of real time that a scaler may take for one answer under test."""
+STEP_S = 0.02
+SITUATIONS: Mapping[str, Mapping[str, Any]] = {
+    "one pool": {"num_replicas": 2, "elastic": {"max_replicas": 5, "startup_s": 3.0}},
+    "down to nothing": {"num_replicas": 1, "elastic": {"min_replicas": 0, "max_replicas": 3, "startup_s": 0.5}},
+    "two pools": {
+        "pools": {
+            "small": {"num_replicas": 1, "elastic": {"max_replicas": 3, "startup_s": 1.0}},
+            "large": {"num_replicas": 2, "replica": {"memory": {"num_blocks": 200}}},
+        }
+    },
+}
+"""Settings of a replicaset by name of the situation."""
+
+Asked = tuple[float, Mapping[str, int]]
+
+
+def check_scaler(
+    spec: ScalerSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = TIMEOUT_S
+) -> None:
+    """Run a scaler with its default parameters, or these, in every situation.
+
+    Checks that it has the methods of the Protocol, asks for whole numbers within the bounds of pools that exist, leaves what it is
+    shown as it is, reads no clock and no global random numbers, and answers the same in equal runs. Raises `AssertionError` that names the
+    scaler and what was found.
+    """
+    failures = []
+    for name, settings in SITUATIONS.items():
+        try:
+            with no_endless_calls(policy_timeout_s):
+                first = _run(spec, params or {}, settings)
+                again = _purely(spec, params or {}, settings)
+            if first != again:
+                failures.append(f"  {name}: two equal runs asked for different numbers")
+        except (VajraError, AssertionError, ImpureError, RuntimeError) as error:
+            failures.append(f"  {name}: {error}")
+        except POLICY_EXCEPTIONS as error:
+            failures.append(f"  {name}: {type(error).__name__}: {error}")
+    if failures:
+        raise AssertionError("\n".join([f"scaler {spec.name!r} breaks the contract:", *failures]))
+
+
+@dataclass
+class _Watched:
+    """A scaler whose answers are kept, and whose views may not change while it looks at them."""
+
+    inner: Any
+    asked: list[Asked] = field(default_factory=list)
+
+    def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
+        before = _figures(pools)
+        answer: Mapping[str, int] = self.inner.targets(pools, now)
+        if _figures(pools) != before:
+            raise AssertionError("targets changed what it was shown")
+        self.asked.append((now, dict(answer)))
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _purely(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Asked]:
+    """Run it once more where clocks and unseeded random numbers raise."""
+    violations: list[str] = []
+    packages = {str(getattr(one, "__module__", "")).partition(".")[0] for one in (spec.config, spec.build)}
+    try:
+        with only_pure(packages - {"vajra_py"}, violations):
+            return _run(spec, params, settings)
+    except VajraError:
+        if violations:
+            raise AssertionError(violations[0]) from None
+        raise
+
+
+def _figures(pools: Sequence[PoolView]) -> list[Any]:
+    return [
+        (
+            pool.name,
+            pool.num_queued,
+            [(one.replica_id, one.state, one.num_running, one.free_blocks) for one in pool.replicas],
+        )
+        for pool in pools
+    ]
+
+
+def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Asked]:
+    """Simulate a load that rises and falls; return the answers. Raises where the scaler breaks the contract."""
+    made: list[_Watched] = []
+
+    def build(config: Any, context: PolicyContext) -> _Watched:
+        scaler = spec.build(config, context)
+        check_scaler_shape(scaler, f"scaler {spec.name!r}", spec.name)
+        made.append(_Watched(scaler))
+        return made[-1]
+
+    own = ScalerSpec("under_test", spec.config, build, spec.summary)
+    controller, simulator = _system(own, params, settings)
+    simulator.run(_load())
+    controller.check_conservation()
+    if controller.num_alive:
+        raise AssertionError(f"{controller.num_alive} requests are left")
+    return made[-1].asked
+
+
+def _system(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Controller, Simulator]:
+    registry = load_registry().with_policies([spec])
+    config = config_from_mapping(
+        {
+            "version": 1,
+            "scheduling": {
+                "request_prioritizer": "fcfs",
+                "replicaset_scheduler": "least_loaded",
+                "replica_scheduler": "fixed_chunk",
+                "scaling": {"policy": spec.name, "params": dict(params)},
+            },
+            "replica": {"max_batch_size": 8, "max_model_len": 400, "memory": {"num_blocks": 100}},
+            **settings,
+            "workload": _ONE_REQUEST,
+            "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": STEP_S}}},
+        },
+        registry=registry,
+    )
+    executor, latency, seeds = SimulatedExecutor(), ConstantModel(STEP_S), SeedTree(3)
+    services = Services(
+        registry=registry,
+        latency=latency,
+        output_lengths=NoLengths(),
+        seeds=seeds,
+        facts=ModelFacts(),
+        executor_of=lambda replicaset, replica_id: executor,
+        reserves_growth=True,
+    )
+    controller = build_controller(config, services)
+    timers: Callable[[Any], Any] = predicted_timers(latency, seeds.child("steps"))
+    return controller, Simulator(controller, executor, timers, SimulationOptions(check_every_steps=1))
+
+
+_ONE_REQUEST = {
+    "type": "synthetic",
+    "num_requests": 1,
+    "arrivals": {"type": "fixed", "rate": 1},
+    "prompt_tokens": {"type": "constant", "value": 1},
+    "output_tokens": {"type": "constant", "value": 1},
+}
+
+
+def _load() -> list[RequestSpec]:
+    """Two requests a second, twenty a second for ten seconds, then silence, then two a second again."""
+    times = [0.5 * i for i in range(40)] + [20 + 0.05 * i for i in range(200)] + [60 + 0.5 * i for i in range(40)]
+    return [RequestSpec(f"r{index}", at, 20 + 7 * (index % 9), 5 + index % 40) for index, at in enumerate(times)]
