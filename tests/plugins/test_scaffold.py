@@ -11,7 +11,7 @@ import pytest
 
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import write_plugin
-from vajra_py.plugins.scaffold import plugin_names, render_plugin
+from vajra_py.plugins.scaffold import TEMPLATES, plugin_names, render_plugin
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin_template"
@@ -61,8 +61,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (write_plugin("empty-lab", tmp_path) / "pyproject.toml").is_file()
 
 
-def test_every_file_is_renamed_throughout(tmp_path: Path) -> None:
-    folder = write_plugin("my-lab", tmp_path)
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_every_file_is_renamed_throughout(kind: str, tmp_path: Path) -> None:
+    folder = write_plugin("my-lab", tmp_path, kind)
     assert (folder / "src" / "my_lab" / "__init__.py").is_file()
     for path in folder.rglob("*"):
         assert "example" not in path.name
@@ -74,6 +75,30 @@ def test_every_file_is_renamed_throughout(tmp_path: Path) -> None:
             assert "example_" not in text
         if path.suffix == ".py":
             compile(path.read_text(), str(path), "exec")
+
+
+def test_the_command_knows_every_kind() -> None:
+    from vajra_py.cli.new_plugin import new_plugin
+
+    (kind,) = [one for one in new_plugin.params if one.name == "kind"]
+    assert list(kind.type.choices) == list(TEMPLATES)  # type: ignore[attr-defined]
+
+
+def test_a_scaler_from_the_template_passes_its_own_tests_and_is_selected_by_name(tmp_path: Path) -> None:
+    folder = write_plugin("my-lab", tmp_path, "scaler")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "src"), os.environ.get("PYTHONPATH", "")])}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    ran = subprocess.run(tests, cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    program = (
+        "import sys; from my_lab import vajra_scalers; from vajra_py.config import load_config; "
+        "from vajra_py.plugins import load_registry; "
+        "config = load_config(sys.argv[1], (), load_registry().with_policies(vajra_scalers())); "
+        "print(config.scheduling.scaling.policy, config.scheduling.scaling.params['calm_s'])"
+    )
+    command = [sys.executable, "-c", program, str(folder / "experiment.yaml")]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["my_lab_queue_steps", "20.0"]
 
 
 PROGRAM = """

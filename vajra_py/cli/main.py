@@ -32,7 +32,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "profiles": ("vajra_py.cli.workloads", "List built-in workload profiles, models and devices."),
     "workloads": ("vajra_py.cli.workloads", "Describe and draw the workload of an experiment file."),
     "model": ("vajra_py.cli.model", "Write a small model without a network, or look at a model directory."),
-    "new-plugin": ("vajra_py.cli.new_plugin", "Write a package with a policy for each layer."),
+    "new-plugin": ("vajra_py.cli.new_plugin", "Write a package of policies, or of another kind of plug-in."),
 }
 """Module and summary by command; the module has a click command of that name, with underscores for dashes."""
 

@@ -1,4 +1,4 @@
-"""`vajra new-plugin`: start a package of policies."""
+"""`vajra new-plugin`: start a package of policies, or of another kind of plug-in."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import click
 @click.command("new-plugin", no_args_is_help=True)
 @click.argument("name")
 @click.option("--directory", type=click.Path(path_type=Path), default=Path(), help="Where to put it. Default: here.")
-def new_plugin(name: str, directory: Path) -> None:
-    """Write package NAME: one working policy for each layer, with parameters and tests.
+@click.option(
+    "--kind",
+    type=click.Choice(["policies", "scaler"]),
+    default="policies",
+    show_default=True,
+    help="What it offers: a policy for each layer, or a scaler.",
+)
+def new_plugin(name: str, directory: Path, kind: str) -> None:
+    """Write package NAME: one working policy for each layer, or a scaler, with parameters and tests.
 
-    Install it with `pip install -e NAME`; its policies can then be selected by name in YAML.
+    Install it with `pip install -e NAME`; what it offers can then be selected by name in YAML.
     """
     from vajra_py.plugins import write_plugin
 
-    path = write_plugin(name, directory)
+    path = write_plugin(name, directory, kind)
     click.echo(f"package: {path}")
     click.echo(f"next: pip install -e {path} && vajra policies")

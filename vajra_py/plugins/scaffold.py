@@ -1,7 +1,8 @@
 """Generate a working plug-in package.
 
-The template is the example package of the documentation: one policy for each layer, with parameters of its own, tests
-that run the shipped conformance suite, and an experiment that selects the policies by name.
+The template of policies is the example package of the documentation: one policy for each layer, with parameters of its own, tests
+that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of plug-ins have templates of
+the same form.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from pathlib import Path
 from vajra_py import __version__
 from vajra_py.errors import ConfigError, Problem
 
-TEMPLATE = Path(__file__).parent / "template"
+POLICIES = "policies"
+"""Kind of plug-in that is generated unless another is asked for."""
+TEMPLATES: Mapping[str, Path] = {
+    POLICIES: Path(__file__).parent / "template",
+    "scaler": Path(__file__).parent / "template_scaler",
+}
+"""Folder of files by kind of plug-in."""
+SHARED = ("pyproject.toml.j2", "src/__package__/py.typed.j2")
+"""Files of the template of policies that every kind has."""
 SUFFIX = ".j2"
 PACKAGE_FOLDER = "__package__"
 RESERVED = frozenset({"vajra", "vajra_py", "vajra_policies", "vajra_kernels"})
@@ -46,26 +55,28 @@ def plugin_names(name: str) -> PluginNames:
     return PluginNames(package.replace("_", "-"), package, prefix or package)
 
 
-def render_plugin(name: str) -> Mapping[str, str]:
+def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
     """Return the files of a new package: text by path inside its folder, sorted by path."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    names = plugin_names(name)
+    names, own = plugin_names(name), TEMPLATES[kind]
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATE), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+        loader=FileSystemLoader([own, TEMPLATES[POLICIES]]),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
     files: dict[str, str] = {}
-    for source in sorted(TEMPLATE.rglob(f"*{SUFFIX}")):
-        path = source.relative_to(TEMPLATE).as_posix()
+    for path in sorted({*SHARED, *(source.relative_to(own).as_posix() for source in own.rglob(f"*{SUFFIX}"))}):
         target = path.removesuffix(SUFFIX).replace(PACKAGE_FOLDER, names.package)
         files[target] = environment.get_template(path).render(names=names, vajra_version=__version__)
     return files
 
 
-def write_plugin(name: str, directory: str | Path) -> Path:
-    """Write a package named `name` into `directory`/<distribution> and return that folder.
+def write_plugin(name: str, directory: str | Path, kind: str = POLICIES) -> Path:
+    """Write a package of this kind (`TEMPLATES`) named `name` into `directory`/<distribution> and return that folder.
 
-    The package is complete: `pip install` makes its policies available by name. Raises `ConfigError` if the name is
+    The package is complete: `pip install` makes what it offers available by name. Raises `ConfigError` if the name is
     invalid or the folder exists and is not empty; nothing is overwritten.
     """
     folder = Path(directory) / plugin_names(name).distribution
@@ -73,7 +84,7 @@ def write_plugin(name: str, directory: str | Path) -> Path:
         raise ConfigError(
             Problem(str(folder), "is there already and not an empty folder", "Choose another name or folder")
         )
-    for path, text in render_plugin(name).items():
+    for path, text in render_plugin(name, kind).items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
