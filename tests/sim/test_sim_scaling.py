@@ -231,7 +231,9 @@ def test_an_error_of_the_scaler_is_its_own() -> None:
 
 def test_a_scaler_without_a_replica_for_waiting_requests_is_named() -> None:
     world = following({0.0: 0}, elastic={"min_replicas": 0})
-    with pytest.raises(PolicyError, match=r"tested.*keeps no replica of replicaset 'default' up although 3 requests"):
+    with pytest.raises(
+        PolicyError, match=r"tested.*keeps no replica of replicaset 'default' up that could go on although 3 requests"
+    ):
         world.run([RequestSpec(f"r{index}", 0.5, 20, 10) for index in range(3)])
 
 

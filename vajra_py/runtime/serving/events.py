@@ -19,16 +19,18 @@ class Phase(IntEnum):
     """A replica is lost, comes back, or is waited for no longer."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
-    ARRIVAL = 3
-    EXPIRY = 4
-    ABORT = 5
-    POLICY = 6
+    TRANSFER = 3
+    """KV on its way between replicas may have arrived."""
+    ARRIVAL = 4
+    EXPIRY = 5
+    ABORT = 6
+    POLICY = 7
     """A policy takes another's place."""
-    WAKE = 7
+    WAKE = 8
     """A policy is woken at a time that it asked for."""
-    SCALING = 8
+    SCALING = 9
     """A scaler is asked, or a replica that it has started comes up."""
-    FORM = 9
+    FORM = 10
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 
