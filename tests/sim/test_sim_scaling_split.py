@@ -1,0 +1,130 @@
+"""Scaled pools that split prompts and decodes: KV on its way keeps a draining replica up, and nobody is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sim.scaled import Scaled, scaled
+from vajra_py.contract import PolicyContext, PoolView
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.records.input_log import Failure, Restart
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.sim.simulator import SimulationOptions
+from vajra_py.workload import RequestSpec
+
+
+class Both:
+    """Asks for (prefill, decode) replicas from each of some times on."""
+
+    def __init__(self, context: PolicyContext, script: Mapping[float, tuple[int, int]]) -> None:
+        self.script = dict(script)
+        for at in self.script:
+            context.wake.at(at, f"at {at}")
+
+    def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
+        """The latest numbers."""
+        due = [counts for at, counts in sorted(self.script.items()) if at <= now]
+        return dict(zip(("prefill", "decode"), due[-1], strict=True)) if due else {}
+
+
+def split(script: Mapping[float, tuple[int, int]], counts: tuple[int, int], **more: Any) -> Scaled:
+    """Pools of at most three replicas each, whose KV takes a while to move."""
+    elastic = {"min_replicas": 0, "max_replicas": 3, "startup_s": more.pop("startup_s", 0.1)}
+    pools = {
+        "prefill": {"num_replicas": counts[0], "elastic": elastic},
+        "decode": {"num_replicas": counts[1], "elastic": elastic},
+    }
+    rules = {
+        "hand_off": {"kv_bytes_per_token": 1_000_000, **more.pop("hand_off", {})},
+        "links": {"bandwidth_gb_s": 0.2},
+        "replica": {"max_batch_size": 4, "max_model_len": 200, "memory": {"num_blocks": more.pop("num_blocks", 30)}},
+    }
+    return scaled(lambda context: Both(context, script), pools=pools, **(rules | more))
+
+
+def requests(count: int, *, every_s: float = 0.0) -> list[RequestSpec]:
+    return [RequestSpec(f"r{index}", index * every_s, 40, 20) for index in range(count)]
+
+
+def test_a_prefill_replica_drains_until_its_kv_is_elsewhere() -> None:
+    """40 tokens of 1 MB over 200 MB/s take 0.2 s, long after the prompt's only step."""
+    world = split({0.05: (1, 1)}, (2, 1), chooser="round_robin")
+    seen = world.run(requests(2))
+    states = [row for row in seen.changes() if row[1] == 1]
+    assert [state for _, _, state in states] == ["draining", "down"]
+    assert states[0][0] == 0.05
+    assert states[1][0] >= 0.2
+    assert {reason for _, reason, _ in seen.ends} == {"stop"}
+
+
+def test_requests_are_held_until_a_decode_replica_is_up() -> None:
+    world = split({0.0: (1, 0), 1.0: (1, 1)}, (1, 0 + 1), chooser="round_robin")
+    seen = world.run([RequestSpec("r0", 0.5, 40, 20)])
+    (ended,) = seen.ends
+    assert ended[1] == "stop"
+    assert ended[2] > 1.1 + 0.2
+
+
+def test_a_decode_pool_without_replicas_is_named() -> None:
+    world = split({0.0: (1, 0)}, (1, 1), chooser="round_robin")
+    with pytest.raises(PolicyError, match=r"tested.*keeps no replica of replicaset 'default' up that could go on"):
+        world.run([RequestSpec("r0", 0.5, 40, 20)])
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[str, Any]:
+    times = st.floats(0.0, 2.0).map(lambda at: round(at, 3))
+    pairs = st.tuples(st.integers(0, 3), st.integers(0, 3))
+    return {
+        "script": draw(st.dictionaries(times, pairs, max_size=6)) | {3.0: (draw(st.integers(1, 3)), draw(st.integers(1, 3)))},
+        "counts": (draw(st.integers(1, 3)), draw(st.integers(1, 3))),
+        "startup_s": draw(st.sampled_from([0.0, 0.013, 0.3])),
+        "num_blocks": draw(st.sampled_from([8, 12, 30])),
+        "chooser": draw(st.sampled_from(["round_robin", "least_loaded", "power_of_two"])),
+        "hand_off": {
+            "when_full": draw(st.sampled_from(["wait", "hold"])),
+            "first_token": draw(st.sampled_from(["source", "recompute", "withheld"])),
+            "takes_effect": draw(st.sampled_from(["at_once", "at_step_boundary"])),
+        },
+        "arrivals": sorted(draw(st.lists(times, min_size=1, max_size=20))),
+        "outputs": draw(st.lists(st.integers(1, 60), min_size=20, max_size=20)),
+        "aborts": draw(st.lists(st.tuples(times, st.integers(0, 19)), max_size=4)),
+        "losses": draw(st.lists(st.tuples(times, st.sampled_from([0, 1, 3, 4])), max_size=3)),
+    }  # fmt: skip
+
+
+def run(given: dict[str, Any], **options: Any) -> tuple[Any, ...]:
+    """What is observed of a drawn case; each loss is repaired a second later."""
+    world = split(
+        given["script"], given["counts"], startup_s=given["startup_s"], num_blocks=given["num_blocks"],
+        chooser=given["chooser"], hand_off=given["hand_off"], options=SimulationOptions(check_every_steps=1, **options),
+    )  # fmt: skip
+    for at, index in given["aborts"]:
+        world.simulator.abort_at(at, f"r{index}")
+    for at, replica_id in given["losses"]:
+        tick = to_ticks(at)
+        world.simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", replica_id, "lost", 5))
+        back = to_ticks(at + 1.0)
+        world.simulator.inject(back, Phase.FAILURE, Restart(back, "default", replica_id))
+    specs = [RequestSpec(f"r{i}", at, 40, given["outputs"][i]) for i, at in enumerate(given["arrivals"])]
+    seen = world.run(specs)
+    assert len(seen.ends) == len(specs)
+    for replica in world.controller.replicas():
+        assert replica.memory.free_blocks == replica.memory.num_blocks
+        assert replica.is_empty
+    return seen.states, seen.ends, seen.admitted
+
+
+@settings(deadline=None, max_examples=40)
+@given(worlds())
+def test_no_request_and_no_block_is_lost_and_equal_runs_are_equal(given: dict[str, Any]) -> None:
+    observed = run(given)
+    assert {reason for _, reason, _ in observed[1]} <= {"stop", "aborted"}
+    assert run(given) == observed
+    assert run(given, fast_forward=False) == observed
