@@ -104,7 +104,8 @@ def submit(
 ) -> None:
     """Submit one request that generates its maximum number of tokens."""
     facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
-    request, _, _ = controller.submit(facts, lambda size: PrivateBlockHashes(request_id), now)
+    replicaset = controller.replicaset_for(facts)
+    request, _ = controller.submit(facts, replicaset, lambda size: PrivateBlockHashes(request_id), now)
     executor.expect(request, 900_000)
 
 

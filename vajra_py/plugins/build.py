@@ -40,12 +40,13 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_preemption": 3,
     "on_step_end": 1,
     "on_departures": 2,
+    "on_wake": 2,
 }
-"""Optional methods of policies of any layer that notify them about requests."""
+"""Optional methods of policies of any layer that notify them about requests and wake-ups."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
-    Layer.REPLICASET_SCHEDULER: {},
+    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""

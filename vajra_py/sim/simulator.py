@@ -13,7 +13,7 @@ from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.records.input_log import Abandonment, Control, Failure, PolicyChange, Restart
+from vajra_py.runtime.records.input_log import Abandonment, Control, Failure, PolicyChange, Restart, WakeUp
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
 from vajra_py.runtime.serving.controller import Controller
@@ -54,6 +54,8 @@ class SimulationOptions:
     asynchronous: bool = False
     """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
     Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
+    wakes: bool = True
+    """True if policies are woken when they asked to be; False: only when told."""
     isolates_policies: bool = False
     """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
@@ -75,8 +77,8 @@ class Acceptance:
     """True if it may use the contents of the prefix cache."""
 
 
-Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | str
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY; a request id with EXPIRY or ABORT."""
+Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | str
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE; a request id with EXPIRY or ABORT."""
 
 
 class Simulator(Backend[SimReplica]):
@@ -102,7 +104,12 @@ class Simulator(Backend[SimReplica]):
         replicas = [self._replica(replica, timer_of(replica)) for replica in controller.replicas()]
         self._sim_replicas = replicas
         self._num_delayed = 0
-        rules = DriverOptions(options.check_every_steps, options.expires, options.isolates_policies)
+        rules = DriverOptions(
+            options.check_every_steps,
+            options.expires,
+            wakes=options.wakes,
+            isolates_policies=options.isolates_policies,
+        )
         self._driver = Driver(controller, self, replicas, rules)
         self._fast_forward = DecodeFastForward(self._driver, self._end_now)
         self._driver.use(self._fast_forward)

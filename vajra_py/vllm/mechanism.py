@@ -143,7 +143,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._clock = clock
         self._one = _VllmReplica(self.replica)
         self._driver: Driver[_VllmReplica] = Driver(
-            controller, self, (self._one,), DriverOptions(isolates_policies=True), self._note
+            controller, self, (self._one,), DriverOptions(serves=True, isolates_policies=True), self._note
         )
         self._turn: int | None = None
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None

@@ -272,6 +272,8 @@ class Scheduler(WithoutExtras):
         if is_paused or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
             self._num_idle = 0
             return None
+        if self.mechanism.replica.builder.idle_at is not None:  # on purpose, and it is asked again then
+            return None
         self._num_idle += 1
         if self._num_idle < self.config.backend.settings.max_idle_steps:
             return None

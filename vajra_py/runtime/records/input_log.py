@@ -190,6 +190,24 @@ class Stall:
     replicaset: str
 
 
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """A policy was woken.
+
+    Attributes:
+        replicaset: the policy's; empty for one of the whole system.
+        slot: its place, as in settings.
+        replica_id: of a replica scheduler.
+        key: what it asked under; None: its replica was to form a step (`BatchBuilder.idle_until`).
+    """
+
+    tick: int
+    replicaset: str
+    slot: str
+    replica_id: int | None
+    key: str | None
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -204,7 +222,7 @@ class StageEnd:
     step: int
 
 
-_Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | Control
+_Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | Control
 Input: TypeAlias = Arrival | Abort | Expiry | _Unrequested
 _KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
     "abort": Abort,
@@ -216,6 +234,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
     "violation": PolicyViolation,
     "breach": PolicyViolation,  # as recordings of earlier versions say
     "stage": StageEnd,
+    "wake": WakeUp,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,

@@ -19,6 +19,7 @@ from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
@@ -69,6 +70,8 @@ class Services:
     """Models by replicaset, where they differ; they replace `latency` and `facts`."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
+    alarms: AlarmClock = field(default_factory=AlarmClock)
+    """Wake-ups that the policies ask for."""
 
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
@@ -87,7 +90,7 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    return Controller(replicasets, _selector(settings), diary=services.diary)
+    return Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
 
 
 def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFacts], str]:
@@ -216,7 +219,10 @@ def build_replicaset(
             own = replace(own, limits=plans[replica_id].limits, latency=plans[replica_id].latency)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
-        return build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        sleeper = Sleeper(name, layer.value, choice.policy, replica_id)
+        own = replace(own, wake=PolicyWakeUps(services.alarms, sleeper))
+        sleeper.policy = build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        return sleeper.policy
 
     def predict(choices: Sequence[PolicyChoice], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
         in_force = [replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]

@@ -15,6 +15,7 @@ from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.alarms import AlarmClock
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
@@ -38,6 +39,7 @@ class Controller:
         observers: Sequence[Observer] = (),
         *,
         diary: PolicyDiary | None = None,
+        alarms: AlarmClock | None = None,
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
@@ -45,6 +47,8 @@ class Controller:
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
         """Results that the policies of the run produce."""
+        self.alarms = AlarmClock() if alarms is None else alarms
+        """Wake-ups that policies ask for."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
         """Function that gives a request its index; None: a counter. For a controller that sees a part of a run."""
@@ -101,21 +105,26 @@ class Controller:
         """KV blocks of a replica."""
         return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
 
+    def replicaset_for(self, facts: RequestFacts) -> Replicaset:
+        """The replicaset that takes a request. Raises `ConfigError` when none does."""
+        return self.replicasets[self.select(facts)]
+
     def submit(
         self,
         facts: RequestFacts,
+        replicaset: Replicaset,
         make_hashes: Callable[[int], BlockHashes | None],
         now: int,
         arrived_at: float | None = None,
-    ) -> tuple[Request, Replicaset, Replica | None]:
+    ) -> tuple[Request, Replica | None]:
         """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
-        `make_hashes` gets the block size and says what identifies the prompt's blocks. `arrived_at` is when the client sent
-        it, in seconds, where that was before now (an engine that was busy takes it in later). Returns the request, its
-        replicaset and the replica that it is bound to (None: shared queue, or refused).
+        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and says what identifies the prompt's
+        blocks. `arrived_at` is when the client sent it, in seconds, where that was before now (an engine that was busy takes
+        it in later). Returns the request and the replica that it is bound to (None: shared queue, or refused).
         """
         seconds = to_seconds(now)
-        request, replicaset = self.new_request(facts, seconds if arrived_at is None else arrived_at)
+        request = self.new_request(facts, replicaset, seconds if arrived_at is None else arrived_at)
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
@@ -130,22 +139,21 @@ class Controller:
             for observer in self._observers:
                 observer.on_arrival(request, seconds)
                 observer.on_ended(request, EndReason.REJECTED, detail, seconds)
-            return request, replicaset, None
+            return request, None
         request.hashes = make_hashes(replicaset.bounds.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
-        return request, replicaset, replicaset.accept(request, now)
+        return request, replicaset.accept(request, now)
 
-    def new_request(self, facts: RequestFacts, arrived_at: float) -> tuple[Request, Replicaset]:
-        """Return a request as it is submitted, not yet accounted for, and the replicaset that takes it."""
-        replicaset = self.replicasets[self.select(facts)]
+    def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
+        """Return a request as it is submitted to a replicaset, not yet accounted for."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
         request.replicaset = replicaset.name
-        return request, replicaset
+        return request
 
     def abort(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
         """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""

@@ -16,9 +16,10 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
+from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
-from vajra_py.errors import PolicyError
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
@@ -33,9 +34,11 @@ from vajra_py.runtime.records.input_log import (
     Restart,
     Stall,
     Swap,
+    WakeUp,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
@@ -43,11 +46,14 @@ from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
 _WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
+
+MAX_FRUITLESS_WAKES = 100_000
+"""Wake-ups in a row with nothing else happening after which the policy is held to be stuck."""
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -59,12 +65,16 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire by the clock; False: only when told.
+        wakes: whether policies are woken when they asked to be; False: only when told.
+        serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
             the run.
     """
 
     check_every_steps: int = 0
     expires: bool = True
+    wakes: bool = True
+    serves: bool = False
     isolates_policies: bool = False
 
 
@@ -107,12 +117,17 @@ class Driver(Generic[R]):
         self._offers: set[str] = set()
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
+        self._idlers: dict[int, Sleeper] = {}
+        """By rank, those whose scheduler left them idle on purpose at some time."""
+        self._num_fruitless_wakes = 0
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
             self._replicas[name].append(one)
             self._idle[name][one.replica.replica_id] = one
         controller.on_ended = backend.on_requests_ended
+        if options.wakes:
+            controller.alarms.connect(lambda alarm: self.events.push(max(self.now, alarm.tick), Phase.WAKE, alarm))
         self._read_declarations()
 
     def use(self, fast_forward: FastForward[R]) -> None:
@@ -162,7 +177,7 @@ class Driver(Generic[R]):
         heap = self.events.heap
         while heap and _is_void(heap[0][1], heap[0][4]):
             heappop(heap)
-        return heap[0][0] if heap else NEVER
+        return NEVER if not heap or self._is_over() else heap[0][0]
 
     def _dispatch(self, phase: Phase, payload: Any) -> None:
         if phase is _ARRIVAL:
@@ -175,6 +190,8 @@ class Driver(Generic[R]):
             self._expire(payload)
         elif phase is Phase.ABORT:
             self.abort(payload)
+        elif phase is Phase.WAKE:
+            self._ring(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -192,18 +209,17 @@ class Driver(Generic[R]):
         arrived_at: float | None = None,
     ) -> None:
         """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
-        if self._looks_at_arrivals and self.fast_forward is not None:
-            name = self.controller.select(facts)
-            if name in self._looks_at_arrivals:
-                self.fast_forward.sync_all(name)
+        replicaset = self.controller.replicaset_for(facts)
+        if self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
+            self.fast_forward.sync_all(replicaset.name)
         backend = self._backend
         try:
-            request, replicaset, replica = self.controller.submit(facts, make_hashes, self.now, arrived_at)
+            request, replica = self.controller.submit(facts, replicaset, make_hashes, self.now, arrived_at)
         except PolicyError as error:
             taken_in = self.controller.find(facts.request_id)
             assert taken_in is not None
             backend.on_submitted(taken_in, payload)
-            self._isolate(taken_in.replicaset, error)
+            self._isolate(replicaset.name, error)
             return
         backend.on_submitted(request, payload)
         if request.state is _ENDED:
@@ -347,6 +363,8 @@ class Driver(Generic[R]):
         if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
+            if one.replica.builder.idle_at is not None:
+                self._ask_again_at(one, one.replica.builder.idle_at)
             return
         if one.is_idle:
             self._set_idle(one, is_idle=False)
@@ -362,6 +380,86 @@ class Driver(Generic[R]):
             idle[one.replica.replica_id] = one
         else:
             del idle[one.replica.replica_id]
+
+    # Policies are woken
+
+    def _ask_again_at(self, one: R, time_s: float) -> None:
+        """The replica's scheduler leaves it idle on purpose until then."""
+        if not self._options.wakes:
+            return
+        replica = one.replica
+        sleeper = self._idlers.get(one.rank)
+        if sleeper is None:
+            name, layer = replica.parts.policy_name, Layer.REPLICA_SCHEDULER.value
+            sleeper = self._idlers[one.rank] = Sleeper(replica.replicaset, layer, name, replica.replica_id)
+        self.controller.alarms.set(sleeper, None, wake_tick(time_s))
+
+    def _is_over(self) -> bool:
+        """True if nothing but wake-ups of policies is left, with no request to serve and none to come."""
+        return not self._options.serves and not self.controller.num_alive and self._only_wakes_left()
+
+    def _only_wakes_left(self) -> bool:
+        return all(event[1] is Phase.WAKE for event in self.events.heap)
+
+    def _ring(self, what: Alarm | WakeUp) -> None:
+        """Wake a policy: at the time that it asked for, or in a replay when it was woken."""
+        if isinstance(what, WakeUp):
+            self._wake_policy(what, self._policy_at(what))
+            return
+        sleeper = what.sleeper
+        self.controller.alarms.rang(what)
+        entry = WakeUp(self.now, sleeper.replicaset, sleeper.slot, sleeper.replica_id, what.key)
+        if self._is_over() or not self._is_in_force(sleeper, entry):
+            return  # another policy may have taken its place
+        try:
+            sleeper.count(self.now)
+            self._check_fruitless(sleeper)
+        except PolicyError as error:
+            self._isolate(sleeper.replicaset, error)
+            return
+        self._wake_policy(entry, sleeper.policy)
+
+    def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
+        is_fixed = self.controller.replicasets[entry.replicaset].policies is None
+        return entry.key is None or is_fixed or sleeper.policy is self._policy_at(entry)
+
+    def _policy_at(self, entry: WakeUp) -> object:
+        policies = self.controller.replicasets[entry.replicaset].policies
+        assert policies is not None
+        return policies.layer(Layer(entry.slot)).made[entry.replica_id or 0]
+
+    def _check_fruitless(self, sleeper: Sleeper) -> None:
+        """Raise `PolicyError` when wake-ups are all that happens, with requests that wait, and nothing comes of them."""
+        is_all = self._only_wakes_left() and not any(one.num_in_flight for one in self.controller.replicas())
+        self._num_fruitless_wakes = self._num_fruitless_wakes + 1 if is_all and not self._options.serves else 0
+        if self._num_fruitless_wakes > MAX_FRUITLESS_WAKES:
+            stall = self.controller.stall(self.now)
+            message = f"was woken {MAX_FRUITLESS_WAKES:,} times in a row, and nothing came of it"
+            raise PolicyError(sleeper.policy_name, f"{message}. {stall}" if stall is not None else message)
+
+    def _wake_policy(self, entry: WakeUp, policy: object) -> None:
+        name, layer = entry.replicaset, Layer(entry.slot)
+        replicaset = self.controller.replicasets[name]
+        if replicaset.out_of_service:
+            return
+        self._tell(entry)
+        self._interrupt(name)
+        if entry.key is not None:
+            try:
+                _call_on_wake(policy, replicaset, entry)
+            except PolicyError as error:
+                self._isolate(name, error)
+                return
+        if layer is Layer.REPLICA_SCHEDULER:
+            self._wake(self._replicas[name][entry.replica_id or 0])
+            return
+        if layer is Layer.REQUEST_PRIORITIZER:
+            for one in self._replicas[name]:
+                one.replica.running_set.read_keys_again()
+        for one in list(self._idle[name].values()):
+            self._wake(one)
+        if len(replicaset.shared):
+            self._offer(replicaset)
 
     # Failures and changes of policies
 
@@ -468,8 +566,25 @@ def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
 
 
+def _call_on_wake(policy: object, replicaset: Replicaset, entry: WakeUp) -> None:
+    """Tell a policy that its time has come. Raises `PolicyError`."""
+    on_wake = getattr(policy, "on_wake", None)
+    if on_wake is None:
+        return
+    try:
+        on_wake(entry.key, to_seconds(entry.tick))
+    except VajraError:
+        raise
+    except POLICY_EXCEPTIONS as error:
+        policies = replicaset.policies
+        name = type(policy).__name__ if policies is None else policies.name(Layer(entry.slot))
+        raise PolicyError.caused_by(name, error) from error
+
+
 def _is_void(phase: Phase, payload: Any) -> bool:
     """Return True if an event is obsolete: its step was called off, or its request was scheduled before it expired."""
+    if phase is Phase.WAKE:
+        return isinstance(payload, Alarm) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
     return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING

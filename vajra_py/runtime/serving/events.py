@@ -24,7 +24,9 @@ class Phase(IntEnum):
     ABORT = 5
     POLICY = 6
     """A policy takes another's place."""
-    FORM = 7
+    WAKE = 7
+    """A policy is woken at a time that it asked for."""
+    FORM = 8
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

@@ -209,7 +209,7 @@ class Replica:
             if plan is None and builder.slots_held:
                 plan = self._form_after_held_slots(now)
             if plan is None:
-                if not self._inherited or not self._give_way(now):
+                if builder.idle_at is not None or not self._inherited or not self._give_way(now):
                     return None
                 builder.count_preempted(1)
                 continue

@@ -36,6 +36,7 @@ class Builder(PlanDraft):
         "_order_position",
         "_to_cache",
         "dropped",
+        "idle_at",
         "policy_name",
         "refusals",
     )
@@ -50,6 +51,8 @@ class Builder(PlanDraft):
         """Name at the beginning of the reasons of dropped requests."""
         self.dropped: list[tuple[Request, EndReason]] = []
         """Requests that a policy has dropped and that are not counted yet."""
+        self.idle_at: float | None = None
+        """Time until which the policy leaves the replica idle on purpose, seconds."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
@@ -83,6 +86,7 @@ class Builder(PlanDraft):
         """Empty the plan for a new step."""
         self._empty(now)
         self._order = None
+        self.idle_at = None
         if self.refusals:
             self.refusals.clear()
         if self._to_cache:
@@ -430,6 +434,12 @@ class Builder(PlanDraft):
             done = own.num_computed_tokens or self.cached_tokens(own)
             features = groups.with_chunk(features, own, num_tokens, done)
         return self._latency.stage_time_s(groups.slowest(features))
+
+    def idle_until(self, time_s: float) -> None:
+        """Run nothing until a time; see `BatchBuilder.idle_until`."""
+        if not time_s > self.now:
+            raise ValueError(f"idle_until({time_s!r}) is not after now ({self.now!r})")
+        self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
         """Attach the reasons of a decision to the decision log."""
