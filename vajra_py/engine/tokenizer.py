@@ -24,7 +24,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 
 class ChatEnd(Enum):
-    """Where the text of a conversation ends."""
+    """End of a conversation's text."""
 
     ANSWER = "answer"
     """Place where the model's answer begins."""

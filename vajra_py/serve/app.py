@@ -260,7 +260,7 @@ def _add_numbers(app: FastAPI, service: Service) -> None:
 
     @app.get("/dashboard/data", response_model=dict[str, Any], responses=answers.errors(401))
     async def dashboard_data(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> JSONResponse:
-        """What the page shows: now, and the last hour's samples after a time, in seconds since 1970."""
+        """Data of the page: the present, and the last hour's samples after `since`, in seconds since 1970."""
         shown: dict[str, Any] = server_health(service.session)
         if service.stats is not None and service.controller is not None:
             shown.update(live(service.controller, service.stats, service.catalogue))
@@ -307,14 +307,14 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", response_model=answers.HealthAnswer, responses=answers.errors(503))
     async def healthy() -> JSONResponse:
-        """Whether the server is alive: loading counts, a failed engine does not."""
+        """Liveness of the server: alive while it loads, not after the engine has failed."""
         if session.has_ended:
             raise ApiError(503, session.why_unavailable(), code="unavailable")
         return JSONResponse(health())
 
     @app.get("/ready", response_model=answers.HealthAnswer, responses=answers.errors(401, 503))
     async def ready() -> JSONResponse:
-        """Whether requests are taken: the model is loaded, a replica is up, no shutdown has begun."""
+        """Readiness for requests: the model is loaded, a replica is up, no shutdown has begun."""
         if not session.is_ready:
             raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
         return JSONResponse(health())

@@ -26,7 +26,7 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:
-    """What the policy does under each of `HASH_SEEDS`, each in a process of its own; the processes run side by side.
+    """Run the policy under each of `HASH_SEEDS`, in a process for each, side by side; returns the decisions of each.
 
     Raises `pickle.PicklingError` or another error of pickling where the policy cannot be handed to another process, and
     `RuntimeError` with the process's last line where one fails.

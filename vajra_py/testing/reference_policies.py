@@ -21,7 +21,7 @@ from vajra_py.contract import (
 
 
 class ByArrival:
-    """Who came first is more urgent."""
+    """First come, first served."""
 
     key_motion = KeyMotion.STATIC
 
@@ -43,7 +43,7 @@ class ByArrivalInTime(ByArrival):
 
 
 class BySlack:
-    """Who has less of the allowed time left is more urgent: keys that cross as time goes by."""
+    """Least slack first, relative to the time allowed: keys that cross as time goes by."""
 
     key_motion = KeyMotion.TIME_LINEAR
 

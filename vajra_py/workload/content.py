@@ -85,7 +85,7 @@ class ContentStore:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether any prompt contains the output of another request."""
+        """True if some prompt contains the output of another request."""
         return any(
             space.kind == "output" or any(isinstance(entry, tuple) and entry[0] == "out" for entry in space.table)
             for space in self.spaces

@@ -94,7 +94,7 @@ def _entry(name: str) -> Mapping[str, Any]:
 
 
 def profile_info(name: str) -> ProfileInfo:
-    """What a built-in profile is and where its figures come from.
+    """Return the description of a built-in profile and the source of its figures.
 
     Raises:
         WorkloadError: there is no profile of that name.

@@ -102,7 +102,7 @@ class Workload(Sequence[RequestSpec]):
 
     @property
     def has_followers(self) -> bool:
-        """Whether some requests wait for the end of another one."""
+        """True if some request waits for the end of another one."""
         return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
 
     @property

@@ -153,7 +153,7 @@ class VllmV1:
         return threshold
 
     def _holds(self, replica: LocalReplicaView) -> bool:
-        """Whether prompts wait in this step so that decodes have it to themselves."""
+        """Return True if prompts wait in this step so that decodes have it to themselves."""
         if self._is_backed_up or self._num_steps + 1 - self._last_prefill_step >= self._interval:
             return False
         return replica.num_decodes > 0

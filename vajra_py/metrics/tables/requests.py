@@ -64,7 +64,7 @@ class RequestRow(StatedFacts):
     """Submission order over the whole run."""
     replicaset: str
     replica_id: int
-    """Where it ran last; -1 if it never got to a replica."""
+    """Replica on which it ran last; -1 if it never reached one."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int

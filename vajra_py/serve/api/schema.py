@@ -86,14 +86,25 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
+class EndpointBody(Body):
+    """Base of bodies in which fields for unsupported features of other servers are refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported(given, cls.model_fields)
+        return given
+
+
 class StreamOptions(Body):
-    """What a stream carries besides its text."""
+    """Contents of a stream besides its text."""
 
     include_usage: OffSwitch = Field(False, description="A last chunk without choices says how many tokens it took.")
     continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
 
 
-class _SamplingBody(Body):
+class _SamplingBody(EndpointBody):
     model: Name = Field(description="A name that `/v1/models` lists.")
     n: Annotated[Count, null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
     max_tokens: Count | None = Field(None, description="Most output tokens.")
@@ -169,18 +180,11 @@ else:
 
 
 class GenerationBody(_StatingBody):
-    """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
+    """Fields common to both endpoints: sampling, scheduling, and fields that are accepted without effect."""
 
     metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
         None, description="Policies see it as the request's metadata."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            refuse_unsupported(given, cls.model_fields)
-        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
@@ -243,9 +247,9 @@ class GenerationBody(_StatingBody):
 
 
 def _form_of(prompt: Any) -> str:
-    """Which form of a prompt this is, judged by its first element, so that only that form's errors are reported.
+    """Return the form of a prompt by its first element, so that only that form's errors are reported.
 
-    Its name has brackets, which tell it from a field's in the place of an error.
+    The names have brackets, which distinguish them from fields in an error's location.
     """
     if not isinstance(prompt, list):
         return "<text>"
@@ -427,6 +431,6 @@ def unknown_fields(body: GenerationBody) -> Iterator[str]:
 
 
 class SchedulingHeaders(_StatingHeaders):
-    """What gateways say about a request; a header goes before the body's field. Two spellings of one thing: the first."""
+    """Facts that gateways state in headers; a header overrides the body's field. Of two spellings the first counts."""
 
     model_config = ConfigDict(allow_inf_nan=False)
