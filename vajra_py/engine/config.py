@@ -60,7 +60,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """The same for one request."""
+        """Return the sampling parameters of one request."""
         return SamplingParams(max_tokens=max_tokens, **self.model_dump())
 
 

@@ -31,7 +31,7 @@ _FIRST_S = 600.0
 _FIRST_AGAIN_S = 60.0
 """Time limit of first steps if other workers of the replica have computed before, seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
-"""The same for loading a worker again, against loading the first ones."""
+"""Factor and minimum of the time limit for loading a worker again, against loading the first ones."""
 _PAUSE_S = 0.25
 
 
@@ -81,12 +81,12 @@ class _Timer:
     deliver: Deliver
     times: StepTimes
     num_tokens: deque[int] = field(default_factory=deque)
-    """Of the steps that have not come back."""
+    """Tokens of each step in flight."""
     num_done: int = 0
     began_at: float = 0.0
-    """The first of them, on the monotonic clock."""
+    """Start of the first of them, on the monotonic clock."""
     age_s: float = 0.0
-    """The same as this process has lived it: one that was stopped has not aged."""
+    """Seconds since then in which this process ran: time in which it was stopped does not count."""
     is_over: bool = False
 
 

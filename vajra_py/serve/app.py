@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # needs an extra
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _TURNS = 8
-"""Of the event loop: after so many, everything that has already happened on connections has had its effect."""
+"""Turns of the event loop after which all earlier events on connections have had their effect."""
 
 
 class Service:
@@ -101,7 +101,7 @@ class Service:
         return self.num_generating >= self.options.max_concurrent
 
     async def enter(self) -> None:
-        """One more request generates. Raises `ApiError` when there are too many, or no replica is ready."""
+        """Count one more generating request. Raises `ApiError` when there are too many, or no replica is ready."""
         for _ in range(_TURNS):
             if self.is_saturated:  # clients that have left give their places back first
                 await asyncio.sleep(0)
@@ -114,7 +114,7 @@ class Service:
         self.num_generating += 1
 
     def leave(self) -> None:
-        """One request less."""
+        """Count one generating request less."""
         self.num_generating -= 1
 
     async def generate(self, request: Request, body: GenerationBody) -> Response:
@@ -136,7 +136,7 @@ class Service:
     async def _generation(
         self, body: GenerationBody, headers: SchedulingHeaders, trace: RequestTrace | None
     ) -> Generation:
-        """Everything about a request before the engine gets it. Raises `ApiError`."""
+        """Prepare a request up to its submission to the engine. Raises `ApiError`."""
         if body.model not in self.names:
             raise unknown_model(body.model, self.names)
         await self.enter()

@@ -173,7 +173,7 @@ _AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES)
 def _decides_again(
     subject: Subject, what: str, interposing: Interposing | None, violations: Sequence[str] = ()
 ) -> None:
-    """The same decisions in a further run, with something interposed that must make no difference."""
+    """Check that decisions are the same in a further run, with something interposed that must make no difference."""
     for scenario in _AGAIN:
         if not subject.suits(scenario):
             continue
@@ -197,7 +197,7 @@ def _is_repeatable(subject: Subject) -> None:
 
 _HASHED = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
 _MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
-"""So many that the first of a set of replicas is seldom the same one twice."""
+"""Number of replicas, so large that the first of a set of them is seldom the same one twice."""
 
 
 def rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:

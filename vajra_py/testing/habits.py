@@ -126,7 +126,7 @@ def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int
     Only of runs with memory to spare, in which a victim's blocks are needed by nobody.
     """
     away: dict[str, int] = {}
-    """By victim, the number of admissions on its replica when it was preempted."""
+    """Number of admissions on the victim's replica when it was preempted, by victim."""
     admissions: dict[int, int] = {}
     num_preemptions = num_futile = 0
     for row in decisions:

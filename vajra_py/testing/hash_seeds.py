@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 
 Rows: TypeAlias = dict[str, list[str]]
-"""By scenario, every decision and every end in words."""
+"""Every decision and every end in words, by scenario."""
 
 
 def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:

@@ -69,7 +69,7 @@ class Outcome:
 
 
 class StuckError(Exception):
-    """Steps follow one another and nobody gets anywhere."""
+    """Raised when steps follow one another and no request progresses."""
 
 
 class _Watch(Observer):
@@ -136,7 +136,7 @@ class Rules:
 
 
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
-    """Put the policies into the situation.
+    """Run the policies in the scenario.
 
     Raises what the mechanism raises (`PolicyError` for a violation of the contract), and `StuckError`.
     """

@@ -243,7 +243,7 @@ class StrictBatch(_View):
         return self._verb(found) if callable(found) else found
 
     def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """The same verb for strict views: the mechanism gets the requests behind them, the policy a view back."""
+        """Wrap a verb of the builder for strict views: the mechanism gets the requests behind them, the policy a view back."""
         views = self._views
 
         def called(*given: Any, **named: Any) -> Any:

@@ -105,7 +105,7 @@ class ContentColumn:
         return None if node == NO_NODE else self.store.prompt(node, num_prompt_tokens)
 
     def take(self, rows: I64) -> ContentColumn:
-        """The same content for a selection of rows."""
+        """Return the content of a selection of rows."""
         return ContentColumn(self.store, self.nodes[rows])
 
     def renamed(self, prefix: str, *, share: bool) -> ContentColumn:

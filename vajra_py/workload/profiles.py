@@ -70,7 +70,7 @@ def _profiles() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _with_probabilities(value: Any, probabilities: Sequence[float]) -> Any:
-    """The same value with the common probabilities in every table that names none."""
+    """Return the value with the common probabilities in every table that names none."""
     if isinstance(value, list):
         return [_with_probabilities(entry, probabilities) for entry in value]
     if not isinstance(value, dict):

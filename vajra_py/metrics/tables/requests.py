@@ -337,7 +337,7 @@ def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
-    """These columns of a requests table; where it is older than a fact, nobody stated it."""
+    """Return these columns of a requests table; facts that are newer than the table count as not stated."""
     import pyarrow as pa
 
     schema = RequestsBuilder().schema()

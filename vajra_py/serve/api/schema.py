@@ -51,7 +51,7 @@ _MAX_METADATA = 16
 
 
 def _few_entries() -> BeforeValidator:
-    """Checks how many entries a mapping has before it looks at any: a body has few errors whatever its size."""
+    """Return a validator of a mapping's size that runs before its entries are checked, so that errors stay few."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > _MAX_METADATA:
@@ -62,7 +62,7 @@ def _few_entries() -> BeforeValidator:
 
 
 def _biases(given: Any) -> Any:
-    """A mapping of token ids, as text, to biases; the first wrong one ends it."""
+    """Validate a mapping of token ids, as text, to biases; stops at the first error."""
     if not isinstance(given, dict):
         return given
     if len(given) > MAX_BIASES:
@@ -208,7 +208,7 @@ class GenerationBody(_StatingBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Return `num_logprobs` for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
