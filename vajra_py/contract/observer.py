@@ -71,7 +71,7 @@ class StepRun:
     replica_id: ReplicaId
     first_step_index: int
     formed_at: float
-    """Of the first step; each further one was formed when the one before it ended."""
+    """Time at which the first step was formed, seconds; each further step was formed when the one before it ended."""
     ended_at: Sequence[float]
     num_decodes: int
     first_context_tokens: int

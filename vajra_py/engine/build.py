@@ -278,7 +278,7 @@ class Engine:
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """By replicaset, sizes and names that a replay and a reader of the results need."""
+        """Sizes and names that replays and readers of the results need, by replicaset."""
         return {
             name: {
                 "model_type": facts.model_type,
@@ -314,7 +314,7 @@ class Engine:
 def _dry_controller(
     config: SystemConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
 ) -> Controller:
-    """Everything but what computes."""
+    """Build the controller without workers."""
     executor = EngineExecutor(1)
     return build_controller(config, _services(services, sizes, lambda name, replica_id: executor))
 
