@@ -64,7 +64,7 @@ FAULTS = st.lists(st.tuples(st.sampled_from(["abort", "fail", "restart"]), TIMES
     hand_off=HAND_OFF,
     links=LINKS,
     num_blocks=st.sampled_from([20, 30, 200]),
-    scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "orca"]),
+    scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
     faults=FAULTS,
 )
 def test_every_request_ends_once_and_every_block_is_free_in_the_end(

@@ -121,6 +121,8 @@ class Driver(Generic[R]):
         self._idlers: dict[int, Sleeper] = {}
         """By rank, those whose scheduler left them idle on purpose at some time."""
         self._num_fruitless_wakes = 0
+        self._completing = -1
+        """Rank of the replica whose step is being completed among the ends of this tick; -1: none."""
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
@@ -292,7 +294,9 @@ class Driver(Generic[R]):
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica = one.replica
+        replica, outer = one.replica, self._completing
+        if at_once or outer >= 0:
+            self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
             self.fast_forward.sync_before(one)
         try:
@@ -300,10 +304,12 @@ class Driver(Generic[R]):
             if ended:
                 self.controller.settle(ended, self.now)
             if self._hand_offs:
-                self._move_on(one)
+                self._move_on(one, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
             return
+        finally:
+            self._completing = outer
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:
             self.controller.check_conservation()
@@ -402,14 +408,16 @@ class Driver(Generic[R]):
 
     # KV goes from one replica to another
 
-    def _move_on(self, one: R) -> None:
-        """A replica is between two steps, or its memory has changed: requests leave it, and come to it."""
+    def _move_on(self, one: R, *, has_freed: bool = True) -> None:
+        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
         hand_offs = self._hand_offs.get(one.replica.replicaset)
         if hand_offs is None:
             return
         hand_offs.at_boundary(one)
         for request in one.replica.take_newly_held():
             hand_offs.begin(request, one)
+        if has_freed:
+            hand_offs.freed(one)
 
     # Policies are woken
 
@@ -486,6 +494,8 @@ class Driver(Generic[R]):
         if layer is Layer.REQUEST_PRIORITIZER:
             for one in self._replicas[name]:
                 one.replica.running_set.read_keys_again()
+        if layer is Layer.REPLICASET_SCHEDULER and name in self._hand_offs:
+            self._hand_offs[name].place_again()
         for one in list(self._idle[name].values()):
             self._wake(one)
         if len(replicaset.shared):
@@ -622,8 +632,10 @@ class _Floor(Generic[R]):
 
     def touch(self, one: R) -> None:
         """See `HandOffDriver`."""
-        if self._driver.fast_forward is not None:
-            self._driver.fast_forward.interrupt(one)
+        driver = self._driver
+        if driver.fast_forward is not None:
+            ends_later = 0 <= driver._completing < one.rank
+            driver.fast_forward.interrupt(one, up_to_now=not ends_later)
 
     def wake(self, one: R) -> None:
         """See `HandOffDriver`."""

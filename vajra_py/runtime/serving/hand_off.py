@@ -104,6 +104,8 @@ class HandOffs(Generic[R]):
         """By target, those that wait for its blocks, in order."""
         self._dues: dict[int, _Dues] = {}
         """By replica, what it takes part in between two of its steps."""
+        self._asked_while_busy: set[int] = set()
+        """Targets that look at their line when their step ends."""
         self._scheduled_at: int | None = None
 
     def __len__(self) -> int:
@@ -163,7 +165,9 @@ class HandOffs(Generic[R]):
             return
         self._driver.touch(target)
         if not self._may_act(target):
+            self._asked_while_busy.add(target.replica.replica_id)
             return
+        self._asked_while_busy.discard(target.replica.replica_id)
         dropped = []
         while line:
             one = line[0]
@@ -229,7 +233,7 @@ class HandOffs(Generic[R]):
         assert target is not None
         del self._of[request]
         now = to_seconds(self._driver.now)
-        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value and not request.num_output_tokens:
+        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value:
             request.set_computed(one.num_tokens - 1)
         target.replica.arrived(request, now)
         for observer in self.observers:
@@ -249,30 +253,37 @@ class HandOffs(Generic[R]):
         source.replica.release_held(request)
         for observer in self.observers:
             observer.on_kv_released(request, source.replica.replica_id, to_seconds(self._driver.now))
+        self.freed(source)
 
     def _due(self, one: R, action: Callable[[], None]) -> None:
         self._dues.setdefault(one.replica.replica_id, _Dues()).actions.append(action)
 
     def at_boundary(self, one: R) -> None:
-        """Let a replica, which is between two steps or whose memory has changed, take part in what waits for it."""
+        """Let a replica, which is between two steps, take part in what waits for that."""
         dues = self._dues.get(one.replica.replica_id)
         while dues is not None and dues.actions and self._may_act(one):
             dues.actions.popleft()()
+        if one.replica.replica_id in self._asked_while_busy:
+            self._reserve(one)
+
+    def freed(self, one: R) -> None:
+        """Blocks of a replica may have become free: let those come that wait for them."""
         self._reserve(one)
-        for waiting in list(self._unplaced.values()):
-            if waiting.stage is Stage.PLACING:
-                self._place(waiting)
+        self.place_again()
 
     # Ends before the time
 
     def end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
         """End a request that is on its way: what both ends hold of it is free."""
+        target = one.target
         self._forget(one)
         one.source.replica.release_held(one.request)
         one.source.replica.lifecycle.end_held(one.request, reason, to_seconds(self._driver.now), detail)
         self._driver.settle(((one.request, reason),))
-        self.at_boundary(one.source)
-        self._driver.wake(one.source)
+        for each in (one.source, target):
+            if each is not None:
+                self.freed(each)
+                self._driver.wake(each)
 
     def _forget(self, one: HandOff[R]) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
@@ -325,6 +336,7 @@ class HandOffs(Generic[R]):
         self._unplaced.clear()
         self._lines.clear()
         self._dues.clear()
+        self._asked_while_busy.clear()
 
 
 def is_leaving(request: Request) -> bool:

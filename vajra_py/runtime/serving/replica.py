@@ -172,7 +172,7 @@ class Replica:
         self.running_set.admit(request)
         if not request.num_output_tokens:
             request.forget_withheld()
-            request.add_output(now)
+        if not request.num_remaining_tokens and request.add_output(now) == 1:
             self.lifecycle.first_token(request, now)
         num_left = self._output_limit(request) - request.num_output_tokens
         if num_left <= 0:
@@ -529,13 +529,13 @@ class Replica:
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
         rule = self.first_token
-        if rule is FirstToken.SOURCE:
+        if rule is FirstToken.SOURCE or (rule is FirstToken.WITHHELD and request.num_output_tokens):
             if request.add_output(now) == 1:
                 self.lifecycle.first_token(request, now)
             if request.num_output_tokens >= self._output_limit(request):
                 done.append(request)
                 return
-        elif rule is FirstToken.WITHHELD and not request.num_output_tokens:
+        elif rule is FirstToken.WITHHELD:
             request.withhold_token()
         self.running_set.drop(request)
         request.move_to(RequestState.HELD)
