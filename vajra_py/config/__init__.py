@@ -16,6 +16,7 @@ from vajra_py.config.load import (
 )
 from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.schema import (
+    DEFAULT_POOL,
     AdmissionConfig,
     BackendConfig,
     ExperimentConfig,
@@ -23,6 +24,7 @@ from vajra_py.config.schema import (
     MemoryConfig,
     OutputConfig,
     PolicyChoice,
+    PoolConfig,
     PrefixCacheConfig,
     ReplicaConfig,
     ReplicasetConfig,
@@ -37,12 +39,14 @@ from vajra_py.config.sweeps import SweepPoint
 __all__ = [
     "AdmissionConfig",
     "BackendConfig",
+    "DEFAULT_POOL",
     "ExperimentConfig",
     "KvParallelConfig",
     "LinksConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
+    "PoolConfig",
     "PrefixCacheConfig",
     "ReplicaConfig",
     "ReplicasetConfig",

@@ -127,6 +127,7 @@ def dump_effective(config: SystemConfig) -> str:
         for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
             if not data.get(key):
                 data.pop(key, None)
+        _drop_empty(data, "pools")
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120
@@ -134,6 +135,15 @@ def dump_effective(config: SystemConfig) -> str:
     out = StringIO()
     yaml.dump(data, out)
     return out.getvalue()
+
+
+def _drop_empty(section: dict[str, Any], key: str) -> None:
+    """Leave this key out wherever it is empty."""
+    if section.get(key) == {}:
+        del section[key]
+    for value in section.values():
+        if isinstance(value, dict):
+            _drop_empty(value, key)
 
 
 def _named(path: str | Path) -> tuple[Any, Place]:

@@ -97,7 +97,7 @@ class WorkerMaker:
         ordinals: dict[ReplicaKey, int] = {}
         ordinal = 0
         for name, one in replicasets.items():
-            for replica_id in range(one.num_replicas):
+            for replica_id in range(one.total_replicas):
                 ordinals[name, replica_id] = ordinal
                 ordinal += options[name].num_ranks
         return cls(services, options, ordinals, settings.workers == "in_process")
@@ -387,7 +387,7 @@ def _options_by_replicaset(
         if asked or (asked is None and options[name].device.startswith("cuda")):
             spare = spare_blocks(options[name].max_requests)
             options[name] = replace(options[name], spare_blocks=spare)
-    num_workers = sum(one.num_replicas * options[name].num_ranks for name, one in replicasets.items())
+    num_workers = sum(one.total_replicas * options[name].num_ranks for name, one in replicasets.items())
     if num_workers == 1:
         return options
     num_threads = max(1, _usable_cores() // num_workers)

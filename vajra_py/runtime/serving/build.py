@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
+from vajra_py.contract import Layer, PolicyContext, PoolRole, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
@@ -48,6 +48,8 @@ class ReplicasetModel:
 
     latency: LatencyModel
     facts: ModelFacts
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """By pool, where they are not all of one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Services:
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models by replicaset, where they differ; they replace `latency` and `facts`."""
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """Models by pool of one replicaset, where they differ."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
@@ -76,6 +80,11 @@ class Services:
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
         own = self.models.get(replicaset)
+        return self if own is None else replace(self, latency=own.latency, facts=own.facts, pools=own.pools)
+
+    def of_pool(self, pool: str) -> Services:
+        """Return the services for one pool of the replicaset."""
+        own = self.pools.get(pool)
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
@@ -181,13 +190,20 @@ class ReplicaPlan:
     latency: LatencyModel
     scheduler: PolicyChoice
     """Its replica scheduler."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
     """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
-    limits = replica_limits(settings.replica, services.latency, services.facts)
-    scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
-    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * settings.num_replicas
+    plans: list[ReplicaPlan] = []
+    for name, pool in settings.effective_pools.items():
+        own = services.of_pool(name)
+        limits = replica_limits(pool.replica, own.latency, own.facts)
+        scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name))
+        plans += [plan] * pool.num_replicas
+    return plans
 
 
 def build_replicaset(
@@ -264,6 +280,8 @@ def _build_replica(
             executor=services.executor_of(replicaset, replica_id),
             listeners=policies.listeners_of(replica_id),
             slack=policies.slack(),
+            pool=plan.pool,
+            role=plan.role,
         )
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from vajra_py.contract import EndedStep, Layer, PreemptionMode, ReplicaLimits, ReplicaScheduler
+from vajra_py.config import DEFAULT_POOL
+from vajra_py.contract import EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
@@ -58,6 +59,8 @@ class ReplicaParts:
     listeners: Listeners = NOBODY
     slack: SlackReader | None = None
     """Slack by the prioritizer; None when it predicts none."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 class Replica:
