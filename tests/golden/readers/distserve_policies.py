@@ -35,7 +35,9 @@ class WorkerConfig(PolicyConfig):
     prefill_max_batch_size: int = Field(10**7, ge=1, description="Most prompts in a step.")
     prefill_max_tokens: int = Field(10**7, ge=1, description="Most prompt tokens in a step, and decodes when chunked.")
     decode_max_tokens: int = Field(10**7, ge=1, description="Most requests in a decode step.")
-    back_pressure_tokens: int = Field(9_000_000, ge=0, description="Context of waiting decodes above which no prompt starts.")
+    back_pressure_tokens: int = Field(
+        9_000_000, ge=0, description="Context of waiting decodes above which no prompt starts."
+    )
     chunked: bool = Field(False, description="Cut prompts, and fill steps up with decodes.")
 
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.golden.readers import distserve, dynamo, nano, vidur, vllm
+from tests.golden.readers import distserve, dynamo, nano, splitwise, vidur, vllm
 from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
 BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
     dynamo.SCHEMA: dynamo.compare,
     distserve.SCHEMA: distserve.compare,
+    splitwise.SCHEMA: splitwise.compare,
 }
 """Readers of traces that tell the lives of requests."""
 

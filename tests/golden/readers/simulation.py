@@ -63,6 +63,8 @@ class Life:
     detail: str = "never ended"
     entries: list[Entry] = field(default_factory=list)
     preempted_at: list[float] = field(default_factory=list)
+    notes: dict[str, float | int | str] = field(default_factory=dict)
+    """The latest that its replica scheduler noted."""
 
 
 class Record(Observer):
@@ -100,6 +102,8 @@ class Record(Observer):
     def on_step_end(self, step: StepEnd) -> None:
         formed = self._formed.pop((step.replica_id, step.step_index))
         entries = []
+        for name, notes in formed.notes.items():
+            self.life(name).notes.update(notes)
         for chunk in formed.chunks:
             name, num_tokens, before = chunk.request.request_id, chunk.num_tokens, chunk.num_computed_before
             entry = Entry(step.formed_at, step.ended_at, step.replica_id, num_tokens, before, chunk.kind)

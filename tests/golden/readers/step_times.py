@@ -136,9 +136,7 @@ class DistServeTimes(OneStage):
 def distserve_model(config: Mapping[str, Any], stages: int) -> DistServeTimes:
     """The step times of a worker."""
     decode = config["coefficients_decode"]
-    return DistServeTimes(
-        config["coefficients_prefill"], decode["small"], decode["large"], decode["threshold"], stages
-    )
+    return DistServeTimes(config["coefficients_prefill"], decode["small"], decode["large"], decode["threshold"], stages)
 
 
 def distserve_batch(plan: StepPlan) -> BatchFeatures:
@@ -185,3 +183,15 @@ class SplitwiseTable(OneStage):
     def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds of a step; KeyError for a batch that the recorded run never had."""
         return self.durations_s[features.prefill_tokens, features.num_decodes]
+
+
+def splitwise_batch(plan: StepPlan) -> BatchFeatures:
+    """The batch as splitwise-sim times it: whole prompts, and token tasks."""
+    prompts = tokens = decodes = 0
+    for request, num_tokens, before, _ in plan.entries():
+        if before < request.num_prompt_tokens:
+            prompts += 1
+            tokens += num_tokens
+        else:
+            decodes += 1
+    return BatchFeatures(decodes, 0, prompts, tokens)
