@@ -26,10 +26,7 @@ def long_forms(root: Entries) -> Entries:
     """
     layers = [("scheduling", layer.value) for layer in Layer]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
-    policies: list[KeyPath] = [
-        *layers,
-        *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers),
-    ]
+    policies: list[KeyPath] = [*layers, *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers)]
     policies += [
         (*path, "pools", pool, Layer.REPLICA_SCHEDULER.value)
         for path in replicaset_paths(root)
