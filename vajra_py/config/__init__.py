@@ -37,9 +37,9 @@ from vajra_py.config.schema import (
 from vajra_py.config.sweeps import SweepPoint
 
 __all__ = [
+    "DEFAULT_POOL",
     "AdmissionConfig",
     "BackendConfig",
-    "DEFAULT_POOL",
     "ExperimentConfig",
     "KvParallelConfig",
     "LinksConfig",

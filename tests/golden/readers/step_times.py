@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from vajra_py.contract import BatchFeatures
@@ -37,7 +38,7 @@ class MockerPolynomial(OneStage):
     Prefill ms = 16.50142 + 0.01518344 n + 4.209989e-7 n^2, where n is not quite the sum of new prompt tokens: it is the
     number of prefills times (their mean length so far, rounded down, less their mean length before, rounded down).
     Decode ms = 5.74 + 54.01 p - 25.74 p^2, p = known tokens of everyone who decodes by the worker's KV tokens, at most 1.
-    Each part is rounded to whole nanoseconds, halves up.
+    Each part is rounded to whole nanoseconds.
     """
 
     kv_tokens: int
@@ -70,7 +71,7 @@ class MockerFixed(OneStage):
 
 
 def _nanoseconds(milliseconds: float) -> int:
-    return int(milliseconds * 1e6 + 0.5)
+    return round(Fraction(milliseconds / 1000.0) * 10**9)
 
 
 def mocker_model(engine: Mapping[str, Any]) -> MockerPolynomial | MockerFixed:
