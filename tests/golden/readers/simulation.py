@@ -63,6 +63,12 @@ class Life:
     detail: str = "never ended"
     entries: list[Entry] = field(default_factory=list)
     preempted_at: list[float] = field(default_factory=list)
+    held_at: float | None = None
+    reserved_at: float | None = None
+    arrived_at: float | None = None
+    released_at: float | None = None
+    target: int | None = None
+    """Of a request that leaves with its KV: when, and the replica to which it goes."""
     notes: dict[str, float | int | str] = field(default_factory=dict)
     """The latest that its replica scheduler noted."""
 
@@ -95,6 +101,19 @@ class Record(Observer):
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         life = self.life(request.request_id)
         life.ended_at, life.detail = now, f"{reason.value} {detail}".strip()
+
+    def on_held(self, request: RequestView, replica_id: int, now: float) -> None:
+        self.life(request.request_id).held_at = now
+
+    def on_transfer(self, request: RequestView, source: int, target: int, num_tokens: int, now: float) -> None:
+        life = self.life(request.request_id)
+        life.reserved_at, life.target = now, target
+
+    def on_arrived(self, request: RequestView, source: int, target: int, now: float) -> None:
+        self.life(request.request_id).arrived_at = now
+
+    def on_kv_released(self, request: RequestView, replica_id: int, now: float) -> None:
+        self.life(request.request_id).released_at = now
 
     def on_step_begin(self, step: StepRecord) -> None:
         self._formed[step.replica_id, step.step_index] = step
