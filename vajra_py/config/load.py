@@ -127,7 +127,13 @@ def dump_effective(config: SystemConfig) -> str:
         for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
             if not data.get(key):
                 data.pop(key, None)
-        _drop_empty(data, "pools")
+        for section in (data, *data.get("replicasets", {}).values()):
+            if not section.get("pools"):
+                for key in ("pools", "hand_off", "links"):
+                    section.pop(key, None)
+        for own in (data["backend"].get("simulator") or {}).get("replicasets", {}).values():
+            if not own.get("pools"):
+                own.pop("pools", None)
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120
@@ -135,15 +141,6 @@ def dump_effective(config: SystemConfig) -> str:
     out = StringIO()
     yaml.dump(data, out)
     return out.getvalue()
-
-
-def _drop_empty(section: dict[str, Any], key: str) -> None:
-    """Leave this key out wherever it is empty."""
-    if section.get(key) == {}:
-        del section[key]
-    for value in section.values():
-        if isinstance(value, dict):
-            _drop_empty(value, key)
 
 
 def _named(path: str | Path) -> tuple[Any, Place]:

@@ -26,7 +26,10 @@ def long_forms(root: Entries) -> Entries:
     """
     layers = [("scheduling", layer.value) for layer in Layer]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
-    policies: list[KeyPath] = [*layers, *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers)]
+    policies: list[KeyPath] = [
+        *layers,
+        *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers),
+    ]
     policies += [
         (*path, "pools", pool, Layer.REPLICA_SCHEDULER.value)
         for path in replicaset_paths(root)
@@ -94,7 +97,7 @@ def _with_pools_completed(root: Entries, path: KeyPath, registry: Registry) -> E
 
 
 def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
-    for key in ("scheduling", "replica", "num_replicas", "pools", "view_interval_s"):
+    for key in ("scheduling", "replica", "num_replicas", "pools", "hand_off", "links", "view_interval_s"):
         if key not in root or (key == "num_replicas" and "pools" in own) or (key == "pools" and "num_replicas" in own):
             continue
         above, place = root[key], root.place_of(key)

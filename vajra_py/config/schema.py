@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
+from vajra_py.config.hand_off import HandOffConfig
+from vajra_py.config.links import LinksConfig
 from vajra_py.contract import Layer, PoolRole, RequestView
 from vajra_py.contract.latency import LAST_S
 
@@ -279,8 +281,10 @@ def _role_of(name: str, pool: PoolConfig) -> PoolRole:
     return roles[pool.role] if pool.role is not None else roles.get(name, PoolRole.MIXED)
 
 
-def _check_roles(pools: Pools) -> None:
-    """Raise `ValueError` where prompts or decodes have no pool that takes them."""
+def _check_pools(pools: Pools, num_replicas: int) -> None:
+    """Raise `ValueError` where prompts or decodes have no pool that takes them, or replicas are counted twice."""
+    if num_replicas != 1:
+        raise ValueError("num_replicas is the sum over the pools; give each pool its own")
     roles = {_role_of(name, pool) for name, pool in pools.items()}
     if PoolRole.PREFILL in roles and not roles & {PoolRole.DECODE, PoolRole.MIXED}:
         raise ValueError("no pool takes the requests that leave the prefill pool; add one with role decode or mixed")
@@ -299,14 +303,14 @@ class ReplicasetConfig(Section):
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
     num_replicas: ReplicaCount = Field(1, description="Replicas.")
     pools: Pools = Field(default_factory=dict, description="As at the top.")
+    hand_off: HandOffConfig = Field(default_factory=HandOffConfig, description="As at the top.")
+    links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
 
     @model_validator(mode="after")
     def _sized(self) -> Self:
         if self.pools:
-            if "num_replicas" in self.model_fields_set and self.num_replicas != 1:
-                raise ValueError("num_replicas is the sum over the pools; give each pool its own")
-            _check_roles(self.pools)
+            _check_pools(self.pools, self.num_replicas)
         return self
 
     @property
@@ -442,6 +446,10 @@ class SystemConfig(Section):
         default_factory=dict,
         description="Pools that the single replicaset is made of, by name, where its replicas are not all of one kind.",
     )
+    hand_off: HandOffConfig = Field(
+        default_factory=HandOffConfig, description="How requests go from one pool to another with their KV."
+    )
+    links: LinksConfig = Field(default_factory=LinksConfig, description="Links between replicas, over which KV goes.")
     view_interval_s: Seconds = Field(
         0.0,
         description=(
@@ -483,6 +491,8 @@ class SystemConfig(Section):
     def _decided(self) -> Self:
         if self.scheduling is None and not self.replicasets:
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
+        if self.pools:
+            _check_pools(self.pools, self.num_replicas)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -499,6 +509,8 @@ class SystemConfig(Section):
             scheduling=self.scheduling,
             replica=self.replica,
             **({"pools": self.pools} if self.pools else {"num_replicas": self.num_replicas}),
+            hand_off=self.hand_off,
+            links=self.links,
             view_interval_s=self.view_interval_s,
         )
         return {"default": only}

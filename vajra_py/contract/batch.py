@@ -121,7 +121,8 @@ class BatchBuilder(Protocol):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
 
-        0 for a running request, without a prefix cache, and for a request that is swapped.
+        0 for a running request, without a prefix cache, and for a request that is swapped. For one that came from another replica
+        with its KV: the tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:

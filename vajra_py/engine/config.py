@@ -307,6 +307,15 @@ class EngineConfig(ModelBackendConfig):
         models: dict[tuple[str, bool], None] = {}
         for name, one in replicasets.items():
             found += check_replica(where_of(name, replicasets), one.replica)
+            if one.pools:
+                message = "the engine's replicas are all of one pool"
+                found.append(
+                    Problem(
+                        where_of(name, replicasets).removesuffix("replica") + "pools",
+                        message,
+                        "Allowed: `backend: simulator`",
+                    )
+                )
             own = self.of(name)
             models[own.model, own.random_weights] = None
         for model, random_weights in models:

@@ -306,6 +306,10 @@ class EngineLoop(Backend[EngineReplica]):
 
     # Requests
 
+    def on_transfer(self, request: Request, source: EngineReplica, target: EngineReplica) -> None:
+        """See `Backend`; pools are refused when an engine is built."""
+        raise ExecutorError("engine: KV does not move between replicas")
+
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""
         if isinstance(payload, Timed):

@@ -32,6 +32,12 @@ class RequestState(Enum):
     """Waiting again, its KV given up."""
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
+    HELD = "held"
+    """Its prompt is computed, and it leaves its replica, which holds its KV until another one has it."""
+    REMOTE = "remote"
+    """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
+    ARRIVED = "arrived"
+    """Waiting, the KV that it came with in its replica's memory."""
     ENDED = "ended"
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
@@ -42,9 +48,24 @@ _CREATED = RequestState.CREATED
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
+    ),
     RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.HELD: frozenset(
+        {
+            RequestState.RUNNING,
+            RequestState.REMOTE,
+            RequestState.ARRIVED,
+            RequestState.PREEMPTED,
+            RequestState.ENDED,
+        }
+    ),
+    RequestState.REMOTE: frozenset(
+        {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
+    ),
+    RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 
@@ -87,6 +108,7 @@ class Request(_Stated):
     """
 
     __slots__ = (
+        "_base",
         "_computed",
         "_offset",
         "_output",
@@ -149,6 +171,8 @@ class Request(_Stated):
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
         """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        self._base = facts.num_prompt_tokens
+        """Known tokens before the first that its client gets: the prompt, and one that was sampled and withheld."""
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -176,20 +200,20 @@ class Request(_Stated):
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         pool = self._pool
-        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self.num_prompt_tokens
+        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self._base
 
     @property
     def num_known_tokens(self) -> int:
         """Prompt plus generated tokens."""
         pool = self._pool
-        return self.num_prompt_tokens + self._output if pool is None else pool.num_emitted + self._offset + 1
+        return self._base + self._output if pool is None else pool.num_emitted + self._offset + 1
 
     @property
     def num_remaining_tokens(self) -> int:
         """Known tokens not computed yet."""
         pool = self._pool
         if pool is None:
-            return self.num_prompt_tokens + self._output - self._computed
+            return self._base + self._output - self._computed
         return pool.num_emitted + 1 - pool.num_committed
 
     @property
@@ -252,6 +276,16 @@ class Request(_Stated):
         self._output += 1
         self.token_log.append(tick)
         return self._output
+
+    def withhold_token(self) -> None:
+        """Count a sampled token that the client does not get; only before the first that it does."""
+        assert self._pool is None
+        assert not self._output
+        self._base += 1
+
+    def forget_withheld(self) -> None:
+        """Uncount the tokens that were withheld: the prompt is computed anew."""
+        self._base = self.num_prompt_tokens
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""

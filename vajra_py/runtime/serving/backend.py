@@ -77,6 +77,9 @@ class Backend(Protocol[S]):
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
         """Note that the request waits, and may run on any of these replicas."""
 
+    def on_transfer(self, request: Request, source: S, target: S) -> None:
+        """The KV of the request's computed tokens goes from one replica to blocks that are set aside on another."""
+
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Note that these requests have left for good."""
 

@@ -16,6 +16,7 @@ from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
 from vajra_py.plugins import Registry, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
@@ -23,8 +24,8 @@ from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
-from vajra_py.runtime.serving.replica import Replica, ReplicaParts
-from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.serving.replica import FirstToken, Replica, ReplicaParts
+from vajra_py.runtime.serving.replicaset import AdmissionLimits, HandOffRules, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
 from vajra_py.runtime.support.seeds import SeedTree
@@ -245,7 +246,9 @@ def build_replicaset(
         return _prefill_tables(in_force, schedulers)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
-    policies = Policies(choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict)
+    is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
+    schedulers = [plan.scheduler for plan in plans]
+    policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
     policies.shared = shared
     replicaset = Replicaset(
         name,
@@ -256,10 +259,31 @@ def build_replicaset(
         settings.view_interval_s,
     )
     replicaset.policies = policies
+    replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+    if is_split or replicaset.places_itself:
+        replicaset.hand_off = _hand_off_rules(name, settings, plans)
+        for replica in replicaset.replicas:
+            replica.first_token = FirstToken(settings.hand_off.first_token)
     return replicaset
+
+
+def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> HandOffRules:
+    """Return the rules by which requests move. Raises `ConfigError` where they do not go together with the replicas."""
+    where = f"replicasets.{name}"
+    links = LinkOptions.of(settings.links)
+    num_bytes = settings.hand_off.kv_bytes_per_token
+    if num_bytes is None:
+        num_bytes = max(plan.limits.bytes_per_block // plan.limits.block_size for plan in plans)
+    if not num_bytes and (links.bandwidth is not None or links.shared_bandwidth is not None):
+        message = "is not given, and the latency model does not know how much KV a token has"
+        raise ConfigError(Problem(f"{where}.hand_off.kv_bytes_per_token", message, "A number of bytes"))
+    if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
+        message = "KV that is spread over KV-parallel groups does not move between replicas"
+        raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
+    return HandOffRules(settings.hand_off, links, num_bytes)
 
 
 def _build_replica(

@@ -243,6 +243,9 @@ class Controller:
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
+        if request.state is RequestState.HELD:
+            message = f"places nobody whose prompt is computed {remain}"
+            return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
         if replica is None:
@@ -258,7 +261,7 @@ class Controller:
     def _is_let_in(self, request: Request) -> bool:
         """Return True if the executing side lets a replica run the request."""
         replica = self.replica_of(request)
-        if replica is None:
+        if replica is None or request.state is RequestState.HELD:
             return True
         is_running = request.state is RequestState.RUNNING
         return replica.forms_steps and (is_running or replica.running_set.admits)
@@ -270,8 +273,10 @@ class Controller:
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
         waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
         running = sum(replica.running_set.num_running for replica in self.replicas())
-        if waiting + running != len(self._alive):
-            raise RuntimeError(f"{waiting} requests wait and {running} run, but {len(self._alive)} are alive")
+        leaving = sum(one.state is RequestState.HELD for one, _ in self._alive.values())
+        if waiting + running + leaving != len(self._alive):
+            found = f"{waiting} requests wait, {running} run and {leaving} move"
+            raise RuntimeError(f"{found}, but {len(self._alive)} are alive")
         states = Counter(request.state for request in self.alive())
         if states[RequestState.RUNNING] != running:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")

@@ -42,6 +42,7 @@ from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
+from vajra_py.runtime.serving.hand_off import HandOff, HandOffs, is_leaving
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -126,6 +127,11 @@ class Driver(Generic[R]):
             self._replicas[name].append(one)
             self._idle[name][one.replica.replica_id] = one
         controller.on_ended = backend.on_requests_ended
+        self._hand_offs: dict[str, HandOffs[R]] = {
+            name: HandOffs(one, one.hand_off, _Floor(self))
+            for name, one in controller.replicasets.items()
+            if one.hand_off is not None
+        }
         if options.wakes:
             controller.alarms.connect(lambda alarm: self.events.push(max(self.now, alarm.tick), Phase.WAKE, alarm))
         self._read_declarations()
@@ -192,6 +198,8 @@ class Driver(Generic[R]):
             self.abort(payload)
         elif phase is Phase.WAKE:
             self._ring(payload)
+        elif phase is Phase.TRANSFER:
+            self._hand_offs[payload].transfers_due()
         else:
             self._backend.on_policy_change(payload)
 
@@ -256,6 +264,13 @@ class Driver(Generic[R]):
     def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
+        if is_leaving(request):
+            hand_offs = self._hand_offs[request.replicaset]
+            hand_off = hand_offs.find(request)
+            if hand_off is not None:
+                self._interrupt(request.replicaset)
+                hand_offs.end(hand_off, reason, detail)
+                return
         if self.fast_forward is not None:
             if request.replicaset in self._looks_at_departures:
                 self.fast_forward.sync_all(request.replicaset)
@@ -267,6 +282,8 @@ class Driver(Generic[R]):
             self._isolate(request.replicaset, error)
             return
         if has_ended and one is not None:
+            if self._hand_offs:
+                self._move_on(one)
             self._wake(one)
 
     # Steps
@@ -282,6 +299,8 @@ class Driver(Generic[R]):
             ended = replica.complete_step(plan, result, self.now)
             if ended:
                 self.controller.settle(ended, self.now)
+            if self._hand_offs:
+                self._move_on(one)
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
             return
@@ -381,6 +400,17 @@ class Driver(Generic[R]):
         else:
             del idle[one.replica.replica_id]
 
+    # KV goes from one replica to another
+
+    def _move_on(self, one: R) -> None:
+        """A replica is between two steps, or its memory has changed: requests leave it, and come to it."""
+        hand_offs = self._hand_offs.get(one.replica.replicaset)
+        if hand_offs is None:
+            return
+        hand_offs.at_boundary(one)
+        for request in one.replica.take_newly_held():
+            hand_offs.begin(request, one)
+
     # Policies are woken
 
     def _ask_again_at(self, one: R, time_s: float) -> None:
@@ -477,6 +507,8 @@ class Driver(Generic[R]):
             return
         self.controller.restore_replica(one.replica, self.now)
         self._call_off(one)
+        if self._hand_offs:
+            self._move_on(one)
         self._wake(one)
 
     def _control(self, what: Control) -> None:
@@ -490,8 +522,13 @@ class Driver(Generic[R]):
         if isinstance(what, Gate):
             one.replica.set_gate(what)
         else:
+            hand_offs = self._hand_offs.get(what.replicaset)
+            if hand_offs is not None:
+                hand_offs.lose(one)
             try:
                 self.controller.reset_cache(one.replica, self.now)
+                if hand_offs is not None:
+                    hand_offs.place_again()
             except PolicyError as error:
                 self._isolate(what.replicaset, error)
                 return
@@ -500,8 +537,13 @@ class Driver(Generic[R]):
     def _lose(self, one: R, what: Failure) -> None:
         self._interrupt(what.replicaset)
         self._call_off(one, is_lost=True)
+        hand_offs = self._hand_offs.get(what.replicaset)
+        if hand_offs is not None:
+            hand_offs.lose(one)
         try:
             losses = self.controller.lose_replica(one.replica, what, self.now)
+            if hand_offs is not None:
+                hand_offs.place_again()
         except PolicyError as error:
             self._isolate(what.replicaset, error)
             return
@@ -531,6 +573,8 @@ class Driver(Generic[R]):
         self._backend.on_isolated(name, error)
         self._interrupt(name)
         replicaset = self.controller.replicasets[name]
+        if name in self._hand_offs:
+            self._hand_offs[name].clear()
         self.controller.take_out_of_service(replicaset, error, self.now)
         for one in self._replicas[name]:
             self._call_off(one, is_lost=one.replica.replica_id in replicaset.lost)
@@ -559,6 +603,48 @@ class Driver(Generic[R]):
         listening = frozenset(name for name, one in replicasets if one.listeners != NOBODY)
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold any of its requests."""
+
+
+class _Floor(Generic[R]):
+    """`HandOffDriver` over a driver."""
+
+    def __init__(self, driver: Driver[R]) -> None:
+        self._driver = driver
+
+    @property
+    def now(self) -> int:
+        """The present tick."""
+        return self._driver.now
+
+    def replica(self, replicaset: str, replica_id: int) -> R:
+        """See `HandOffDriver`."""
+        return self._driver._replicas[replicaset][replica_id]
+
+    def touch(self, one: R) -> None:
+        """See `HandOffDriver`."""
+        if self._driver.fast_forward is not None:
+            self._driver.fast_forward.interrupt(one)
+
+    def wake(self, one: R) -> None:
+        """See `HandOffDriver`."""
+        self._driver._wake(one, at_once=False)
+
+    def placed(self, request: Request, one: R) -> None:
+        """See `HandOffDriver`."""
+        self._driver._backend.on_placed(request, (one,))
+
+    def copy(self, hand_off: HandOff[R]) -> None:
+        """See `HandOffDriver`."""
+        assert hand_off.target is not None
+        self._driver._backend.on_transfer(hand_off.request, hand_off.source, hand_off.target)
+
+    def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """See `HandOffDriver`."""
+        self._driver.controller.settle(ended, self._driver.now)
+
+    def schedule(self, tick: int, replicaset: str) -> None:
+        """See `HandOffDriver`."""
+        self._driver.events.push(max(tick, self._driver.now), Phase.TRANSFER, replicaset)
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:

@@ -19,14 +19,16 @@ class Phase(IntEnum):
     """A replica is lost, comes back, or is waited for no longer."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
-    ARRIVAL = 3
-    EXPIRY = 4
-    ABORT = 5
-    POLICY = 6
+    TRANSFER = 3
+    """KV on its way between replicas may have arrived."""
+    ARRIVAL = 4
+    EXPIRY = 5
+    ABORT = 6
+    POLICY = 7
     """A policy takes another's place."""
-    WAKE = 7
+    WAKE = 8
     """A policy is woken at a time that it asked for."""
-    FORM = 8
+    FORM = 9
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import cast
+from typing import Any, cast
 
+from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.contract import (
     Layer,
+    PlacesAfterPrompt,
+    PoolRole,
     QueueView,
     RefusesRequests,
     ReplicaLimits,
@@ -19,6 +22,7 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -33,6 +37,15 @@ from vajra_py.runtime.support.clock import to_seconds
 QUEUE_FULL = "the queue is full"
 ALL_FAILED = "every replica has failed"
 """Beginning of refusals that have nothing to do with the request itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffRules:
+    """Rules by which requests go from one replica to another with their KV; see `HandOffConfig`."""
+
+    settings: HandOffConfig
+    links: LinkOptions
+    bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +157,8 @@ class Replicaset:
         self.around: Around | None = None
         self.policies: Policies | None = None
         """Its policies; None: it was put together by hand, and its policies stay."""
+        self.hand_off: HandOffRules | None = None
+        """Rules by which requests leave with their KV; None: they do not."""
         self.out_of_service = ""
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
@@ -156,6 +171,7 @@ class Replicaset:
         load = LiveLoad(replica)
         access.view = load
         self.replicas.append(replica)
+        replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.append(load)
@@ -172,12 +188,27 @@ class Replicaset:
         """Replace the replicaset scheduler."""
         self.scheduler, self.scheduler_name = scheduler, name
         assign, around = scheduler.assign, self.around
-        self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
+        layer = Layer.REPLICASET_SCHEDULER
+        self._assign_call = assign if around is None else around(self.name, layer, name, assign)
+        self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
+        """True if the scheduler sees the replicas of all pools and is asked where a computed prompt goes."""
+        if isinstance(scheduler, PlacesAfterPrompt):
+            place: Callable[..., Any] = scheduler.place_after_prompt
+        else:
+            second = None if self.policies is None else self.policies.decode_scheduler
+            place = assign if second is None else second.assign
+        self._place_method = place
+        self._place_call = place if around is None else around(self.name, layer, name, place)
+        for replica in self.replicas:
+            replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+        self._eligible.clear()
 
     def on_schedulers_bound(self) -> None:
         """Read from the replica schedulers in force which of them are asked about arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
-        self._differs = not self.bounds.are_equal or (self.may_refuse and not self._are_schedulers_alike())
+        self._differs = (
+            not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
+        )
         self._eligible.clear()
 
     def _are_schedulers_alike(self) -> bool:
@@ -203,7 +234,8 @@ class Replicaset:
             found = [
                 one
                 for one in self.bounds.holders(request)
-                if refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
+                if (self.places_itself or one.parts.role is not PoolRole.DECODE)
+                and refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
                 is None
             ]
             self._eligible[request] = found
@@ -288,7 +320,7 @@ class Replicaset:
                 f"{bounds.max_request_tokens} tokens here"
             )
         holders = bounds.holders(request)
-        if not holders:
+        if not self.bounds.can_serve(request, holders):
             return (
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
@@ -357,27 +389,47 @@ class Replicaset:
         return self._is_runnable(request, now) if self._differs else self.num_up > 0
 
     def _assign(self, request: Request, now: float) -> int | None:
-        views: Sequence[ReplicaLoadView] = self._views
-        if self._view_interval_s > 0:
-            views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        views = self._views_at(now)
         if self._differs:
             views = [views[one.replica_id] for one in self.eligible(request, now)]
-        try:
-            chosen = self._assign_call(request, views, now)
-        except VajraError:
-            raise
-        except POLICY_EXCEPTIONS as error:
-            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+        chosen = self._ask(self._assign_call, request, views, now)
         if chosen is None:
             return None
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
             return chosen
-        answer: object = chosen  # a plug-in may return anything
-        up = [one.replica_id for one in self.eligible(request, now) if self.is_up(one.replica_id)]
-        if not isinstance(answer, Integral) or int(answer) not in up:
+        return self._checked(chosen, self.eligible(request, now), request, self.scheduler.assign)
+
+    def place_after_prompt(self, request: Request, now: float) -> int | None:
+        """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now."""
+        candidates = [one for one in self.bounds.decoders(request) if self.is_up(one.replica_id)]
+        if not candidates:
+            return None
+        views = self._views_at(now)
+        chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
+        return None if chosen is None else self._checked(chosen, candidates, request, self._place_method)
+
+    def _views_at(self, now: float) -> Sequence[ReplicaLoadView]:
+        if self._view_interval_s > 0:
+            return [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        return self._views
+
+    def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        try:
+            return call(request, views, now)
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+
+    def _checked(
+        self, chosen: object, candidates: Sequence[Replica], request: Request, method: Callable[..., Any]
+    ) -> int:
+        """Return a scheduler's answer, whatever its type of integer. Raises `PolicyError` unless it is one of the candidates that are up."""
+        up = [one.replica_id for one in candidates if self.is_up(one.replica_id)]
+        if not isinstance(chosen, Integral) or int(chosen) not in up:
             which = "that are up and can run it" if self._differs else "that are up"
             message = f"assigned a request to replica {chosen!r}. Replicas {which}: {up}"
-            place = place_of_definition(self.scheduler.assign)
+            place = place_of_definition(method)
             raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
         return int(chosen)
 

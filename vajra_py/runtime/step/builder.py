@@ -20,6 +20,7 @@ from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
+_ARRIVED = RequestState.ARRIVED
 
 
 class Builder(PlanDraft):
@@ -180,8 +181,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
-        swapped = request.state is _SWAPPED
-        done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
+        swapped, arrived = request.state is _SWAPPED, request.state is _ARRIVED
+        done = request.num_computed_tokens if swapped or arrived else memory.cached_tokens(request)
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
@@ -203,6 +204,9 @@ class Builder(PlanDraft):
             if copies is None:
                 return self._refuse(request, Refusal.KV_BLOCKS)
             self._add_swap(copies)
+        elif arrived:
+            if not memory.grow(request, to_hold):
+                return self._refuse(request, Refusal.KV_BLOCKS)
         else:
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
@@ -399,6 +403,8 @@ class Builder(PlanDraft):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now."""
         own = self._own(request)
+        if own.state is _ARRIVED:
+            return own.num_computed_tokens
         return 0 if own.state is _RUNNING or own.state is _SWAPPED else self._memory.cached_tokens(own)
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
@@ -414,7 +420,7 @@ class Builder(PlanDraft):
         own: Request = request  # type: ignore[assignment]
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
-        if own.state is _RUNNING or own.state is _SWAPPED:
+        if own.state is _RUNNING or own.state is _SWAPPED or own.state is _ARRIVED:
             num_left = own.num_remaining_tokens
         else:
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)
