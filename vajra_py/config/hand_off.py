@@ -14,7 +14,8 @@ PRESETS: Mapping[HandOffPreset, Mapping[str, str]] = {
     "sglang-pd": {"reserve": "before_prompt", "first_token": "source", "takes_effect": "at_step_boundary"},
     "dynamo-pd": {
         "reserve": "after_prompt",
-        "first_token": "withheld",
+        "reservations": "one_at_a_time",
+        "first_token": "recompute",
         "takes_effect": "at_step_boundary",
         "moves": "whole_prompt",
     },
@@ -38,6 +39,13 @@ class HandOffConfig(BaseModel):
         description=(
             "When the target's blocks are taken: before the prompt is computed, so that it waits for them; once it is computed; or when "
             "the target's scheduler admits the request, which then waits for its KV."
+        ),
+    )
+    reservations: Literal["all_that_fit", "one_at_a_time"] = Field(
+        "all_that_fit",
+        description=(
+            "Waiting requests for which a target takes blocks when it looks: all that fit; or one after each of its steps and one more "
+            "after each that arrives, and none while as many run as its batch holds."
         ),
     )
     when_full: Literal["wait", "hold", "drop"] = Field(

@@ -74,7 +74,6 @@ def run_pools(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], reco
         },
         "hand_off": {
             "preset": "dynamo-pd",
-            "first_token": "recompute",
             "moves": moves,
             "kv_bytes_per_token": prefill["kv_transfer_bytes_per_token"],
         },

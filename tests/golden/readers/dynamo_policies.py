@@ -72,22 +72,25 @@ class MockerDecode:
         running = self._running = [one for one in self._running if one.end_reason is None]
         position = 0
         while position < len(running):
-            self._add(running[position], batch)
-            position += 1
+            position += self._add(running[position], batch)
         if batch.num_preempted:
             return
-        for request in [one for one in self._waiting if one.num_computed_tokens or not self._seen.reserving.get(replica.replica_id)]:
+        for request in [
+            one for one in self._waiting if one.num_computed_tokens or not self._seen.reserving.get(replica.replica_id)
+        ]:
             if len(running) >= replica.limits.max_batch_size or not self._admit(request, batch):
                 return
 
-    def _add(self, request: RequestView, batch: BatchBuilder) -> None:
+    def _add(self, request: RequestView, batch: BatchBuilder) -> bool:
+        """Add a running request, preempting for it; False if it had to go itself."""
         num_tokens = request.num_remaining_tokens
         while batch.add(request, num_tokens) is not None:
             victim = self._running.pop(self._victim)
             batch.preempt(victim)
             self._waiting.insert(0, victim)
             if victim is request:
-                return
+                return False
+        return True
 
     def _admit(self, request: RequestView, batch: BatchBuilder) -> bool:
         known = request.num_known_tokens

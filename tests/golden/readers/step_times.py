@@ -104,7 +104,11 @@ def mocker_batch(plan: StepPlan) -> BatchFeatures:
 
 def mocker_decode_batch(plan: StepPlan) -> BatchFeatures:
     """The batch of a worker that only decodes: what it computes again after a preemption costs nothing but its part of the decode."""
-    ends = [before + num_tokens for request, num_tokens, before, _ in plan.entries() if before + num_tokens == request.num_known_tokens]
+    ends = [
+        before + num_tokens
+        for request, num_tokens, before, _ in plan.entries()
+        if before + num_tokens == request.num_known_tokens
+    ]
     return BatchFeatures(len(ends), sum(ends) - len(ends))
 
 
