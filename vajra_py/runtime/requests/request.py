@@ -108,7 +108,6 @@ class Request(_Stated):
     """
 
     __slots__ = (
-        "_base",
         "_computed",
         "_offset",
         "_output",
@@ -171,8 +170,6 @@ class Request(_Stated):
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
         """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
-        self._base = facts.num_prompt_tokens
-        """Known tokens before the first that its client gets: the prompt, and one that was sampled and withheld."""
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -200,20 +197,20 @@ class Request(_Stated):
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         pool = self._pool
-        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self._base
+        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self.num_prompt_tokens
 
     @property
     def num_known_tokens(self) -> int:
         """Prompt plus generated tokens."""
         pool = self._pool
-        return self._base + self._output if pool is None else pool.num_emitted + self._offset + 1
+        return self.num_prompt_tokens + self._output if pool is None else pool.num_emitted + self._offset + 1
 
     @property
     def num_remaining_tokens(self) -> int:
         """Known tokens not computed yet."""
         pool = self._pool
         if pool is None:
-            return self._base + self._output - self._computed
+            return self.num_prompt_tokens + self._output - self._computed
         return pool.num_emitted + 1 - pool.num_committed
 
     @property
@@ -276,16 +273,6 @@ class Request(_Stated):
         self._output += 1
         self.token_log.append(tick)
         return self._output
-
-    def withhold_token(self) -> None:
-        """Count a sampled token that the client does not get; only before the first that it does."""
-        assert self._pool is None
-        assert not self._output
-        self._base += 1
-
-    def forget_withheld(self) -> None:
-        """Uncount the tokens that were withheld: the prompt is computed anew."""
-        self._base = self.num_prompt_tokens
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""

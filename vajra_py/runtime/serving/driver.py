@@ -390,6 +390,9 @@ class Driver(Generic[R]):
                 self._set_idle(one, is_idle=True)
             if one.replica.builder.idle_at is not None:
                 self._ask_again_at(one, one.replica.builder.idle_at)
+            hand_offs = self._hand_offs.get(one.replica.replicaset) if self._hand_offs else None
+            if hand_offs is not None and hand_offs.nothing_ran(one):
+                self._wake(one, at_once=False)
             return
         if one.is_idle:
             self._set_idle(one, is_idle=False)

@@ -41,9 +41,7 @@ class FirstToken(Enum):
     SOURCE = "source"
     """The client gets it at once (SGLang, DistServe, Splitwise)."""
     RECOMPUTE = "recompute"
-    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM)."""
-    WITHHELD = "withheld"
-    """The target goes on from it, and the client gets what the target samples (Dynamo's replay)."""
+    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM, Dynamo)."""
 
 
 MAX_EMPTY_STEPS = 1000
@@ -170,8 +168,6 @@ class Replica:
         del self.held[request]
         request.move_to(_RUNNING)
         self.running_set.admit(request)
-        if not request.num_output_tokens:
-            request.forget_withheld()
         if not request.num_remaining_tokens and request.add_output(now) == 1:
             self.lifecycle.first_token(request, now)
         num_left = self._output_limit(request) - request.num_output_tokens
@@ -528,15 +524,12 @@ class Replica:
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
-        rule = self.first_token
-        if rule is FirstToken.SOURCE or (rule is FirstToken.WITHHELD and request.num_output_tokens):
+        if self.first_token is FirstToken.SOURCE:
             if request.add_output(now) == 1:
                 self.lifecycle.first_token(request, now)
             if request.num_output_tokens >= self._output_limit(request):
                 done.append(request)
                 return
-        elif rule is FirstToken.WITHHELD:
-            request.withhold_token()
         self.running_set.drop(request)
         request.move_to(RequestState.HELD)
         self.held[request] = None
