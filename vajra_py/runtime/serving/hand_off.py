@@ -168,6 +168,7 @@ class HandOffs(Generic[R]):
             return
         self._asked_while_busy.discard(target.replica.replica_id)
         if self._one_at_a_time and _runs_full(target):
+            target.replica.expects_kv = True
             return
         dropped = []
         while line:
@@ -188,6 +189,7 @@ class HandOffs(Generic[R]):
                 self._unplaced[one.request] = one
             else:
                 dropped.append(one)
+        target.replica.expects_kv = self._one_at_a_time and bool(line)
         for one in dropped:
             self.end(one, EndReason.REJECTED, TARGET_FULL)
 
@@ -348,7 +350,7 @@ class HandOffs(Generic[R]):
     def place_again(self) -> None:
         """Find targets for those that have none."""
         for one in list(self._unplaced.values()):
-            if one.stage is Stage.PLACING:
+            if self._unplaced.get(one.request) is one:  # what came of others may have ended it
                 self._place(one)
 
     def clear(self) -> None:

@@ -107,6 +107,8 @@ class Replica:
         self.held: dict[Request, None] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self._newly_held: list[Request] = []
+        self.expects_kv = False
+        """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -400,7 +402,7 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
-        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
