@@ -22,7 +22,7 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer than it allowed."""
     REJECTED = "rejected"
-    """It was refused at the door (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
+    """It was refused at the door (it can never fit, an admission policy shed it, or the queues are full), or a scheduler dropped it while it waited."""
     FAILED = "failed"
     """The replica that ran it failed."""
 
@@ -153,7 +153,7 @@ class RequestView(Protocol):
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
         Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
-        that nobody else has, and before the request is accepted.
+        that nobody else has, and before the request reaches the admission policy or a queue.
         """
 
     @property

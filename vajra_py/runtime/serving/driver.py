@@ -1,7 +1,7 @@
 """Drives the replicas of a controller: arrivals, steps, failures and policy changes, in one order for every backend.
 
-What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, expiries,
-aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
+What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, requests
+that admission had deferred, expiries, aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
 clock: it lets the driver run up to a tick, and between two ticks nothing changes. So what was decided over an engine is
 decided again over a simulator that is given the same events.
 """
@@ -30,12 +30,14 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyChange,
     PolicyViolation,
+    Readmission,
     Restart,
     Stall,
     Swap,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
@@ -46,8 +48,8 @@ from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
-_STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
-_WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
+_STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
+_WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -58,7 +60,7 @@ class DriverOptions:
 
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
-        expires: whether requests expire by the clock; False: only when told.
+        expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
             the run.
     """
@@ -78,8 +80,9 @@ class Driver(Generic[R]):
         until: up to where `run_until` goes.
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
-            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `EXPIRY` a request or an id, `ABORT` an id; those of
-            `ARRIVAL` and `POLICY` are the backend's.
+            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `ADMISSION` a `Deferral`, the id of a request, or None for
+            all that wait for a change, `EXPIRY` a request or an id, `ABORT` an id; those of `ARRIVAL` and `POLICY` are the
+            backend's.
     """
 
     def __init__(
@@ -113,6 +116,10 @@ class Driver(Generic[R]):
             self._replicas[name].append(one)
             self._idle[name][one.replica.replica_id] = one
         controller.on_ended = backend.on_requests_ended
+        self._asks_timeless = False
+        """Whether requests that were deferred until something changes are asked about in this tick."""
+        if controller.gate is not None:
+            controller.gate.on_room = self.ask_deferred
         self._read_declarations()
 
     def use(self, fast_forward: FastForward[R]) -> None:
@@ -171,6 +178,8 @@ class Driver(Generic[R]):
             self._stage_ended(*payload)
         elif phase is Phase.FAILURE:
             self._fail(payload)
+        elif phase is _ADMISSION:
+            self._ask_again(payload)
         elif phase is Phase.EXPIRY:
             self._expire(payload)
         elif phase is Phase.ABORT:
@@ -212,17 +221,74 @@ class Driver(Generic[R]):
             return
         if request.expires_at is not None and self._options.expires:
             self.events.push(max(self.now, to_ticks(request.expires_at)), Phase.EXPIRY, request)
+        if request.state is _DEFERRED:
+            self._await_decision(request)
+            return
+        self._placed(request, replicaset, replica)
+
+    def _placed(self, request: Request, replicaset: Replicaset, replica: Replica | None, *, at_once: bool = True) -> None:
+        """A request was queued at a replica, or in the shared queue (None). `at_once`: see `_wake`."""
+        backend = self._backend
         if replica is not None:
             one = self._replicas[replicaset.name][replica.replica_id]
             backend.on_placed(request, (one,))
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
-            self._wake(one)
+            self._wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
         if self.fast_forward is not None:
             self.fast_forward.interrupt_all(replicaset.name)
         self._offer(replicaset)
+
+    # Deferred requests
+
+    def _await_decision(self, request: Request) -> None:
+        gate = self.controller.gate
+        assert gate is not None
+        deferral = gate.deferral_of(request)
+        if deferral.until is not None and self._options.expires:
+            self.events.push(deferral.until, _ADMISSION, deferral)
+
+    def ask_deferred(self) -> None:
+        """Ask the admission policy, in this tick, about every request that it has deferred until something changes."""
+        if not self._asks_timeless:
+            self._asks_timeless = True
+            self.events.push(self.now, _ADMISSION, None, 1)  # after those whose time has come
+
+    def _ask_again(self, what: Deferral | str | None) -> None:
+        gate = self.controller.gate
+        assert gate is not None
+        if what is None:
+            self._asks_timeless = False
+            for request in gate.timeless():
+                if request.state is _DEFERRED:  # the policy may have broken the contract meanwhile
+                    self._ask_about(request)
+            return
+        known = self.controller.find(what) if isinstance(what, str) else what.request
+        if known is None or known.state is not _DEFERRED:
+            return
+        self._tell(Readmission(self.now, known.request_id))
+        self._ask_about(known)
+        if gate.num_fruitless >= MAX_FRUITLESS and not self._options.isolates_policies:
+            if all(phase is _ADMISSION or _is_void(phase, payload) for _, phase, _, _, payload in self.events.heap):
+                raise gate.violation(f"deferred requests {MAX_FRUITLESS:,} times while nothing else happened", known)
+            gate.num_fruitless = 0
+
+    def _ask_about(self, request: Request) -> None:
+        name = request.replicaset
+        try:
+            request, replicaset, replica = self.controller.ask_again(request, self.now)
+        except PolicyError as error:
+            self._isolate(name, error)
+            return
+        if request.state is _ENDED:
+            assert request.end_reason is not None
+            self._backend.on_requests_ended(((request, request.end_reason),))
+        elif request.state is _DEFERRED:
+            self._await_decision(request)
+        else:
+            self._placed(request, replicaset, replica, at_once=False)
 
     def _expire(self, what: Request | str) -> None:
         request = self.controller.find(what) if isinstance(what, str) else what
@@ -368,6 +434,8 @@ class Driver(Generic[R]):
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
         self._tell(what)
+        if self.controller.gate is not None and self.controller.gate.waits_for_change:
+            self.ask_deferred()
         if isinstance(what, Control):
             self._control(what)
             return
@@ -430,6 +498,12 @@ class Driver(Generic[R]):
         """A policy of this replicaset broke the contract. Raises the error unless that is isolated."""
         if not self._options.isolates_policies:
             raise error
+        gate = self.controller.gate
+        concerned = self._replicas if gate is not None and gate.error is error else (name,)  # the gate serves them all
+        for one in concerned:
+            self._take_out_of_service(one, error)
+
+    def _take_out_of_service(self, name: str, error: PolicyError) -> None:
         self._tell(PolicyViolation(self.now, name, str(error)))
         self._backend.on_isolated(name, error)
         self._interrupt(name)
@@ -473,4 +547,8 @@ def _is_void(phase: Phase, payload: Any) -> bool:
     """Whether an event does not happen: what a replica executed was called off, a request got its turn before it expired."""
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
-    return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING
+    if phase is _ADMISSION:
+        return isinstance(payload, Deferral) and payload.is_void
+    if phase is not Phase.EXPIRY or not isinstance(payload, Request):
+        return False
+    return payload.state is not _WAITING and payload.state is not _DEFERRED

@@ -20,11 +20,13 @@ class Phase(IntEnum):
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
     ARRIVAL = 3
-    EXPIRY = 4
-    ABORT = 5
-    POLICY = 6
+    ADMISSION = 4
+    """The admission policy is asked again about requests that it has deferred."""
+    EXPIRY = 5
+    ABORT = 6
+    POLICY = 7
     """A policy takes another's place."""
-    FORM = 7
+    FORM = 8
     """Replicas that something happened to form their next steps, by rank; then idle ones, for a shared queue."""
 
 

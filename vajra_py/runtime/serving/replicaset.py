@@ -276,6 +276,10 @@ class Replicaset:
 
     def refusal(self, request: Request, now: float) -> str | None:
         """Why this request cannot be taken, now or ever; None when it can."""
+        return self.why_never(request, now) or self.why_full(request)
+
+    def why_never(self, request: Request, now: float) -> str | None:
+        """Why no replica will run this request, or none is there; None when one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -295,14 +299,15 @@ class Replicaset:
             )
         if self._differs and not any(self.is_up(one.replica_id) for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
-        detail = self._refused_by_policy(holders, request, now)
-        if detail is not None:
-            return detail
+        return self._refused_by_policy(holders, request, now)
+
+    def why_full(self, request: Request) -> str | None:
+        """Why the queues have no room for this request; None when they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
         tokens = self.admission.max_queued_tokens
-        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+        if tokens is not None and self.num_queued_tokens + request.num_prompt_tokens > tokens:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
@@ -318,6 +323,11 @@ class Replicaset:
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
+
+    def live_loads(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas with live figures, by id; every step that has ended is applied."""
+        self.sync()
+        return cast(Sequence[ReplicaLoadView], self._live)
 
     @property
     def num_queued(self) -> int:
