@@ -33,6 +33,7 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     PolicyViolation,
+    Readmission,
     RecordedOutput,
     StageEnd,
     Swap,
@@ -266,6 +267,8 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
             simulator.inject(one.tick, Phase.ARRIVAL, accepted)
         elif isinstance(one, Expiry):
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
+        elif isinstance(one, Readmission):
+            simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
@@ -302,6 +305,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         executor_of=lambda replicaset, replica_id: executor,
         reserves_growth=True,
         models=models,
+        served_models=settings.served_models(engine),
     )
     return build_controller(sized_config(config, engine), services), executor
 
