@@ -27,14 +27,13 @@ from vajra_py.contract.latency import LAST_S
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners, listeners_among
+from vajra_py.runtime.requests.rejections import SHED
 from vajra_py.runtime.requests.request import Admission, Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.load import DEFAULT_POOL
 from vajra_py.runtime.serving.policy_swap import bind_all
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_ticks
 
-SHED = "shed by the admission policy"
-"""How the detail of a request begins that the policy refused."""
 MAX_FRUITLESS = 100_000
 """Times in a row that a policy may defer requests although nothing else happens in between."""
 

@@ -15,6 +15,7 @@ from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.rejections import OUT_OF_SERVICE
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import AdmissionGate, Deferral
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
@@ -23,8 +24,6 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
-OUT_OF_SERVICE = "out of service"
-"""How the detail of requests begins whose policies broke the contract."""
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""

@@ -23,17 +23,13 @@ from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.support.clock import to_seconds
-
-QUEUE_FULL = "the queue is full"
-ALL_FAILED = "every replica has failed"
-"""How refusals begin that have nothing to do with the request itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:

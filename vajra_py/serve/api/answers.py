@@ -13,8 +13,7 @@ from typing import Any
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute.interface import NOTHING_LEFT
 from vajra_py.engine.tokenizer import Tokenizer
-from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
-from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL
+from vajra_py.runtime.requests.rejections import ALL_FAILED, OUT_OF_SERVICE, QUEUE_FULL, SHED
 from vajra_py.serve.api.logprobs import LogprobWriter, TextOffsets
 from vajra_py.serve.api.schema import ChatBody, GenerationBody
 from vajra_py.serve.http.errors import ApiError
