@@ -32,7 +32,7 @@ from vajra_py.runtime.requests.request import Admission, Request, RequestFacts, 
 from vajra_py.runtime.serving.load import DEFAULT_POOL
 from vajra_py.runtime.serving.policy_swap import bind_all
 from vajra_py.runtime.serving.replicaset import Replicaset
-from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 MAX_FRUITLESS = 100_000
 """Times in a row that a policy may defer requests although nothing else happens in between."""
@@ -130,7 +130,7 @@ class AdmissionGate:
         admission = request.admission
         assert admission is not None
         assert admission.deferred_at is not None
-        admission.deferred_s = now - admission.deferred_at
+        admission.deferred_s = to_seconds(to_ticks(now) - to_ticks(admission.deferred_at))
         return deferral
 
     def deferral_of(self, request: Request) -> Deferral:
