@@ -150,9 +150,7 @@ class PluginParts:
             return None
         return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
 
-    def _named_choice(
-        self, path: KeyPath, choice: Any, known: tuple[str, ...]
-    ) -> tuple[str, Mapping[str, Any]] | None:
+    def _named_choice(self, path: KeyPath, choice: Any, known: tuple[str, ...]) -> tuple[str, Mapping[str, Any]] | None:
         """Return the name and parameters of a choice; None if it has not the form of one."""
         if not isinstance(choice, dict):
             self._found(path, f"must be a policy's name, or a mapping of policy and params (got {show(choice)})")

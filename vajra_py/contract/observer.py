@@ -111,9 +111,7 @@ class Observer:
     def on_arrival(self, request: RequestView, now: float) -> None:
         """A request was submitted; what cannot be taken in ends at once (`on_ended`)."""
 
-    def on_admission_decision(
-        self, request: RequestView, policy: str, decision: AdmissionDecision, now: float
-    ) -> None:
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         """The admission policy degraded, refused or deferred a request, or let in one that it had deferred.
 
         A request that is accepted as it is when it arrives is not told of.

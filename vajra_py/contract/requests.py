@@ -26,7 +26,7 @@ class EndReason(Enum):
     FAILED = "failed"
     """The replica that ran it failed."""
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 class RequestView(Protocol):

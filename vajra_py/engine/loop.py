@@ -83,7 +83,9 @@ class EngineLoop(Backend[EngineReplica]):
         self._clock = clock
         self._options = options = options or LoopOptions()
         self._note = note
-        rules = DriverOptions(options.check_every_steps, isolates_policies=options.isolates_policies)
+        rules = DriverOptions(
+            options.check_every_steps, serves=options.serves, isolates_policies=options.isolates_policies
+        )
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_through(self._form_step)
         self._events = self._driver.events

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from vajra_py.engine.compute import Foreseen, StepInput
+from vajra_py.engine.compute import LookaheadStep, StepInput
 from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey, Worker
 from vajra_py.errors import ExecutorError
 
@@ -114,9 +114,9 @@ class StepWatch:
             self._timers[replica] = timer
         return lambda news: self._deliver(timer, news)
 
-    def begin(self, replica: ReplicaKey, step: StepInput | Foreseen) -> None:
+    def begin(self, replica: ReplicaKey, step: StepInput | LookaheadStep) -> None:
         """A step is about to be given to the replica's worker."""
-        wanted = step.step if isinstance(step, Foreseen) else step
+        wanted = step.step if isinstance(step, LookaheadStep) else step
         num_tokens = len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks)
         with self._gate:
             timer = self._timers.get(replica)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vajra_py.plugins.build import (
-    Truth,
+    OutputLengthInputs,
     build_admission_policy,
     build_latency_model,
     build_observer,
@@ -21,10 +21,10 @@ from vajra_py.plugins.scaffold import write_plugin
 __all__ = [
     "ADMISSION",
     "Offer",
+    "OutputLengthInputs",
     "Parameter",
     "PluginSource",
     "Registry",
-    "Truth",
     "build_admission_policy",
     "build_latency_model",
     "build_observer",

@@ -11,7 +11,7 @@ you drive it (`submit`, `step`), or the simulator does (`run`); both tell every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -27,6 +27,7 @@ from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
@@ -234,7 +235,10 @@ class Harness:
             output_lengths=options.output_lengths,
             random_stream=SeedTree(options.seed).stream,
         )
-        schedulers = [self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler) for _ in range(options.num_replicas)]
+        self._alarms = AlarmClock()
+        schedulers = [
+            self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler, one) for one in range(options.num_replicas)
+        ]
         prefill_time.follow([self._prefill_table(one) for one in schedulers[:1]])  # all were built from one source
         self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
         prioritizer_name = type(self.prioritizer).__name__
@@ -248,18 +252,22 @@ class Harness:
         self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
-        self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME)
+        self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
         self._recorder = _StepRecorder(keeps_steps=options.keeps_steps)
         self.controller.watch((self._recorder,))
 
-    def _policy(self, layer: Layer, source: PolicySource) -> Any:
+    def _policy(self, layer: Layer, source: PolicySource, replica_id: int | None = None) -> Any:
+        sleeper = Sleeper(_NAME, layer.value, source if isinstance(source, str) else _NAME, replica_id)
+        context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
         if isinstance(source, str):
-            return build_policy(layer, source, {}, self.context)
-        if isinstance(source, tuple):
-            return build_policy(layer, source[0], source[1], self.context)
-        is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
-        policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(self.context)
-        check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
+            policy: Any = build_policy(layer, source, {}, context)
+        elif isinstance(source, tuple):
+            policy = build_policy(layer, source[0], source[1], context)
+        else:
+            is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
+            policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
+            check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
+        sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
         return policy
 
     def _prefill_table(self, scheduler: Any) -> PrefillTable:
@@ -345,7 +353,9 @@ class Harness:
 
     def submit_spec(self, spec: RequestSpec) -> Request:
         """Let a request of a workload arrive now, whatever its own arrival time says."""
-        request, _, _ = self.controller.submit(facts_of(spec), lambda size: hashes_of(spec, size, ""), self._now)
+        facts = facts_of(spec)
+        replicaset = self.controller.replicaset_for(facts)
+        request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
         if request.state is not RequestState.ENDED:
             self._executor.expect(request, spec.num_output_tokens)
         return request

@@ -123,7 +123,9 @@ def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count
     replicasets = run.controller.replicasets
     firsts: dict[str, RequestView] = {}
     for spec in run.workload:
-        request, replicaset = run.controller.new_request(facts_of(spec), spec.arrived_at)
+        facts = facts_of(spec)
+        replicaset = run.controller.replicaset_for(facts)
+        request = run.controller.new_request(facts, replicaset, spec.arrived_at)
         request.move_to(RequestState.WAITING)
         firsts.setdefault(replicaset.name, request)
         if len(firsts) == len(replicasets):
@@ -172,7 +174,9 @@ class PartOfRun(SimulatedRun):
         self.controller.index_of = lambda facts: row
         for row, spec in enumerate(self.workload):
             tick = to_ticks(spec.arrived_at)
-            request, replicaset = self.controller.new_request(facts_of(spec), to_seconds(tick))
+            facts = facts_of(spec)
+            replicaset = self.controller.replicaset_for(facts)
+            request = self.controller.new_request(facts, replicaset, to_seconds(tick))
             owners, replica_id, now = division.owners[replicaset.name], -1, to_seconds(tick + delay)
             if replicaset.name not in division.together and replicaset.refusal(request, now) is None:
                 request.move_to(RequestState.WAITING)

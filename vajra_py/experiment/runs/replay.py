@@ -38,6 +38,7 @@ from vajra_py.runtime.records.input_log import (
     RecordedOutput,
     StageEnd,
     Swap,
+    WakeUp,
     read_inputs,
     read_rows,
 )
@@ -254,6 +255,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         tenant_salt=any(one.tenant_salt for one in memories),
         fast_forward=not recording.knows_tokens,  # by which every step may publish blocks
         expires=False,
+        wakes=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
     simulator = Simulator(
@@ -274,6 +276,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
+        elif isinstance(one, WakeUp):
+            simulator.inject(one.tick, Phase.WAKE, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator

@@ -21,7 +21,7 @@ from vajra_py.latency import (
     description_of,
     step_times_of,
 )
-from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.plugins import Registry, OutputLengthInputs, build_latency_model, build_output_lengths
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.replica import Replica
@@ -49,9 +49,9 @@ class SimulatedRun:
         models = _by_replicaset(run, latencies, predictions)
         _check_kv_groups(run.config, latencies)
         seeds = run.seeds.child("policies")
-        truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
+        inputs = OutputLengthInputs(seeds.child("output_lengths").stream, run.workload.true_lengths())
         predictor = build_output_lengths(
-            settings.output_length.type, settings.output_length.parameters, truth, run.registry
+            settings.output_length.type, settings.output_length.parameters, inputs, run.registry
         )
         executor = SimulatedExecutor()
         request_overhead = _intake(latency)

@@ -23,7 +23,7 @@ _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
 
 class RequestState(Enum):
-    """Where a request stands; `Request.move_to` allows only the moves of the life cycle."""
+    """State of a request; `Request.move_to` allows only the moves of the life cycle."""
 
     CREATED = "created"
     DEFERRED = "deferred"
@@ -36,7 +36,7 @@ class RequestState(Enum):
     """Waiting again, its KV in host memory."""
     ENDED = "ended"
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 _CREATED = RequestState.CREATED
@@ -100,7 +100,7 @@ else:
 
 
 class SharedCounters(Protocol):
-    """Counters of requests that decode in step: what they have in common."""
+    """Counters that requests have in common which decode together."""
 
     @property
     def num_committed(self) -> int:
@@ -181,7 +181,7 @@ class Request(_Stated):
         self.end_reason: EndReason | None = None
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
-        """When its tokens came: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -252,7 +252,7 @@ class Request(_Stated):
 
     @property
     def last_token_at(self) -> float | None:
-        """When its client saw its newest token."""
+        """Time at which its newest token was delivered, seconds; None before the first."""
         for entry in reversed(self.token_log):
             if isinstance(entry, int):
                 return to_seconds(entry)
@@ -264,7 +264,7 @@ class Request(_Stated):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """When its next token is due by its promises."""
+        """Deadline of its next token by its SLOs, seconds; None if it has none."""
         if self.num_output_tokens == 0:
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
         last_at = self.last_token_at

@@ -34,6 +34,8 @@ from vajra_py.runtime.serving.policy_swap import bind_all
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
+ADMISSION_SLOT = "admission"
+"""Place of the admission policy under `scheduling:` in YAML, by which it is woken."""
 MAX_FRUITLESS = 100_000
 """Times in a row that a policy may defer requests although nothing else happens in between."""
 
@@ -189,6 +191,19 @@ class AdmissionGate:
         if models is not None and models[name] != models[request.replicaset]:
             return f"sent a request to a replicaset that serves another model than {request.replicaset}"
         return None
+
+    def wake(self, key: str, now: float) -> None:
+        """Tell the policy that a time has come that it asked for. Raises `PolicyError`, which is kept as `error`."""
+        on_wake = getattr(self.policy, "on_wake", None)
+        if on_wake is None:
+            return
+        try:
+            on_wake(key, now)
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            self.error = PolicyError.caused_by(self.name, error)
+            raise self.error from error
 
     def violation(self, message: str, request: Request) -> PolicyError:
         """The error for what the policy did with a request."""

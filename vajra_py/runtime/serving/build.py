@@ -19,7 +19,8 @@ from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
-from vajra_py.runtime.serving.admission import AdmissionGate
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
+from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
@@ -34,7 +35,7 @@ DEFAULT_MAX_MODEL_LEN = 131_072
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model and its device say about sizes, where the settings leave them open."""
+    """Sizes that follow from the model and its device, where the settings leave them open."""
 
     num_blocks: Callable[[int, float], int] | None = None
     """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
@@ -44,7 +45,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasetModel:
-    """The model of one replicaset: what predicts its steps, and its sizes."""
+    """Model of one replicaset: its latency model and its sizes."""
 
     latency: LatencyModel
     facts: ModelFacts
@@ -52,7 +53,7 @@ class ReplicasetModel:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a run brings along for its policies and replicas."""
+    """Services of a run for its policies and replicas."""
 
     registry: Registry
     latency: LatencyModel
@@ -60,27 +61,29 @@ class Services:
     seeds: SeedTree
     facts: ModelFacts
     executor_of: Callable[[str, int], Executor]
-    """(replicaset, replica) to who executes its steps."""
+    """(replicaset, replica) to the executor of its steps."""
     records_copies: bool = False
     reserves_growth: bool = False
     """See `BuilderOptions`."""
     holds_ended_slots: bool = False
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """By replicaset, where they are not all of one model; in place of `latency` and `facts`."""
+    """Models by replicaset, where they differ; they replace `latency` and `facts`."""
     served_models: Mapping[str, object] | None = None
-    """By replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
+    """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
-    """What the policies emit, and what they asked for in vain."""
+    """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
+    alarms: AlarmClock = field(default_factory=AlarmClock)
+    """Wake-ups that the policies ask for."""
 
     def of(self, replicaset: str) -> Services:
-        """The same for one replicaset."""
+        """Return the services for one replicaset."""
         own = self.models.get(replicaset)
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
 def build_controller(config: SystemConfig, services: Services) -> Controller:
-    """Every replicaset of the experiment, empty and ready.
+    """Build every replicaset of the experiment, empty and ready.
 
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
     """
@@ -90,14 +93,14 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    controller = Controller(replicasets, _selector(settings), diary=services.diary)
+    controller = Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
     if config.admission_policy is not None:
         controller.gate = _build_gate(config.admission_policy, replicasets, services)
     return controller
 
 
 def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
-    """The admission policy over these replicasets: with the largest of all their limits, and the predictions of the first."""
+    """Build the admission policy over these replicasets: with the largest of all their limits, and the predictions of the first."""
     first = next(iter(replicasets.values()))
     replicas = [replica for one in replicasets.values() for replica in one.replicas]
     assert first.policies is not None
@@ -115,7 +118,11 @@ def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], ser
         context = replace(context, output_lengths=lengths)
 
     def make() -> AdmissionPolicy:
-        return build_admission_policy(choice.policy, choice.parameters, context, services.registry)
+        sleeper = Sleeper("", ADMISSION_SLOT, choice.policy)
+        own = replace(context, wake=PolicyWakeUps(services.alarms, sleeper))
+        policy = build_admission_policy(choice.policy, choice.parameters, own, services.registry)
+        sleeper.policy = policy
+        return policy
 
     return AdmissionGate(make, choice.policy, replicasets, services.served_models)
 
@@ -142,7 +149,7 @@ def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFact
 
 
 def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelFacts) -> ReplicaLimits:
-    """The sizes of a replica: what the settings say, else what the model and its device leave."""
+    """Return the sizes of a replica: those of the settings, else those that model and device leave."""
     memory = settings.memory
     groups = settings.kv_parallel
     num_blocks = memory.num_blocks
@@ -172,7 +179,7 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
 
 
 def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> KvMemory:
-    """An empty KV memory of these sizes."""
+    """Build an empty KV memory of these sizes."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -225,7 +232,7 @@ def build_replicaset(
     seeds: SeedTree,
     services: Services,
 ) -> Replicaset:
-    """A replicaset with a replica for each plan, empty and ready.
+    """Build a replicaset with a replica for each plan, empty and ready.
 
     Raises `ConfigError` where replicas or policies do not go together, and what building a policy raises.
     """
@@ -246,7 +253,10 @@ def build_replicaset(
             own = replace(own, limits=plans[replica_id].limits, latency=plans[replica_id].latency)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
-        return build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        sleeper = Sleeper(name, layer.value, choice.policy, replica_id)
+        own = replace(own, wake=PolicyWakeUps(services.alarms, sleeper))
+        sleeper.policy = build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        return sleeper.policy
 
     def predict(choices: Sequence[PolicyChoice], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
         in_force = [replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]
@@ -293,7 +303,7 @@ def _build_replica(
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
-    """Limits of which each is the largest that some replica has: what policies of the whole replicaset are built with."""
+    """Return the largest of each limit over all replicas; policies of the whole replicaset are built with them."""
 
     def largest(values: Iterable[int | None]) -> int | None:
         found = list(values)
@@ -304,7 +314,7 @@ def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
 
 
 def _prefill_tables(plans: Sequence[ReplicaPlan], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
-    """Prefill times on each kind of replica: of those that are built from equal plans one is asked."""
+    """Return the prefill times of each kind of replica; replicas with equal plans are one kind."""
     kinds: list[ReplicaPlan] = []
     tables = []
     for plan, scheduler in zip(plans, schedulers, strict=True):

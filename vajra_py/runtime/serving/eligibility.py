@@ -1,4 +1,4 @@
-"""Which replicas of a replicaset can run a request, and the bounds on requests that follow over all of them.
+"""Eligible replicas: those of a replicaset that can run a request, and the bounds on requests over all of them.
 
 Replicas may differ in limits, latency model and replica scheduler. Of equal ones one is asked for all; where they differ, policies of
 the replicaset are offered the eligible ones alone.
@@ -55,7 +55,7 @@ class RequestBounds:
         return next(fitting, self.max_request_tokens) - num_prompt_tokens
 
     def holders(self, request: Request) -> Sequence[Replica]:
-        """Replicas with room for the longest that the request may become, by id."""
+        """Replicas that can hold the request at its greatest length, by id."""
         if self.are_equal:
             (kind,) = self._kinds
             return kind if kind[0].can_hold(request) else ()
@@ -74,7 +74,7 @@ def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
 def first_refusal(
     replicas: Iterable[Replica], load_of: Callable[[int], ReplicaLoadView], request: Request, now: float
 ) -> str | None:
-    """The first refusal ("policy: reason"), when the scheduler of each replica refuses the request; None when one would run it."""
+    """Return the first refusal ("policy: reason") if every replica's scheduler refuses the request, else None."""
     first: str | None = None
     for replica in replicas:
         parts = replica.parts
@@ -86,7 +86,7 @@ def first_refusal(
 
 
 def refusal_of(scheduler: Any, name: str, replica: ReplicaLoadView, request: Request, now: float) -> str | None:
-    """Why a replica scheduler would never run the request on its replica; None when it would, or does not refuse any."""
+    """Return a replica scheduler's reason never to run the request on its replica; None if it has none."""
     refuses: Callable[[Request, ReplicaLoadView, float], str | None] | None = getattr(scheduler, "refuses", None)
     if refuses is None:
         return None

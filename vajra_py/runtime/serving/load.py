@@ -77,7 +77,7 @@ class LiveLoad:
 
 
 class LoadOnDemand:
-    """`ReplicaLoadView` that has the steps that ended applied before a figure is read."""
+    """`ReplicaLoadView` that applies the steps that have ended before a figure is read."""
 
     __slots__ = ("_live", "_sync")
 
@@ -92,7 +92,7 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` of some time ago: what a router sees that polls its replicas. Prefix hits are read live."""
+    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are read live."""
 
     live: LiveLoad
     replica_id: int
@@ -113,16 +113,14 @@ class SnapshotLoad:
 
     @classmethod
     def of(cls, live: LiveLoad) -> SnapshotLoad:
-        """A snapshot that has not been taken yet."""
+        """Return a snapshot without figures yet."""
         return cls(live, live.replica_id, live.pool, live.role, live.limits, live.num_blocks, live.max_batch_size)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
-        """Take the figures again if they are older than the interval; the snapshot with its age set."""
+        """Read the figures again if they are older than the interval; returns the snapshot with its age set."""
         live = self.live
-        self.state, self.is_up = (
-            live.state,
-            live.is_up,
-        )  # a request that is sent to a replica that is down comes back at once
+        # Read live: requests sent to a replica that is down come back at once.
+        self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running
             self.num_waiting = live.num_waiting

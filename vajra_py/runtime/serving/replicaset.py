@@ -31,15 +31,16 @@ from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.support.clock import to_seconds
 
+
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How much may wait in a replicaset; None: any amount."""
+    """Limits on what may wait in a replicaset; None: no limit."""
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
 
 
-class SharedDoor:
+class SharedQueueAccess:
     """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
 
     __slots__ = ("_replicaset", "queue", "view")
@@ -56,16 +57,16 @@ class SharedDoor:
         return request in self.queue
 
     def pulled(self, now: float) -> Iterator[RequestView]:
-        """What this replica may take now, in the order that the scheduler gives."""
+        """Iterate over the requests that this replica may take now, in the order that the scheduler gives."""
         assert self.view is not None
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """Keys that may move with anything are read again."""
+        """Let keys that may change at any event be read again."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
-        """The replica has admitted it."""
+        """Remove a request that the replica has admitted."""
         self.queue.remove(request)
 
 
@@ -120,7 +121,7 @@ class Replicaset:
         self.shared = shared
         self.admission = admission
         self.replicas: list[Replica] = []
-        self._doors: list[SharedDoor] = []
+        self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
@@ -128,29 +129,29 @@ class Replicaset:
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
-        """Whether its replica schedulers are asked before a request is taken in."""
+        """True if its replica schedulers are asked before a request is accepted."""
         self._differs = False
-        """Whether a request that one replica can run may be too much for another."""
+        """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ."""
         self.sync: Callable[[], None] = _do_nothing
-        """Applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
+        """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()
-        """Replicas that do not compute."""
+        """Replicas that are lost."""
         self.around: Around | None = None
         self.policies: Policies | None = None
-        """Where its policies come from; None: it was put together by hand, and they stay."""
+        """Its policies; None: it was put together by hand, and its policies stay."""
         self.out_of_service = ""
-        """What a policy did for which this replicaset takes no requests; empty: nothing."""
+        """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
-        """Build a replica with its door to the shared queue and take it in."""
-        door = SharedDoor(self)
-        self._doors.append(door)
-        replica = make(door)
+        """Build a replica with its access to the shared queue and add it."""
+        access = SharedQueueAccess(self)
+        self._shared_accesses.append(access)
+        replica = make(access)
         load = LiveLoad(replica)
-        door.view = load
+        access.view = load
         self.replicas.append(replica)
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
@@ -159,19 +160,19 @@ class Replicaset:
         return replica
 
     def share(self, queue: RequestQueue) -> None:
-        """Let this be the shared queue from now on."""
+        """Replace the shared queue."""
         self.shared = queue
-        for door in self._doors:
-            door.queue = queue
+        for access in self._shared_accesses:
+            access.queue = queue
 
     def bind_policy(self, scheduler: ReplicasetScheduler, name: str) -> None:
-        """Let this scheduler choose from now on."""
+        """Replace the replicaset scheduler."""
         self.scheduler, self.scheduler_name = scheduler, name
         assign, around = scheduler.assign, self.around
         self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
 
     def on_schedulers_bound(self) -> None:
-        """Read from the replicas' schedulers, which are in force now, which of them are asked about arriving requests."""
+        """Read from the replica schedulers in force which of them are asked about arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
         self._differs = not self.bounds.are_equal or (self.may_refuse and not self._are_schedulers_alike())
         self._eligible.clear()
@@ -206,7 +207,7 @@ class Replicaset:
         return found
 
     def call_through(self, around: Around) -> None:
-        """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
+        """Call policies through the wrappers that `around` makes of their methods, those of later policies too."""
         self.around = around
         self.bind_policy(self.scheduler, self.scheduler_name)
         for replica in self.replicas:
@@ -214,21 +215,21 @@ class Replicaset:
             replica.bind_policy(replica.parts)
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything that happens here from now on."""
+        """Notify these observers of everything that happens here from now on."""
         self.observers = observers
         for replica in self.replicas:
             replica.watch(observers)
 
     def set_state(self, replica_id: int, state: ReplicaState) -> None:
-        """A replica comes or goes; the scheduler sees it at its next look."""
+        """Set a replica's state; the scheduler sees it at its next look."""
         self._live[replica_id].set_state(state)
 
     def is_up(self, replica_id: int) -> bool:
-        """Whether a replica takes requests."""
+        """Return True if a replica takes requests."""
         return self._live[replica_id].is_up
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """A replica is gone with everything that it held; returns the requests that ended with it."""
+        """Lose a replica with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
         for request in self._stranded(now):
@@ -250,32 +251,32 @@ class Replicaset:
         return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
 
     def note_lost(self, replica_id: int) -> None:
-        """A replica does not compute any more."""
+        """Mark a replica as lost."""
         self.set_state(replica_id, ReplicaState.DOWN)
         self.lost.add(replica_id)
 
     def restore(self, replica_id: int) -> None:
-        """A lost replica is there again, empty."""
+        """Bring a lost replica back, empty."""
         self.lost.discard(replica_id)
         self.set_state(replica_id, ReplicaState.UP)
 
     @property
     def num_up(self) -> int:
-        """Replicas that compute."""
+        """Replicas that take requests."""
         return len(self.replicas) - len(self.lost)
 
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
 
-    # The door
+    # Admission
 
     def refusal(self, request: Request, now: float) -> str | None:
-        """Why this request cannot be taken, now or ever; None when it can."""
+        """Return the reason that this request cannot be taken, now or ever; None if it can."""
         return self.why_never(request, now) or self.why_full(request)
 
     def why_never(self, request: Request, now: float) -> str | None:
-        """Why no replica will run this request, or none is there; None when one can."""
+        """Return the reason that no replica will run this request, or none is there; None if one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -313,7 +314,7 @@ class Replicaset:
         return first_refusal((one for one in holders if self.is_up(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
-        """A replica for a policy that is asked whether it refuses a request, synchronised when a figure is read.
+        """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
 
         Such a policy is asked at every arrival and seldom reads one: to synchronise before asking takes a tenth longer (the
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
@@ -336,7 +337,7 @@ class Replicaset:
         return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Queue an accepted request; returns the replica that it is bound to, None when anyone may pull it."""
+        """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
         return self.place(request, now)
 
@@ -359,7 +360,7 @@ class Replicaset:
         return replica
 
     def _may_assign(self, request: Request, now: float) -> bool:
-        """Whether some replica is up that can run the request; otherwise it waits in the shared queue for one."""
+        """Return True if a replica that can run the request is up; otherwise it waits in the shared queue for one."""
         return self._is_runnable(request, now) if self._differs else self.num_up > 0
 
     def _assign(self, request: Request, now: float) -> int | None:
@@ -378,7 +379,7 @@ class Replicaset:
             return None
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
             return chosen
-        answer: object = chosen  # a plug-in may say anything
+        answer: object = chosen  # a plug-in may return anything
         up = [one.replica_id for one in self.eligible(request, now) if self.is_up(one.replica_id)]
         if not isinstance(answer, Integral) or int(answer) not in up:
             which = "that are up and can run it" if self._differs else "that are up"
@@ -388,7 +389,7 @@ class Replicaset:
         return int(chosen)
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
-        """Shared-queue requests that the scheduler lets this replica take, as requests."""
+        """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
@@ -413,16 +414,16 @@ class Replicaset:
         return any(one.replica_id == replica_id for one in self.eligible(request, now))
 
     def offers(self, replica_id: int, now: int) -> bool:
-        """Whether the replica may pull anything from the shared queue."""
+        """Return True if the replica may pull a request from the shared queue."""
         return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
 
     def forget(self, request: Request) -> None:
-        """The request has left for good."""
+        """Forget a request that has left for good."""
         self._queued_by_id.pop(request.request_id, None)
         self._eligible.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """End a request before its time, wherever it is; False when its step has to come back first."""
+        """Abort or expire a request, wherever it is; False when its step has to come back first."""
         if request in self.shared:
             self.shared.remove(request)
             end_request(request, reason, detail, now)
@@ -433,4 +434,4 @@ class Replicaset:
 
 
 def _do_nothing() -> None:
-    """No step has ended that is not applied."""
+    """Do nothing: there is no step that has ended and is not applied."""

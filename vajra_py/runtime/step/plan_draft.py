@@ -1,4 +1,4 @@
-"""The plan of a step while it is written: what is in it, what is left of its limits, and the finished plan."""
+"""The plan of a step while it is written: its entries, the rest of its limits, and the finished plan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ UNLIMITED = 2**62
 
 
 class PlanDraft:
-    """What the builder has granted so far in one replica's step; used again for every step.
+    """Work that the builder has granted so far in one replica's step; used again for every step.
 
     Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
     """
 
-    __slots__ = (  # a class of more than 30 attributes reads them slowly otherwise
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
         "_features",
         "_group_features",
         "_group_tokens",
@@ -69,17 +69,17 @@ class PlanDraft:
         self.slots_held = 0
         """Slots of requests that ended with the step before, which an asynchronous scheduler has not seen end."""
         self.swap_bytes_due = 0
-        """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
+        """Bytes moved by attempts at a step that then ran nothing; they count in the next step."""
         self.num_preempted_before = 0
-        """Requests that was preempted in attempts at this step that ran nothing."""
+        """Requests that were preempted in attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
-        # What is in the batch and what is left: attributes rather than properties, since policies read them for every chunk.
+        # Contents and rest of the batch: attributes rather than properties, since policies read them for every chunk.
         self.slots_left = 0
-        """How many more requests the batch may hold."""
+        """Number of further requests that the batch may hold."""
         self.tokens_left = 0
-        """What remains of the step's token budget."""
+        """Remaining token budget of the step."""
         self.num_tokens = 0
         """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
@@ -88,11 +88,11 @@ class PlanDraft:
         self._empty(0.0)
 
     def keep_notes(self, *, on: bool) -> None:
-        """Keep the notes of policies from now on, or do not."""
+        """Turn the keeping of policies' notes on or off."""
         self._options.keep_notes = on
 
     def begin_attempts(self) -> None:
-        """Begin with the next step: nothing was preempted for it yet."""
+        """Begin the next step, for which nothing was preempted yet."""
         self.num_preempted_before = 0
 
     def count_preempted(self, num_requests: int) -> None:
@@ -100,7 +100,7 @@ class PlanDraft:
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:
-        """Leave the slots of so many ended requests out of the next step, whose scheduler has not seen them end; 0: it has."""
+        """Withhold the slots of so many ended requests from the next step, whose scheduler has not seen their ends."""
         self.slots_held = num_requests
 
     def _drop_dues(self) -> None:
@@ -130,7 +130,7 @@ class PlanDraft:
         if self.notes:
             self.notes = {}
 
-    # What is in the batch
+    # Contents of the batch
 
     @property
     def num_decodes(self) -> int:
@@ -177,7 +177,7 @@ class PlanDraft:
         return features
 
     def _has_selected_the_pool(self) -> bool:
-        """Whether the decodes that were taken one by one are the members of the pool."""
+        """Return True if the decodes that were taken one by one are all members of the pool."""
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
@@ -225,7 +225,7 @@ class PlanDraft:
         self._features = None
 
     def _add_swap(self, num_blocks: int) -> None:
-        """So many blocks are copied between device and host before the step."""
+        """Count blocks that are copied between device and host before the step."""
         self._swap_bytes += num_blocks * self._running_set.limits.bytes_per_block
         self._features = None
 
@@ -236,7 +236,7 @@ class PlanDraft:
     # The finished plan
 
     def plan(self, step_index: int, formed_at: int) -> StepPlan | None:
-        """The plan as it stands, None when nothing was done; what it computes counts as computed from now on."""
+        """Return the plan, None when nothing was done; its tokens count as computed from now on."""
         runs_something = self.slots_left < self._slots_at_start
         if not runs_something and not self.preempted:
             return None
@@ -255,7 +255,7 @@ class PlanDraft:
             admissions = {chunk.request: chunk.request.admitted_index for chunk in chunks}
         elif num_pool_decodes:
             pool.commit()
-        # What a step that only preempts has to copy is copied by the next one that runs.
+        # Copies due from a step that only preempts are made by the next step that runs.
         self.swap_bytes_due = 0 if runs_something else self._swap_bytes
         return StepPlan(
             step_index,
@@ -278,7 +278,7 @@ class PlanDraft:
         )
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> StepPlan:
-        """The plan that comes `num_steps` repetitions after one of nothing but decodes, which are not in flight any more.
+        """Return the plan that follows a pure decode plan, no longer in flight, after `num_steps` repetitions.
 
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
@@ -311,7 +311,7 @@ class PlanDraft:
             running_set.unskip(request)
 
     def _detached(self, num_pool_decodes: int) -> tuple[PlannedChunk, ...]:
-        """With several steps in flight, every entry keeps its own counters until it comes back."""
+        """Give every entry its own counters until it comes back, since several steps are in flight."""
         running_set = self._running_set
         decodes = []
         if num_pool_decodes:
