@@ -42,6 +42,10 @@ class RequestView(Protocol):
         """The name that the client or the workload gave."""
 
     @property
+    def replicaset(self) -> str:
+        """Name of the replicaset that takes it."""
+
+    @property
     def index(self) -> int:
         """Submission order over the whole run, from 0; the last tie-break of every order."""
 

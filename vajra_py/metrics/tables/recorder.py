@@ -21,9 +21,8 @@ from vajra_py.metrics.tables.columnar import GapList
 from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.runtime.records.step_log import StepLog
-from vajra_py.runtime.support.clock import TICKS_PER_SECOND
-
 from vajra_py.runtime.requests.request import Admission
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 if TYPE_CHECKING:
     from vajra_py.runtime.requests.request import Request

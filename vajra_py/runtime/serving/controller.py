@@ -157,7 +157,7 @@ class Controller:
     # The admission policy
 
     def _at_gate(self, gate: AdmissionGate, deferral: Deferral, now: int) -> tuple[Request, Replica | None]:
-        """A request has arrived that some replica can run."""
+        """Ask about a request that arrives and that some replica can run."""
         request, seconds = deferral.request, to_seconds(now)
         _, replicaset = self._alive[request.request_id]
         gate.num_fruitless = 0
@@ -220,16 +220,19 @@ class Controller:
         return replicaset.why_never(request, now)
 
     def _turn_away(self, request: Request, detail: str, now: int) -> None:
-        """A request that was in no queue ends rejected; the caller tells whoever submitted it."""
+        """End a request that was in no queue as rejected; the caller tells the backend."""
         seconds = to_seconds(now)
         del self._alive[request.request_id]
         end_request(request, EndReason.REJECTED, detail, seconds)
         self.num_ended[EndReason.REJECTED] += 1
         for observer in self._observers:
             observer.on_ended(request, EndReason.REJECTED, detail, seconds)
+        if self.gate is not None and request.admission is not None and request.admission.num_deferrals:
+            for tell in self.gate.own.departures:
+                tell((request,), seconds)
 
     def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
-        """A deferred request leaves before it was let in."""
+        """End a deferred request before it was let in."""
         seconds, (reason, detail) = to_seconds(now), how
         gate.forget(request, seconds)
         end_request(request, reason, detail, seconds)

@@ -296,6 +296,8 @@ class Driver(Generic[R]):
         try:
             replica = self.controller.ask_again(request, self.now)
         except PolicyError as error:
+            if request.state is _ENDED and request.end_reason is not None:
+                self._backend.on_requests_ended(((request, request.end_reason),))
             self._isolate(request.replicaset, error)
             return
         if request.state is _ENDED:
