@@ -187,7 +187,7 @@ class Controller:
         detail = None
         if isinstance(decision, Accept):
             replicaset = self.replicasets[decision.replicaset or replicaset.name]
-            detail = self._why_not_there(deferral, replicaset, seconds)
+            detail = self._why_not_there(gate, deferral, replicaset, seconds)
         if gate.note(request, decision, seconds):
             for observer in self._observers:
                 observer.on_admission_decision(request, gate.name, decision, seconds)
@@ -210,14 +210,15 @@ class Controller:
             tell((request,), seconds)
         return replicaset.accept(request, now)
 
-    def _why_not_there(self, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
-        """Fit a request to the replicaset that the policy sends it to; the reason when that cannot run it."""
+    def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
+        """Fit a request to the replicaset that the policy sends it to; return the reason if that cannot run it."""
         request, facts = deferral.request, deferral.facts
         if replicaset.name == request.replicaset:
             return None
         request.max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         request.hashes = deferral.make_hashes(replicaset.bounds.block_size)
-        return replicaset.why_never(request, now)
+        detail = replicaset.why_never(request, now)
+        return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
 
     def _turn_away(self, request: Request, detail: str, now: int) -> None:
         """End a request that was in no queue as rejected; the caller tells the backend."""

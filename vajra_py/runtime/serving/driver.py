@@ -123,6 +123,8 @@ class Driver(Generic[R]):
         self._idlers: dict[int, Sleeper] = {}
         """By rank, those whose scheduler left them idle on purpose at some time."""
         self._num_fruitless_wakes = 0
+        self._formed_at = -1
+        """Tick at which a step was formed last."""
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
@@ -134,7 +136,7 @@ class Driver(Generic[R]):
         if controller.gate is not None:
             controller.gate.on_room = self.ask_deferred
         if options.wakes:
-            controller.alarms.connect(lambda alarm: self.events.push(max(self.now, alarm.tick), Phase.WAKE, alarm))
+            controller.alarms.connect(self._set_alarm)
         self._read_declarations()
 
     def use(self, fast_forward: FastForward[R]) -> None:
@@ -421,6 +423,7 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _start(self, one: R) -> None:
+        self._formed_at = self.now
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
@@ -468,6 +471,11 @@ class Driver(Generic[R]):
 
     def _only_wakes_left(self) -> bool:
         return all(event[1] is Phase.WAKE for event in self.events.heap)
+
+    def _set_alarm(self, alarm: Alarm) -> None:
+        """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
+        earliest = self.now + 1 if self._formed_at == self.now else self.now
+        self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
 
     def _ring(self, what: Alarm | WakeUp) -> None:
         """Wake a policy: at the time that it asked for, or in a replay when it was woken."""
