@@ -416,7 +416,7 @@ def test_a_broken_policy_takes_the_whole_system_out_of_service_until_a_swap_buil
 
 
 def test_deferred_requests_survive_a_swap_of_another_layer() -> None:
-    run, made = system(lambda request, _, now: ACCEPT if now >= 0.4 else Defer(0.4))
+    run, _ = system(lambda request, _, now: ACCEPT if now >= 0.4 else Defer(0.4))
     change = PolicyChange(
         "b", Layer.REPLICASET_SCHEDULER, config_from_mapping(
             {
