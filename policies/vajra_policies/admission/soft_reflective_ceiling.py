@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from vajra_policies.admission.holding import Holding, HoldingConfig
@@ -25,7 +26,7 @@ def opening_period(saturation: float, rank: int, num_bands: int) -> int:
         return 0
     if rank == 0 or num_bands == 1 or saturation < 1.0 - rank * saturation / (num_bands - 1):
         return 1
-    return max(1, round(saturation / (1.0 - saturation + _ROUND_OFF)))
+    return max(1, math.floor(saturation / (1.0 - saturation + _ROUND_OFF) + 0.5))
 
 
 class SoftReflectiveCeiling(Holding):
