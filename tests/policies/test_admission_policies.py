@@ -370,6 +370,10 @@ class Linear:
 class Context:
     prefill_time: Any = field(default_factory=Linear)
     latency: Any = field(default_factory=Linear)
+    emitted: list[tuple[str, float]] = field(default_factory=list)
+
+    def emit(self, name: str, value: float, now: float, request: Any = None) -> None:
+        self.emitted.append((name, value))
 
 
 @dataclass(eq=False)
@@ -389,27 +393,27 @@ class System:
     name: str = "s"
 
 
-def mooncake(**params: Any) -> Any:
-    return Mooncake(MooncakeConfig(**params), Context())  # type: ignore[arg-type]
+def mooncake(context: Any = None, **params: Any) -> Any:
+    return Mooncake(MooncakeConfig(**params), context or Context())
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ttft_slo_s", "refused"),
+    ("replicas", "ttft_s"),
     [
-        ([Load()], 0.1, None),
-        ([Load()], 0.099, "predicted TTFT of 0.1 s exceeds 0.099 s"),
-        ([Load(hit=60)], 0.04, None),  # 40 tokens are left to compute
-        ([Load(hit=100)], 0.0005, "predicted TTFT of 0.001 s"),  # the last token is computed anyway
-        ([Load(hit=0), Load(hit=50, replica_id=1)], 0.05, None),
-        ([Load(is_up=False), Load(replica_id=1, hit=10)], 0.05, "predicted TTFT of 0.09 s"),
-        ([Load(role="decode", hit=90), Load(role="prefill", replica_id=1)], 0.05, "predicted TTFT of 0.1 s"),
+        ([Load()], 0.1),
+        ([Load(hit=60)], 0.04),  # 40 tokens are left to compute
+        ([Load(hit=100)], 0.001),  # the last token is computed anyway
+        ([Load(hit=0), Load(hit=50, replica_id=1)], 0.05),
+        ([Load(is_up=False, hit=90), Load(replica_id=1, hit=10)], 0.09),
+        ([Load(role="decode", hit=90), Load(role="prefill", replica_id=1)], 0.1),
     ],
 )
-def test_a_predicted_ttft_is_the_shortest_queue_and_prefill(
-    replicas: list[Any], ttft_slo_s: float, refused: str | None
-) -> None:
-    decision = mooncake().admit(Asked(ttft_slo_s=ttft_slo_s), [System(replicas)], 0.0)
-    assert decision is ACCEPT if refused is None else refused in decision.reason
+def test_a_predicted_ttft_is_the_shortest_queue_and_prefill(replicas: list[Any], ttft_s: float) -> None:
+    context = Context()
+    assert mooncake(context).admit(Asked(ttft_slo_s=ttft_s + 1e-9), [System(replicas)], 0.0) is ACCEPT
+    assert context.emitted[0] == ("predicted_ttft_s", pytest.approx(ttft_s))
+    decision = mooncake().admit(Asked(ttft_slo_s=ttft_s - 1e-4), [System(replicas)], 0.0)
+    assert decision == Refuse("its predicted TTFT exceeds what was promised")
 
 
 def test_queued_prompts_count_where_their_tokens_are() -> None:
@@ -419,11 +423,11 @@ def test_queued_prompts_count_where_their_tokens_are() -> None:
         assert policy.admit(request, [System([near, far])], 0.0) is ACCEPT
         policy.on_arrivals([request], 0.0)
         replica.num_pending_tokens += request.num_prompt_tokens
-    assert policy.admit(Asked(100, ttft_slo_s=0.2), [System([near, far])], 0.0) is ACCEPT
-    assert "TTFT of 0.2 s" in policy.admit(Asked(100, ttft_slo_s=0.19), [System([near, far])], 0.0).reason
+    assert policy.admit(Asked(100, ttft_slo_s=0.2001), [System([near, far])], 0.0) is ACCEPT
+    assert isinstance(policy.admit(Asked(100, ttft_slo_s=0.19), [System([near, far])], 0.0), Refuse)
     policy.on_departures([second], 0.0)
     far.num_pending_tokens = 0
-    assert policy.admit(Asked(100, ttft_slo_s=0.1), [System([near, far])], 0.0) is ACCEPT
+    assert policy.admit(Asked(100, ttft_slo_s=0.1001), [System([near, far])], 0.0) is ACCEPT
 
 
 @pytest.mark.parametrize(("running", "slo_s", "refused"), [(9, 0.002, False), (10, 0.002, True), (0, 0.0011, False)])

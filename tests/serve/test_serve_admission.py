@@ -64,10 +64,10 @@ def server(puppet_server: Callable[..., Any]) -> Any:
     return puppet_server(settings, retry_after_s=3, registry=load_registry().with_policies([SPEC]))
 
 
-def post(server: Any, slo_class: str, **body: Any) -> httpx.Response:
+def post(server: Any, slo_class: str, timeout: float = 60, **body: Any) -> httpx.Response:
     asked = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 4, **body}
     headers = {"x-slo-class": slo_class}
-    return httpx.post(f"{server.url}/v1/completions", json=asked, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=asked, headers=headers, timeout=timeout)
 
 
 def alive(server: Any) -> list[Any]:
@@ -130,9 +130,7 @@ def test_a_client_that_leaves_takes_its_deferred_request_along(server: Any, unti
     thread.start()
     until(lambda: [one.is_resident for one in alive(server)] == [True], "the first one runs")
     with pytest.raises(httpx.ReadTimeout):
-        headers = {"x-slo-class": "alone"}
-        body = {"model": "puppet", "prompt": [1], "max_tokens": 2}
-        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.5)
+        post(server, "alone", timeout=0.5)
     until(lambda: len(alive(server)) == 1, "the deferred request is gone")
     server.strings.let_go()
     thread.join(60)

@@ -59,6 +59,8 @@ class Mooncake:
     decode replicas then fill up a prefill time after the decision, so that load swings. `predicted_load` looks at the decode replicas at the end
     of this request's prefill: requests whose prompt is computed by then have come, those that have decoded for `decode_s` have gone.
 
+    What it predicted is in the run's emitted figures.
+
     Source: Mooncake (FAST'25), section 4.1 and Algorithm 1; arXiv 2407.00079, section on early rejection.
     """
 
@@ -66,6 +68,7 @@ class Mooncake:
         self._config = config
         self._prefill_time = context.prefill_time
         self._latency = context.latency
+        self._emit = context.emit
         self._prompts: dict[RequestView, float] = {}
         """Requests that were let in, and when their prompt is predicted to be computed."""
         self._running_on: dict[RequestView, ReplicaId] = {}
@@ -77,8 +80,11 @@ class Mooncake:
         replicas = [one for one in replicaset_of(request, replicasets).replicas if one.is_up]
         ttft_s = self._predicted_ttft_s(request, [one for one in replicas if one.role in _PREFILLS])
         decoding = [one for one in replicas if one.role in _DECODES]
+        tbt_s = self._predicted_tbt_s(request, decoding, now + ttft_s)
         self._decided = (request, now + ttft_s)
-        return self._judged(request, ttft_s, self._predicted_tbt_s(request, decoding, now + ttft_s))
+        self._emit("predicted_ttft_s", ttft_s, now, request)
+        self._emit("predicted_tbt_s", tbt_s, now, request)
+        return self._judged(request, ttft_s, tbt_s)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Count a request that was let in."""
@@ -106,7 +112,7 @@ class Mooncake:
         ):
             promised_s = default_s if stated_s is None else stated_s
             if promised_s is not None and predicted_s > promised_s:
-                return Refuse(f"predicted {noun} of {predicted_s:.3g} s exceeds {promised_s:.3g} s")
+                return Refuse(f"its predicted {noun} exceeds what was promised")
         return ACCEPT
 
     # Prompts

@@ -78,7 +78,7 @@ class PriorityHoldback(Holding):
             return Refuse(f"priority {request.priority} has no ceiling")
         line, saturation = self._line_of(request), saturation_for(self._config, request, replicasets)
         if line.waits_behind(request) or saturation >= self._ceilings[request.priority]:
-            reason = f"saturation is {saturation:.2f}, and priority {request.priority} is held back"
+            reason = f"priority {request.priority} is held back at this saturation"
             return self._closed(line, request, now, reason)
         return self._open(line, request)
 

@@ -50,9 +50,7 @@ class ProbabilisticShedding:
         saturation = saturation_for(config, request, replicasets)
         probability = min(config.factor * saturation**config.power, 1.0)
         if self._stream.random() < probability:
-            return Refuse(
-                f"saturation is {saturation:.3f}, and its priority is shed with probability {probability:.2f}"
-            )
+            return Refuse("the replicas are near saturation, and its priority is shed by lot")
         return ACCEPT
 
 

@@ -42,9 +42,8 @@ class SaturationShedding(Holding):
         if request.priority <= config.protected_priority:
             return ACCEPT
         line = self._line_of(request)
-        saturation = saturation_for(config, request, replicasets)
-        if line.waits_behind(request) or saturation >= config.limit:
-            return self._closed(line, request, now, f"saturation is {saturation:.2f}, and its priority is sheddable")
+        if line.waits_behind(request) or saturation_for(config, request, replicasets) >= config.limit:
+            return self._closed(line, request, now, "the replicas are saturated, and its priority is sheddable")
         return self._open(line, request)
 
 

@@ -56,7 +56,7 @@ class SoftReflectiveCeiling(Holding):
         rank = self._priorities.index(request.priority)
         period = opening_period(saturation, rank, len(self._priorities))
         if period == 0 or (period > 1 and self._cycle(request, now) % period):
-            reason = f"saturation is {saturation:.2f}, and priority {request.priority} is closed"
+            reason = f"priority {request.priority} is closed at this saturation"
             return self._closed(line, request, now, reason)
         return self._open(line, request)
 

@@ -52,13 +52,21 @@ _BECAUSE = {
 }
 
 
+_MAX_REASONS = 3
+"""Reasons of an admission policy that a sentence names."""
+
+
 def _shed(data: Mapping[str, Any]) -> list[str]:
     """Return a sentence on why requests were rejected, where an admission policy is one of the reasons."""
     section = data.get("admission")
     if section is None or not any(section["rejected"].values()):
         return []
     found = [f"{count} {_BECAUSE[kind]}" for kind, count in section["rejected"].items() if count]
-    return [f"Of the rejected requests {', '.join(found)}."]
+    reasons = list(section["refused_by_reason"].items())
+    named = "; ".join(f"{reason} ({count})" for reason, count in reasons[:_MAX_REASONS])
+    more = f"; and {len(reasons) - _MAX_REASONS} other reasons" if len(reasons) > _MAX_REASONS else ""
+    why = f" Its reasons: {named}{more}." if reasons else ""
+    return [f"Of the rejected requests {', '.join(found)}.{why}"]
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")
