@@ -247,7 +247,7 @@ def _check_policy(offer: Offer[PolicySpec]) -> None:
 
 
 def _check_parameters(offer: Offer[PolicySpec] | Offer[AdmissionSpec]) -> None:
-    config = offer.spec.config
+    config: type[BaseModel] = offer.spec.config  # a plug-in may give another
     if not issubclass(config, PolicyConfig):
         what = f"{offer.spec.name!r} with {config.__name__}"
         raise PluginError(str(offer.source), f"offers the policy {what}, which is not a PolicyConfig")

@@ -11,7 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
+from typing import Any
+
+import numpy as np
 
 from vajra_py.contract import (
     Accept,
@@ -114,7 +117,7 @@ class AdmissionGate:
     def keep(self, deferral: Deferral, until: float | None, now: int) -> None:
         """Keep a deferred request until the policy is to be asked again."""
         request = deferral.request
-        tick = None if until is None else max(to_ticks(until), now + 1)
+        tick = None if until is None else max(_tick_from(until), now + 1)
         if request.state is not RequestState.DEFERRED:
             request.move_to(RequestState.DEFERRED)
         self._deferred[request] = replace(deferral, until=tick, is_void=False)
@@ -178,8 +181,10 @@ class AdmissionGate:
         raise self.violation(f"{wrong} (got {decision!r})", request)
 
     def _wrong_accept(self, decision: Accept, request: Request) -> str | None:
-        most, slo_class, name = decision.max_tokens, decision.slo_class, decision.replicaset
-        if most is not None and (not isinstance(most, Integral) or isinstance(most, bool) or most < 1):
+        most: object = decision.max_tokens  # a plug-in may say anything
+        slo_class: object = decision.slo_class
+        name = decision.replicaset
+        if most is not None and (not isinstance(most, Integral) or isinstance(most, bool) or int(most) < 1):
             return "accepted a request with a max_tokens that is not a whole number of at least 1"
         if slo_class is not None and not isinstance(slo_class, str):
             return "accepted a request with an slo_class that is not a name"
@@ -242,7 +247,8 @@ def _degrade(request: Request, decision: Accept) -> str:
         request.max_tokens = int(decision.max_tokens)
         found.append(f"max_tokens={request.max_tokens}")
     if decision.slo_class is not None and decision.slo_class != request.slo_class:
-        request.slo_class = decision.slo_class
+        stated: Any = request  # the client's word, and final for everybody else
+        stated.slo_class = decision.slo_class
         found.append(f"slo_class={decision.slo_class}")
     if decision.replicaset is not None and decision.replicaset != request.replicaset:
         found.append(f"replicaset={decision.replicaset}")
@@ -250,16 +256,17 @@ def _degrade(request: Request, decision: Accept) -> str:
 
 
 def _wrong_refusal(decision: Refuse) -> str | None:
-    if not isinstance(decision.reason, str) or not decision.reason.strip():
+    reason: object = decision.reason  # a plug-in may say anything
+    if not isinstance(reason, str) or not reason.strip():
         return "refused a request without a reason"
-    wait_s: object = decision.retry_after_s
+    wait_s = decision.retry_after_s
     if wait_s is not None and not (_is_number(wait_s) and wait_s >= 0):
         return "refused a request with a retry_after_s that is not a finite number of seconds, 0 or more"
     return None
 
 
 def _wrong_deferral(decision: Defer, now: float) -> str | None:
-    until: object = decision.until
+    until = decision.until
     if until is None:
         return None
     if not _is_number(until) or until > LAST_S:
@@ -268,7 +275,13 @@ def _wrong_deferral(decision: Defer, now: float) -> str | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, float | int | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _tick_from(seconds: float) -> int:
+    """The first tick that is not before a time."""
+    tick = to_ticks(seconds)
+    return tick if to_seconds(tick) >= seconds else tick + 1
 
 
 class _PoolSight:
