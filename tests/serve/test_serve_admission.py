@@ -145,3 +145,25 @@ def test_a_policy_that_breaks_the_contract_is_503_for_everybody(server: Any) -> 
         assert answer.headers["retry-after"] == "3"
     assert "by_class" in broken.json()["error"]["message"]
     assert "oh no" in json.dumps(broken.json())
+
+
+def test_the_metrics_count_what_was_decided(server: Any, until: Callable[..., None]) -> None:
+    for slo_class in ("plain", "short", "shed", "shed", "soon"):
+        post(server, slo_class)
+    server.strings.hold()
+    threads = [threading.Thread(target=lambda kind=kind: post(server, kind)) for kind in ("plain", "alone")]
+    threads[0].start()
+    until(lambda: [one.is_resident for one in alive(server)] == [True], "the first one runs")
+    threads[1].start()
+    until(lambda: len(alive(server)) == 2, "the second one is deferred")
+    text = httpx.get(f"{server.url}/metrics").text
+    found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    labels = 'model_name="puppet",replicaset="default"'
+    for decision, count in (("degraded", 1.0), ("refused", 2.0), ("deferred", 1.0)):
+        key = f'vajra:admission_decisions_total{{decision="{decision}",{labels}}}'
+        assert found[key] == count
+    assert found[f"vajra:num_requests_deferred{{{labels}}}"] == 1.0
+    assert sum(value for name, value in found.items() if name.startswith("vajra:num_requests_waiting")) == 0.0
+    server.strings.let_go()
+    for thread in threads:
+        thread.join(60)

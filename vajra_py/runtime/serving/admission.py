@@ -109,6 +109,10 @@ class AdmissionGate:
         """Deferred requests."""
         return len(self._deferred)
 
+    def num_deferred(self, replicaset: str) -> int:
+        """Return the number of deferred requests of one replicaset."""
+        return self._num_deferred[replicaset]
+
     @property
     def waits_for_change(self) -> bool:
         """True if a deferred request has no time of its own."""
@@ -184,7 +188,7 @@ class AdmissionGate:
         most: object = decision.max_tokens  # a plug-in may say anything
         slo_class: object = decision.slo_class
         name = decision.replicaset
-        if most is not None and (not isinstance(most, Integral) or isinstance(most, bool) or int(most) < 1):
+        if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or int(most) < 1):
             return "accepted a request with a max_tokens that is not a whole number of at least 1"
         if slo_class is not None and not isinstance(slo_class, str):
             return "accepted a request with an slo_class that is not a name"
