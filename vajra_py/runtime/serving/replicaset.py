@@ -27,16 +27,13 @@ from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.support.clock import to_seconds
-
-QUEUE_FULL = "the queue is full"
-ALL_FAILED = "every replica has failed"
-"""Beginning of refusals that have nothing to do with the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +305,10 @@ class Replicaset:
 
     def refusal(self, request: Request, now: float) -> str | None:
         """Return the reason that this request cannot be taken, now or ever; None if it can."""
+        return self.why_never(request, now) or self.why_full(request)
+
+    def why_never(self, request: Request, now: float) -> str | None:
+        """Return the reason that no replica will run this request, or none is there; None if one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -327,14 +328,15 @@ class Replicaset:
             )
         if self._differs and not any(self.is_up(one.replica_id) for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
-        detail = self._refused_by_policy(holders, request, now)
-        if detail is not None:
-            return detail
+        return self._refused_by_policy(holders, request, now)
+
+    def why_full(self, request: Request) -> str | None:
+        """Why the queues have no room for this request; None when they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
         tokens = self.admission.max_queued_tokens
-        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+        if tokens is not None and self.num_queued_tokens + request.num_prompt_tokens > tokens:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
@@ -350,6 +352,11 @@ class Replicaset:
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
+
+    def live_loads(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas with live figures, by id; every step that has ended is applied."""
+        self.sync()
+        return cast(Sequence[ReplicaLoadView], self._live)
 
     @property
     def num_queued(self) -> int:
