@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import PolicySpec, hookimpl
-from vajra_py.contract.hookspecs import Preset, ScalerSpec
+from vajra_py.contract import AdmissionSpec, PolicySpec, ScalerSpec, hookimpl
+from vajra_py.contract.hookspecs import Preset
 
 
 @hookimpl
@@ -38,6 +38,14 @@ def vajra_scalers() -> list[ScalerSpec]:
     from vajra_policies.scaling import dynamo_planner, target_utilization
 
     return [target_utilization.SPEC, dynamo_planner.SPEC]
+
+
+@hookimpl
+def vajra_admission_policies() -> list[AdmissionSpec]:
+    """Vajra's own admission policies, and those of other systems."""
+    from vajra_policies.admission import ADMISSION_POLICIES
+
+    return list(ADMISSION_POLICIES)
 
 
 @hookimpl

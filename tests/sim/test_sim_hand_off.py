@@ -35,9 +35,9 @@ def test_a_request_leaves_with_its_kv_and_goes_on_in_the_other_pool() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "first_at", "num_steps"),
-    [("source", 0.0, 4), ("recompute", 0.01 + DECODE_S, 5), ("withheld", 0.01 + DECODE_S, 5)],
+    [("source", 0.0, 4), ("recompute", 0.01 + DECODE_S, 5)],
 )
-def test_the_sources_token_is_the_clients_or_dropped_or_withheld(rule: str, first_at: float, num_steps: int) -> None:
+def test_the_sources_token_is_the_clients_or_dropped(rule: str, first_at: float, num_steps: int) -> None:
     hand_off = {"kv_bytes_per_token": 1_000_000, "first_token": rule}
     way = simulate(settings(hand_off=hand_off), [RequestSpec("a", 0.0, 100, 5)]).ways["a"]
     assert way.first_token == pytest.approx(prompt_s(100) + first_at)

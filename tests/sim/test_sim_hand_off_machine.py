@@ -43,8 +43,9 @@ HAND_OFF = st.fixed_dictionaries(
     {
         "kv_bytes_per_token": st.just(1_000_000),
         "reserve": st.just("after_prompt"),
+        "reservations": st.sampled_from(["all_that_fit", "one_at_a_time"]),
         "when_full": st.sampled_from(["wait", "hold", "drop"]),
-        "first_token": st.sampled_from(["source", "recompute", "withheld"]),
+        "first_token": st.sampled_from(["source", "recompute"]),
         "takes_effect": st.sampled_from(["at_once", "at_step_boundary"]),
         "moves": st.sampled_from(["missing", "whole_prompt"]),
     }
@@ -64,7 +65,7 @@ FAULTS = st.lists(st.tuples(st.sampled_from(["abort", "fail", "restart"]), TIMES
     hand_off=HAND_OFF,
     links=LINKS,
     num_blocks=st.sampled_from([20, 30, 200]),
-    scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "orca"]),
+    scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
     faults=FAULTS,
 )
 def test_every_request_ends_once_and_every_block_is_free_in_the_end(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ScalerSpec
+from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ReplicaState, ScalerSpec
 from vajra_py.testing import check_scaler
 
 
@@ -58,7 +58,7 @@ class Draws(Keeps):
 
 class ChangesViews(Keeps):
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
-        pools[0].replicas.clear()  # type: ignore[attr-defined]
+        pools[0].replicas[0].state = ReplicaState.DOWN  # type: ignore[misc]
         return {}
 
 

@@ -12,13 +12,12 @@ import click
 @click.option("--directory", type=click.Path(path_type=Path), default=Path(), help="Where to put it. Default: here.")
 @click.option(
     "--kind",
-    type=click.Choice(["policies", "scaler"]),
+    type=click.Choice(["policies", "admission", "scaler"]),
     default="policies",
-    show_default=True,
-    help="What it offers: a policy for each layer, or a scaler.",
+    help="What it has: a policy for each layer, an admission policy, or a scaler. Default: policies.",
 )
 def new_plugin(name: str, directory: Path, kind: str) -> None:
-    """Write package NAME: one working policy for each layer, or a scaler, with parameters and tests.
+    """Write package NAME: one working policy for each layer, an admission policy or a scaler, with parameters and tests.
 
     Install it with `pip install -e NAME`; what it offers can then be selected by name in YAML.
     """

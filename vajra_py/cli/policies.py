@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.contract import PolicySpec
-    from vajra_py.contract.hookspecs import ScalerSpec
+    from vajra_py.contract import AdmissionSpec, PolicySpec, ScalerSpec
     from vajra_py.plugins import Offer
 
-SCALER = "scaling"
-"""Key of scalers under `scheduling:`, in the column of layers."""
+ADMISSION, SCALER = "admission", "scaling"
+"""Keys of admission policies and scalers under `scheduling:`, in the column of layers."""
 
 
 class _Policies(click.Group):
@@ -32,7 +31,7 @@ class _Policies(click.Group):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def policies(ctx: click.Context, as_json: bool) -> None:
-    """List installed policies by layer: name, package, version, summary."""
+    """List installed policies by layer, admission policies and scalers: name, package, version, summary."""
     if ctx.invoked_subcommand is not None:
         return
     from vajra_py.contract import Layer
@@ -43,6 +42,10 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         (layer.value, name, offer.source.package, offer.source.version, offer.spec.summary)
         for layer in Layer
         for name, offer in sorted(registry.policies(layer).items())
+    ]
+    rows += [
+        (ADMISSION, name, offer.package, offer.version, offer.spec.summary)
+        for name, offer in registry.admission_policies.items()
     ]
     rows += [
         (SCALER, name, offer.package, offer.version, offer.spec.summary) for name, offer in registry.scalers.items()
@@ -60,16 +63,21 @@ def show(name: str) -> None:
 
     registry = load_registry()
     policies = {one for layer in Layer for one in registry.policy_names(layer)}
-    if name not in policies.union(registry.scalers):
-        raise UnknownNameError("policy", name, policies.union(registry.scalers))
+    known = policies.union(registry.admission_policies, registry.scalers)
+    if name not in known:
+        raise UnknownNameError("policy", name, known)
     for offer in registry.find_policies(name) if name in policies else ():
         aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
         _show_one(offer, offer.spec.layer.value, aliases)
+    if name in registry.admission_policies:
+        _show_one(registry.admission_policy(name), ADMISSION)
     if name in registry.scalers:
         _show_one(registry.scaler(name), SCALER)
 
 
-def _show_one(offer: Offer[PolicySpec] | Offer[ScalerSpec], kind: str, aliases: str = "") -> None:
+def _show_one(
+    offer: Offer[PolicySpec] | Offer[AdmissionSpec] | Offer[ScalerSpec], kind: str, aliases: str = ""
+) -> None:
     from vajra_py.plugins import parameters_of
 
     spec = offer.spec

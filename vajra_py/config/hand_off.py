@@ -14,7 +14,8 @@ PRESETS: Mapping[HandOffPreset, Mapping[str, str]] = {
     "sglang-pd": {"reserve": "before_prompt", "first_token": "source", "takes_effect": "at_step_boundary"},
     "dynamo-pd": {
         "reserve": "after_prompt",
-        "first_token": "withheld",
+        "reservations": "one_at_a_time",
+        "first_token": "recompute",
         "takes_effect": "at_step_boundary",
         "moves": "whole_prompt",
     },
@@ -40,6 +41,13 @@ class HandOffConfig(BaseModel):
             "the target's scheduler admits the request, which then waits for its KV."
         ),
     )
+    reservations: Literal["all_that_fit", "one_at_a_time"] = Field(
+        "all_that_fit",
+        description=(
+            "Waiting requests for which a target takes blocks when it looks: all that fit; or one after each of its steps and one more "
+            "after each that arrives, and none while as many run as its batch holds."
+        ),
+    )
     when_full: Literal["wait", "hold", "drop"] = Field(
         "wait",
         description=(
@@ -47,11 +55,11 @@ class HandOffConfig(BaseModel):
             "The source keeps its KV meanwhile."
         ),
     )
-    first_token: Literal["source", "recompute", "withheld"] = Field(
+    first_token: Literal["source", "recompute"] = Field(
         "source",
         description=(
-            "The token that the source samples: the client gets it; it is dropped, and the target computes the prompt's last token "
-            "again; or the target goes on from it, and the client gets only what the target samples."
+            "The token that the source samples: the client gets it; or it is dropped, and the target computes the prompt's last token "
+            "again."
         ),
     )
     takes_effect: Literal["at_once", "at_step_boundary"] = Field(

@@ -46,7 +46,7 @@ class Context:
     registry: Registry
     base_folder: Path | None = None
     may_be_system: bool = False
-    """Whether a tree without any key of an experiment is a system; else it lacks its workload."""
+    """True if a tree without any key of an experiment is a system; otherwise it lacks its workload."""
 
     @property
     def model(self) -> type[SystemConfig]:

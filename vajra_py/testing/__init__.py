@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vajra_py.testing.admission import admission_policies_under_test, check_admission_policy
     from vajra_py.testing.conformance import (
         Check,
         ConformanceWarning,
@@ -38,6 +39,8 @@ _HOMES = {
     "Step": "harness",
     "StepEntry": "harness",
     "StrictViews": "strict",
+    "admission_policies_under_test": "admission",
+    "check_admission_policy": "admission",
     "check_policy": "conformance",
     "check_scaler": "scalers",
     "conformance_checks": "conformance",
@@ -60,6 +63,8 @@ __all__ = [
     "Step",
     "StepEntry",
     "StrictViews",
+    "admission_policies_under_test",
+    "check_admission_policy",
     "check_policy",
     "check_scaler",
     "conformance_checks",

@@ -56,6 +56,7 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
         "a scaler decides by all replicas": any(
             one.scheduling.scaling is not None for one in config.effective_replicasets.values()
         ),
+        "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (
             settings.output_length.type not in _LENGTHS

@@ -95,13 +95,13 @@ class _Transfer:
     rate: int | None = 0
     """Grains per second now; None: no limit."""
     version: int = 0
-    """Events that were pushed with another one are void."""
+    """Version of its events; those pushed with another one are void."""
     is_flowing: bool = False
-    """Whether its latency is over."""
+    """True once its latency has passed."""
     has_ended: bool = False
 
     def work_left_at(self, now: int) -> int:
-        """What is left at a tick, if the rate has not changed since `since`."""
+        """Return the work left at a tick, if the rate has not changed since `since`."""
         if not self.is_flowing:
             return self.work_left
         if self.rate is None:

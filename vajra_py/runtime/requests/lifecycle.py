@@ -151,7 +151,6 @@ class Lifecycle:
             running_set.drop(request)
         if request.state is not _WAITING:
             request.set_computed(0)
-            request.forget_withheld()
             if request.state is not RequestState.PREEMPTED:
                 request.move_to(RequestState.PREEMPTED)
         request.replica_id = -1

@@ -26,6 +26,8 @@ class RequestState(Enum):
     """State of a request; `Request.move_to` allows only the moves of the life cycle."""
 
     CREATED = "created"
+    DEFERRED = "deferred"
+    """Waiting at the gate, outside every queue, until the admission policy is asked again."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -46,7 +48,8 @@ class RequestState(Enum):
 _CREATED = RequestState.CREATED
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
-    RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
+    RequestState.DEFERRED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset(
         {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
@@ -80,6 +83,34 @@ class RequestFacts(StatedFacts):
     metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA, hash=False)
 
 
+@dataclass(slots=True)
+class Admission:
+    """Decisions of the admission policy on one request; a request that nobody asked it about has none.
+
+    Attributes:
+        outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
+        degraded: what it was let in with instead of what it asked for, such as `max_tokens=64, slo_class=batch`.
+        refusal: why it was refused.
+        retry_after_s: when its client may try again.
+        num_deferrals: how often it was put off.
+        deferred_at: when it was put off first, seconds.
+        deferred_s: for how long in all.
+    """
+
+    outcome: str = ""
+    degraded: str = ""
+    refusal: str = ""
+    retry_after_s: float | None = None
+    num_deferrals: int = 0
+    deferred_at: float | None = None
+    deferred_s: float = 0.0
+
+    @property
+    def was_let_in(self) -> bool:
+        """True if it got as far as a queue."""
+        return self.outcome in ("accepted", "degraded")
+
+
 _STATED = tuple(fact.name for fact in FACTS)
 _copy_stated = copier(_STATED)
 if TYPE_CHECKING:
@@ -108,11 +139,11 @@ class Request(_Stated):
     """
 
     __slots__ = (
-        "_base",
         "_computed",
         "_offset",
         "_output",
         "_pool",
+        "admission",
         "admitted_at",
         "admitted_index",
         "arrived_at",
@@ -152,6 +183,7 @@ class Request(_Stated):
         self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
         self.metadata = facts.metadata
         self.state = _CREATED
+        self.admission: Admission | None = None
         self.hashes: BlockHashes | None = None
         self.replicaset = ""
         self.replica_id = -1
@@ -171,8 +203,6 @@ class Request(_Stated):
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
         """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
-        self._base = facts.num_prompt_tokens
-        """Known tokens before the first that its client gets: the prompt, and one that was sampled and withheld."""
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -200,20 +230,20 @@ class Request(_Stated):
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         pool = self._pool
-        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self._base
+        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self.num_prompt_tokens
 
     @property
     def num_known_tokens(self) -> int:
         """Prompt plus generated tokens."""
         pool = self._pool
-        return self._base + self._output if pool is None else pool.num_emitted + self._offset + 1
+        return self.num_prompt_tokens + self._output if pool is None else pool.num_emitted + self._offset + 1
 
     @property
     def num_remaining_tokens(self) -> int:
         """Known tokens not computed yet."""
         pool = self._pool
         if pool is None:
-            return self._base + self._output - self._computed
+            return self.num_prompt_tokens + self._output - self._computed
         return pool.num_emitted + 1 - pool.num_committed
 
     @property
@@ -276,16 +306,6 @@ class Request(_Stated):
         self._output += 1
         self.token_log.append(tick)
         return self._output
-
-    def withhold_token(self) -> None:
-        """Count a sampled token that the client does not get; only before the first that it does."""
-        assert self._pool is None
-        assert not self._output
-        self._base += 1
-
-    def forget_withheld(self) -> None:
-        """Uncount the tokens that were withheld: the prompt is computed anew."""
-        self._base = self.num_prompt_tokens
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""

@@ -99,8 +99,11 @@ class FastForward(Protocol[S]):
     def on_queued(self, replica: S) -> None:
         """Apply, and end the run unless it does not depend on the replica's own queue, which a request has joined."""
 
-    def interrupt(self, replica: S) -> None:
-        """Apply, and end the run with the step in flight, since the replica's requests are about to change."""
+    def interrupt(self, replica: S, *, up_to_now: bool = True) -> None:
+        """Apply, and end the run with the step in flight, since the replica's requests are about to change.
+
+        `up_to_now`: also apply a step that ends now; it precedes what happens now.
+        """
 
     def interrupt_all(self, replicaset: str) -> None:
         """Do as `interrupt` for every replica of a replicaset."""

@@ -1,7 +1,7 @@
 """Driver of a controller's replicas: arrivals, steps, failures and policy changes, in one order for every backend.
 
-What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, expiries,
-aborts, policy changes, scaling; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
+What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, requests
+that admission had deferred, expiries, aborts, policy changes, scaling; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
 clock: it lets the driver run up to a tick, and between two ticks nothing changes. So what was decided over an engine is
 decided again over a simulator that is given the same events.
 """
@@ -33,6 +33,7 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyChange,
     PolicyViolation,
+    Readmission,
     ReplicaChange,
     Restart,
     Stall,
@@ -41,6 +42,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
@@ -54,8 +56,8 @@ from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
-_STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
-_WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
+_STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
+_WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _OF_POLICIES = (Phase.WAKE, Phase.SCALING)
 """Phases of events that policies ask for: they do not keep a run going that has no request left."""
@@ -72,7 +74,7 @@ class DriverOptions:
 
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
-        expires: whether requests expire by the clock; False: only when told.
+        expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
         wakes: whether policies are woken when they asked to be, and scalers are asked; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -97,8 +99,9 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `EXPIRY` a request or an id, `ABORT` an id; those of
-            `ARRIVAL` and `POLICY` are the backend's.
+            replicaset whose scaler is asked, `ADMISSION` a `Deferral`, the id of a request, or None for
+            all that wait for a change, `EXPIRY` a request or an id, `ABORT` an id; those of `ARRIVAL` and `POLICY` are the
+            backend's.
     """
 
     def __init__(
@@ -129,6 +132,10 @@ class Driver(Generic[R]):
         self._idlers: dict[int, Sleeper] = {}
         """By rank, those whose scheduler left them idle on purpose at some time."""
         self._num_fruitless_wakes = 0
+        self._completing = -1
+        """Rank of the replica whose step is being completed among the ends of this tick; -1: none."""
+        self._formed_at = -1
+        """Tick at which a step was formed last."""
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
@@ -150,8 +157,12 @@ class Driver(Generic[R]):
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
+        self._asks_timeless = False
+        """Whether requests that were deferred until something changes are asked about in this tick."""
+        if controller.gate is not None:
+            controller.gate.on_room = self.ask_deferred
         if options.wakes:
-            controller.alarms.connect(lambda alarm: self.events.push(max(self.now, alarm.tick), Phase.WAKE, alarm))
+            controller.alarms.connect(self._set_alarm)
         self._read_declarations()
 
     def use(self, fast_forward: FastForward[R]) -> None:
@@ -210,6 +221,8 @@ class Driver(Generic[R]):
             self._stage_ended(*payload)
         elif phase is Phase.FAILURE:
             self._fail(payload)
+        elif phase is _ADMISSION:
+            self._ask_again(payload)
         elif phase is Phase.EXPIRY:
             self._expire(payload)
         elif phase is Phase.ABORT:
@@ -248,7 +261,7 @@ class Driver(Generic[R]):
             taken_in = self.controller.find(facts.request_id)
             assert taken_in is not None
             backend.on_submitted(taken_in, payload)
-            self._isolate(replicaset.name, error)
+            self._isolate(taken_in.replicaset, error)
             return
         backend.on_submitted(request, payload)
         if request.state is _ENDED:
@@ -257,17 +270,76 @@ class Driver(Generic[R]):
             return
         if request.expires_at is not None and self._options.expires:
             self.events.push(max(self.now, to_ticks(request.expires_at)), Phase.EXPIRY, request)
+        if request.state is _DEFERRED:
+            self._await_decision(request)
+            return
+        self._placed(request, replica)
+
+    def _placed(self, request: Request, replica: Replica | None, *, at_once: bool = True) -> None:
+        """Announce a request that was queued at a replica, or in the shared queue (None). `at_once`: see `_wake`."""
+        backend, replicaset = self._backend, self.controller.replicasets[request.replicaset]
         if replica is not None:
             one = self._replicas[replicaset.name][replica.replica_id]
             backend.on_placed(request, (one,))
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
-            self._wake(one)
+            self._wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
         if self.fast_forward is not None:
             self.fast_forward.interrupt_all(replicaset.name)
         self._offer(replicaset)
+
+    # Deferred requests
+
+    def _await_decision(self, request: Request) -> None:
+        gate = self.controller.gate
+        assert gate is not None
+        deferral = gate.deferral_of(request)
+        if deferral.until is not None and self._options.expires:
+            self.events.push(deferral.until, _ADMISSION, deferral)
+
+    def ask_deferred(self) -> None:
+        """Ask the admission policy, in this tick, about every request that it has deferred until something changes."""
+        if not self._asks_timeless:
+            self._asks_timeless = True
+            self.events.push(self.now, _ADMISSION, None, 1)  # after those whose time has come
+
+    def _ask_again(self, what: Deferral | str | None) -> None:
+        gate = self.controller.gate
+        assert gate is not None
+        if what is None:
+            self._asks_timeless = False
+            for request in gate.timeless():
+                if request.state is _DEFERRED:  # the policy may have broken the contract meanwhile
+                    self._ask_about(request)
+            return
+        known = self.controller.find(what) if isinstance(what, str) else what.request
+        if known is None or known.state is not _DEFERRED:
+            return
+        self._tell(Readmission(self.now, known.request_id))
+        self._ask_about(known)
+        if gate.num_fruitless >= MAX_FRUITLESS and not self._options.isolates_policies:
+            idle = (_ADMISSION, Phase.WAKE)
+            if all(phase in idle or _is_void(phase, payload) for _, phase, _, _, payload in self.events.heap):
+                raise gate.violation(f"deferred requests {MAX_FRUITLESS:,} times while nothing else happened", known)
+            gate.num_fruitless = 0
+
+    def _ask_about(self, request: Request) -> None:
+        try:
+            replica = self.controller.ask_again(request, self.now)
+        except PolicyError as error:
+            if request.state is _ENDED and request.end_reason is not None:
+                self._backend.on_requests_ended(((request, request.end_reason),))
+            self._isolate(request.replicaset, error)
+            return
+        if request.state is _ENDED:
+            assert request.end_reason is not None
+            self._backend.on_requests_ended(((request, request.end_reason),))
+        elif request.state is _DEFERRED:
+            self._await_decision(request)
+        else:
+            self._placed(request, replica, at_once=False)
 
     def _expire(self, what: Request | str) -> None:
         request = self.controller.find(what) if isinstance(what, str) else what
@@ -316,7 +388,9 @@ class Driver(Generic[R]):
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica = one.replica
+        replica, outer = one.replica, self._completing
+        if at_once or outer >= 0:
+            self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
             self.fast_forward.sync_before(one)
         try:
@@ -324,10 +398,12 @@ class Driver(Generic[R]):
             if ended:
                 self.controller.settle(ended, self.now)
             if self._hand_offs:
-                self._move_on(one)
+                self._move_on(one, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
             return
+        finally:
+            self._completing = outer
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:
             self.controller.check_conservation()
@@ -398,6 +474,7 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _start(self, one: R) -> None:
+        self._formed_at = self.now
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
@@ -412,6 +489,9 @@ class Driver(Generic[R]):
                 return
             if one.replica.builder.idle_at is not None:
                 self._ask_again_at(one, one.replica.builder.idle_at)
+            hand_offs = self._hand_offs.get(one.replica.replicaset) if self._hand_offs else None
+            if hand_offs is not None and hand_offs.nothing_ran(one):
+                self._wake(one, at_once=False)
             return
         if one.is_idle:
             self._set_idle(one, is_idle=False)
@@ -430,14 +510,16 @@ class Driver(Generic[R]):
 
     # KV goes from one replica to another
 
-    def _move_on(self, one: R) -> None:
-        """A replica is between two steps, or its memory has changed: requests leave it, and come to it."""
+    def _move_on(self, one: R, *, has_freed: bool = True) -> None:
+        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
         hand_offs = self._hand_offs.get(one.replica.replicaset)
         if hand_offs is None:
             return
         hand_offs.at_boundary(one)
         for request in one.replica.take_newly_held():
             hand_offs.begin(request, one)
+        if has_freed:
+            hand_offs.freed(one)
         self._end_drains(one.replica.replicaset)
 
     # Policies are woken
@@ -460,6 +542,11 @@ class Driver(Generic[R]):
     def _only_wakes_left(self) -> bool:
         return all(event[1] in _OF_POLICIES for event in self.events.heap)
 
+    def _set_alarm(self, alarm: Alarm) -> None:
+        """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
+        earliest = self.now + 1 if self._formed_at == self.now else self.now
+        self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
+
     def _ring(self, what: Alarm | WakeUp) -> None:
         """Wake a policy: at the time that it asked for, or in a replay when it was woken."""
         if isinstance(what, WakeUp):
@@ -477,15 +564,21 @@ class Driver(Generic[R]):
             sleeper.count(self.now)
             self._check_fruitless(sleeper)
         except PolicyError as error:
+            if sleeper.slot == ADMISSION_SLOT and self.controller.gate is not None:
+                self.controller.gate.error = error
             self._isolate(sleeper.replicaset, error)
             return
         self._wake_policy(entry, sleeper.policy)
 
     def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
+        if entry.slot == ADMISSION_SLOT:
+            return sleeper.policy is self._policy_at(entry)
         is_fixed = self.controller.replicasets[entry.replicaset].policies is None
         return entry.key is None or is_fixed or sleeper.policy is self._policy_at(entry)
 
     def _policy_at(self, entry: WakeUp) -> object:
+        if entry.slot == ADMISSION_SLOT:
+            return None if self.controller.gate is None else self.controller.gate.policy
         policies = self.controller.replicasets[entry.replicaset].policies
         assert policies is not None
         return policies.layer(Layer(entry.slot)).made[entry.replica_id or 0]
@@ -499,7 +592,26 @@ class Driver(Generic[R]):
             message = f"was woken {MAX_FRUITLESS_WAKES:,} times in a row, and nothing came of it"
             raise PolicyError(sleeper.policy_name, f"{message}. {stall}" if stall is not None else message)
 
+    def _wake_admission(self, entry: WakeUp) -> None:
+        """Wake the admission policy, and ask it about what it has deferred until then."""
+        gate = self.controller.gate
+        if gate is None or gate.error is not None:
+            return
+        self._tell(entry)
+        for replicaset in self.controller.replicasets.values():
+            replicaset.sync()
+        try:
+            gate.wake(entry.key or "", to_seconds(self.now))
+        except PolicyError as error:
+            self._isolate("", error)
+            return
+        if gate.waits_for_change:
+            self.ask_deferred()
+
     def _wake_policy(self, entry: WakeUp, policy: object) -> None:
+        if entry.slot == ADMISSION_SLOT:
+            self._wake_admission(entry)
+            return
         name, layer = entry.replicaset, Layer(entry.slot)
         replicaset = self.controller.replicasets[name]
         if replicaset.out_of_service:
@@ -518,6 +630,8 @@ class Driver(Generic[R]):
         if layer is Layer.REQUEST_PRIORITIZER:
             for one in self._replicas[name]:
                 one.replica.running_set.read_keys_again()
+        if layer is Layer.REPLICASET_SCHEDULER and name in self._hand_offs:
+            self._hand_offs[name].place_again()
         for one in list(self._idle[name].values()):
             self._wake(one)
         if len(replicaset.shared):
@@ -619,6 +733,8 @@ class Driver(Generic[R]):
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
         self._tell(what)
+        if self.controller.gate is not None and self.controller.gate.waits_for_change:
+            self.ask_deferred()
         if isinstance(what, Control):
             self._control(what)
             return
@@ -703,6 +819,12 @@ class Driver(Generic[R]):
         """Isolate the replicaset of a policy that broke the contract; raises the error unless policies are isolated."""
         if not self._options.isolates_policies:
             raise error
+        gate = self.controller.gate
+        concerned = self._replicas if gate is not None and gate.error is error else (name,)  # the gate serves them all
+        for one in concerned:
+            self._take_out_of_service(one, error)
+
+    def _take_out_of_service(self, name: str, error: PolicyError) -> None:
         self._tell(PolicyViolation(self.now, name, str(error)))
         self._backend.on_isolated(name, error)
         self._interrupt(name)
@@ -757,8 +879,10 @@ class _Floor(Generic[R]):
 
     def touch(self, one: R) -> None:
         """See `HandOffDriver`."""
-        if self._driver.fast_forward is not None:
-            self._driver.fast_forward.interrupt(one)
+        driver = self._driver
+        if driver.fast_forward is not None:
+            ends_later = 0 <= driver._completing < one.rank
+            driver.fast_forward.interrupt(one, up_to_now=not ends_later)
 
     def wake(self, one: R) -> None:
         """See `HandOffDriver`."""
@@ -810,4 +934,8 @@ def _is_void(phase: Phase, payload: Any) -> bool:
         return isinstance(payload, Start) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
-    return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING
+    if phase is _ADMISSION:
+        return isinstance(payload, Deferral) and payload.is_void
+    if phase is not Phase.EXPIRY or not isinstance(payload, Request):
+        return False
+    return payload.state is not _WAITING and payload.state is not _DEFERRED

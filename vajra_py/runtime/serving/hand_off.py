@@ -7,10 +7,12 @@ of their steps is said by `HandOffConfig`. The KV travels over the links of a ne
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 from typing import Any, Generic, Protocol
 
 from vajra_py.contract.observer import EndReason, Observer
@@ -50,6 +52,8 @@ class HandOff(Generic[R]):
     stage: Stage = Stage.PLACING
     has_reserved: bool = False
     """True if blocks of the target are set aside."""
+    number: int = -1
+    """Position among those for which blocks were set aside."""
 
 
 class HandOffDriver(Protocol[R]):
@@ -81,13 +85,6 @@ class HandOffDriver(Protocol[R]):
         """Call `HandOffs.transfers_due` at a tick."""
 
 
-@dataclass(eq=False, slots=True)
-class _Dues:
-    """What one replica takes part in between two of its steps, in order."""
-
-    actions: deque[Callable[[], None]] = field(default_factory=deque)
-
-
 class HandOffs(Generic[R]):
     """Hand-offs of one replicaset."""
 
@@ -97,13 +94,17 @@ class HandOffs(Generic[R]):
         self._driver = driver
         self._network = Network(rules.links)
         self._at_boundary = rules.settings.takes_effect == "at_step_boundary"
+        self._one_at_a_time = rules.settings.reservations == "one_at_a_time"
+        self._num_started = 0
         self._of: dict[Request, HandOff[R]] = {}
         self._unplaced: dict[Request, HandOff[R]] = {}
         """Those for which no target was named, in order."""
         self._lines: dict[int, deque[HandOff[R]]] = {}
         """By target, those that wait for its blocks, in order."""
-        self._dues: dict[int, _Dues] = {}
-        """By replica, what it takes part in between two of its steps."""
+        self._dues: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+        """By replica, what it takes part in between two of its steps, in order of reservation."""
+        self._asked_while_busy: set[int] = set()
+        """Targets that look at their line when their step ends."""
         self._scheduled_at: int | None = None
 
     def __len__(self) -> int:
@@ -163,6 +164,11 @@ class HandOffs(Generic[R]):
             return
         self._driver.touch(target)
         if not self._may_act(target):
+            self._asked_while_busy.add(target.replica.replica_id)
+            return
+        self._asked_while_busy.discard(target.replica.replica_id)
+        if self._one_at_a_time and _runs_full(target):
+            target.replica.expects_kv = True
             return
         dropped = []
         while line:
@@ -171,6 +177,8 @@ class HandOffs(Generic[R]):
             if hit is not None:
                 line.popleft()
                 self._start(one, hit)
+                if self._one_at_a_time:
+                    break
                 continue
             rule = self._rules.settings.when_full
             if rule == "wait":
@@ -181,6 +189,7 @@ class HandOffs(Generic[R]):
                 self._unplaced[one.request] = one
             else:
                 dropped.append(one)
+        target.replica.expects_kv = self._one_at_a_time and bool(line)
         for one in dropped:
             self.end(one, EndReason.REJECTED, TARGET_FULL)
 
@@ -188,6 +197,7 @@ class HandOffs(Generic[R]):
         target = one.target
         assert target is not None
         one.stage, one.has_reserved = Stage.MOVING, True
+        one.number, self._num_started = self._num_started, self._num_started + 1
         num_moved = one.num_tokens - (hit if self._rules.settings.moves == "missing" else 0)
         ids = (one.source.replica.replica_id, target.replica.replica_id)
         now = self._driver.now
@@ -222,25 +232,27 @@ class HandOffs(Generic[R]):
             self._arrive(one)
             self._driver.wake(target)
         else:
-            self._due(target, lambda: self._arrive(one) if self._of.get(one.request) is one else None)
+            self._due(target, one.number, lambda: self._arrive(one) if self._of.get(one.request) is one else None)
 
     def _arrive(self, one: HandOff[R]) -> None:
         request, source, target = one.request, one.source, one.target
         assert target is not None
         del self._of[request]
         now = to_seconds(self._driver.now)
-        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value and not request.num_output_tokens:
+        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value:
             request.set_computed(one.num_tokens - 1)
         target.replica.arrived(request, now)
         for observer in self.observers:
             observer.on_arrived(request, source.replica.replica_id, target.replica.replica_id, now)
         self._driver.placed(request, target)
+        if self._one_at_a_time:
+            self._reserve(target)
         self._driver.touch(source)
         if self._may_act(source):
             self._release(request, source)
             self._driver.wake(source)
         else:
-            self._due(source, lambda: self._release(request, source))
+            self._due(source, one.number, lambda: self._release(request, source))
 
     def _release(self, request: Request, source: R) -> None:
         """Free the source's blocks."""
@@ -249,30 +261,55 @@ class HandOffs(Generic[R]):
         source.replica.release_held(request)
         for observer in self.observers:
             observer.on_kv_released(request, source.replica.replica_id, to_seconds(self._driver.now))
+        self.freed(source)
 
-    def _due(self, one: R, action: Callable[[], None]) -> None:
-        self._dues.setdefault(one.replica.replica_id, _Dues()).actions.append(action)
+    def _due(self, one: R, number: int, action: Callable[[], None]) -> None:
+        """Let a replica take part in something between two steps: in order of reservation, as engines look through their queues."""
+        insort(self._dues.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
 
     def at_boundary(self, one: R) -> None:
-        """Let a replica, which is between two steps or whose memory has changed, take part in what waits for it."""
-        dues = self._dues.get(one.replica.replica_id)
-        while dues is not None and dues.actions and self._may_act(one):
-            dues.actions.popleft()()
+        """Let a replica, which is between two steps, take part in what waits for that."""
+        replica_id = one.replica.replica_id
+        if self._one_at_a_time:
+            self._reserve(one)
+        dues = self._dues.get(replica_id)
+        while dues and self._may_act(one):
+            _, act = dues.pop(0)
+            act()
+        if not self._one_at_a_time and replica_id in self._asked_while_busy:
+            self._reserve(one)
+
+    def freed(self, one: R) -> None:
+        """Blocks of a replica may have become free: let those come that wait for them."""
+        if not self._one_at_a_time:
+            self._reserve(one)
+        self.place_again()
+
+    def nothing_ran(self, one: R) -> bool:
+        """A replica has found nothing to run: with requests that wait there for memory, it looks on; True if that took a request.
+
+        Otherwise, with one reservation at a time, requests that were preempted and those that are to come would wait for each other.
+        """
+        line = self._lines.get(one.replica.replica_id)
+        if not line or not self._one_at_a_time or not one.replica.running_set.num_waiting:
+            return False
+        before = len(line)
         self._reserve(one)
-        for waiting in list(self._unplaced.values()):
-            if waiting.stage is Stage.PLACING:
-                self._place(waiting)
+        return len(line) < before
 
     # Ends before the time
 
     def end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
         """End a request that is on its way: what both ends hold of it is free."""
+        target = one.target
         self._forget(one)
         one.source.replica.release_held(one.request)
         one.source.replica.lifecycle.end_held(one.request, reason, to_seconds(self._driver.now), detail)
         self._driver.settle(((one.request, reason),))
-        self.at_boundary(one.source)
-        self._driver.wake(one.source)
+        for each in (one.source, target):
+            if each is not None:
+                self.freed(each)
+                self._driver.wake(each)
 
     def _forget(self, one: HandOff[R]) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
@@ -312,8 +349,7 @@ class HandOffs(Generic[R]):
 
     def involves(self, one: R) -> bool:
         """Return True if a request leaves a replica or comes to it, or the replica is to take part in such a move."""
-        dues = self._dues.get(one.replica.replica_id)
-        if dues is not None and dues.actions:
+        if self._dues.get(one.replica.replica_id):
             return True
         return any(one is each.source or one is each.target for each in self._of.values())
 
@@ -328,7 +364,7 @@ class HandOffs(Generic[R]):
     def place_again(self) -> None:
         """Find targets for those that have none."""
         for one in list(self._unplaced.values()):
-            if one.stage is Stage.PLACING:
+            if self._unplaced.get(one.request) is one:  # what came of others may have ended it
                 self._place(one)
 
     def clear(self) -> None:
@@ -340,6 +376,11 @@ class HandOffs(Generic[R]):
         self._unplaced.clear()
         self._lines.clear()
         self._dues.clear()
+        self._asked_while_busy.clear()
+
+
+def _runs_full(one: R) -> bool:
+    return one.replica.running_set.num_running >= one.replica.limits.max_batch_size
 
 
 def is_leaving(request: Request) -> bool:

@@ -81,7 +81,7 @@ class Policies:
         self.shared = SharedState()
         """State that these policies share; policies that are made later get the same one."""
         self.beside: Sequence[tuple[Any, str]] = ()
-        """Policies beside the layers that are told of requests too, with their names."""
+        """Policies beside the layers that are notified of requests too, with their names."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
         self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
         self.follow_chunks()

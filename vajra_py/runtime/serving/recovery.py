@@ -75,7 +75,6 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         replica.lifecycle.lose_memory(request, now)
     for request in [*leaving, *replica.running_set.arrived]:  # whose KV was here, on its way from or to another replica
         request.set_computed(0)
-        request.forget_withheld()
         request.move_to(RequestState.PREEMPTED)
     for request in leaving:
         replica.queue.add(request, now)

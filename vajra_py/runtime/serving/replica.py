@@ -41,9 +41,7 @@ class FirstToken(Enum):
     SOURCE = "source"
     """The client gets it at once (SGLang, DistServe, Splitwise)."""
     RECOMPUTE = "recompute"
-    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM)."""
-    WITHHELD = "withheld"
-    """The target goes on from it, and the client gets what the target samples (Dynamo's replay)."""
+    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM, Dynamo)."""
 
 
 MAX_EMPTY_STEPS = 1000
@@ -109,6 +107,8 @@ class Replica:
         self.held: dict[Request, None] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self._newly_held: list[Request] = []
+        self.expects_kv = False
+        """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -170,9 +170,7 @@ class Replica:
         del self.held[request]
         request.move_to(_RUNNING)
         self.running_set.admit(request)
-        if not request.num_output_tokens:
-            request.forget_withheld()
-            request.add_output(now)
+        if not request.num_remaining_tokens and request.add_output(now) == 1:
             self.lifecycle.first_token(request, now)
         num_left = self._output_limit(request) - request.num_output_tokens
         if num_left <= 0:
@@ -409,7 +407,7 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
-        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
@@ -533,15 +531,12 @@ class Replica:
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
-        rule = self.first_token
-        if rule is FirstToken.SOURCE:
+        if self.first_token is FirstToken.SOURCE:
             if request.add_output(now) == 1:
                 self.lifecycle.first_token(request, now)
             if request.num_output_tokens >= self._output_limit(request):
                 done.append(request)
                 return
-        elif rule is FirstToken.WITHHELD and not request.num_output_tokens:
-            request.withhold_token()
         self.running_set.drop(request)
         request.move_to(RequestState.HELD)
         self.held[request] = None

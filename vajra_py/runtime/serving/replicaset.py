@@ -27,6 +27,7 @@ from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
@@ -34,10 +35,6 @@ from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.serving.scaling import ReplicasetScaling
 from vajra_py.runtime.support.clock import to_seconds
-
-QUEUE_FULL = "the queue is full"
-ALL_FAILED = "every replica has failed"
-"""Beginning of refusals that have nothing to do with the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +284,6 @@ class Replicaset:
         """Return True if a replica forms steps: it takes requests, or goes on with those that it has."""
         return self._live[replica_id].state in (ReplicaState.UP, ReplicaState.DRAINING)
 
-    @property
-    def loads(self) -> Sequence[LiveLoad]:
-        """Live loads of all replicas, by id."""
-        return self._live
-
     def is_up(self, replica_id: int) -> bool:
         """Return True if a replica takes requests."""
         return self._live[replica_id].is_up
@@ -358,6 +350,10 @@ class Replicaset:
 
     def refusal(self, request: Request, now: float) -> str | None:
         """Return the reason that this request cannot be taken, now or ever; None if it can."""
+        return self.why_never(request, now) or self.why_full(request)
+
+    def why_never(self, request: Request, now: float) -> str | None:
+        """Return the reason that no replica will run this request, or none is there; None if one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -377,14 +373,15 @@ class Replicaset:
             )
         if self._differs and not any(self._may_serve(one.replica_id) for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
-        detail = self._refused_by_policy(holders, request, now)
-        if detail is not None:
-            return detail
+        return self._refused_by_policy(holders, request, now)
+
+    def why_full(self, request: Request) -> str | None:
+        """Why the queues have no room for this request; None when they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
         tokens = self.admission.max_queued_tokens
-        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+        if tokens is not None and self.num_queued_tokens + request.num_prompt_tokens > tokens:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
@@ -400,6 +397,11 @@ class Replicaset:
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
+
+    def live_loads(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas with live figures, by id; every step that has ended is applied."""
+        self.sync()
+        return cast(Sequence[ReplicaLoadView], self._live)
 
     @property
     def num_queued(self) -> int:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from vajra_py.contract import PoolRole, RandomStream, Scaler
+from vajra_py.contract import RandomStream, Scaler
 from vajra_py.contract.views import ReplicaState
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
-from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.records.input_log import ReplicaChange
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.load import LiveLoad
+from vajra_py.runtime.serving.pools import PoolLoad, pool_loads
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
@@ -33,7 +32,6 @@ class ElasticPool:
     """A pool whose number of replicas may change."""
 
     name: str
-    role: PoolRole
     replica_ids: range
     num_initial: int
     """Replicas that are up at the start, the first ones."""
@@ -42,36 +40,6 @@ class ElasticPool:
     startup_s: float = 0.0
     startup_spread_s: float = 0.0
     """Each start takes up to so much longer."""
-
-
-class PoolLoad:
-    """`PoolView` of live figures."""
-
-    __slots__ = ("_ids", "_replicaset", "max_replicas", "min_replicas", "name", "replicas", "role")
-
-    def __init__(self, pool: ElasticPool, replicaset: Replicaset) -> None:
-        self._replicaset = replicaset
-        self._ids = pool.replica_ids
-        self.name = pool.name
-        self.role = pool.role.value
-        self.replicas: Sequence[LiveLoad] = [replicaset.loads[one] for one in pool.replica_ids]
-        self.min_replicas = pool.min_replicas
-        self.max_replicas = pool.max_replicas
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for one of its replicas."""
-        return sum(len(queue) for queue in self._queues())
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens of these that are left to compute."""
-        return sum(queue.num_tokens for queue in self._queues())
-
-    def _queues(self) -> list[RequestQueue]:
-        """Queues of its replicas, and the shared one unless they only decode."""
-        own = [self._replicaset.replicas[one].queue for one in self._ids]
-        return own if self.role == PoolRole.DECODE.value else [*own, self._replicaset.shared]
 
 
 @dataclass(eq=False, slots=True)
@@ -113,10 +81,16 @@ class ReplicasetScaling:
     def attach(self, replicaset: Replicaset) -> None:
         """Scale this replicaset, whose replicas are all there; those beyond the number at the start are down."""
         self._replicaset = replicaset
-        self._views = [PoolLoad(pool, replicaset) for pool in self.pools]
+        replicaset.scaling = self
+        self._views = pool_loads(replicaset)
         for pool in self.pools:
             for replica_id in pool.replica_ids[pool.num_initial :]:
                 replicaset.scale(replica_id, ReplicaState.DOWN)
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[int, int]]:
+        """Fewest and most replicas, starting or up, by pool."""
+        return {pool.name: (pool.min_replicas, pool.max_replicas) for pool in self.pools}
 
     @property
     def replicaset(self) -> Replicaset:
@@ -189,7 +163,7 @@ class ReplicasetScaling:
         ]
 
     def _drained_first(self, replica_id: int) -> tuple[int, int]:
-        load = self.replicaset.loads[replica_id]
+        load = self.replicaset.live_loads()[replica_id]
         return load.num_running + load.num_waiting, -replica_id
 
     def _change(self, replica_id: int, state: ReplicaState, now: int) -> ReplicaChange:

@@ -1,0 +1,56 @@
+"""Views of a replicaset's pools for admission policies and scalers: live figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vajra_py.contract import PoolRole, ReplicaLoadView
+from vajra_py.runtime.queues import RequestQueue
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.serving.replicaset import Replicaset
+
+
+class PoolLoad:
+    """`PoolView` of live figures."""
+
+    __slots__ = ("_ids", "_replicaset", "max_replicas", "min_replicas", "name", "role")
+
+    def __init__(self, replicaset: Replicaset, name: str, ids: Sequence[int], bounds: tuple[int, int]) -> None:
+        """`ids`: its replicas; `bounds`: the fewest and the most that a scaler may ask for."""
+        self._replicaset = replicaset
+        self._ids = ids
+        self.name = name
+        self.role = replicaset.replicas[ids[0]].parts.role.value
+        self.min_replicas, self.max_replicas = bounds
+
+    @property
+    def replicas(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas in any state, by id."""
+        loads = self._replicaset.live_loads()
+        return [loads[one] for one in self._ids]
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for one of its replicas."""
+        return sum(len(queue) for queue in self._queues())
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of these that are left to compute."""
+        return sum(queue.num_tokens for queue in self._queues())
+
+    def _queues(self) -> list[RequestQueue]:
+        """Queues of its replicas, and the shared one unless they only decode."""
+        own = [self._replicaset.replicas[one].queue for one in self._ids]
+        return own if self.role == PoolRole.DECODE.value else [*own, self._replicaset.shared]
+
+
+def pool_loads(replicaset: Replicaset) -> Sequence[PoolLoad]:
+    """Return the views of a replicaset's pools, in order of their replicas' ids."""
+    ids: dict[str, list[int]] = {}
+    for replica in replicaset.replicas:
+        ids.setdefault(replica.parts.pool, []).append(replica.replica_id)
+    bounds = {} if replicaset.scaling is None else replicaset.scaling.bounds
+    return [PoolLoad(replicaset, name, own, bounds.get(name, (len(own), len(own)))) for name, own in ids.items()]
