@@ -262,6 +262,9 @@ class Driver(Generic[R]):
             backend.on_placed(request, (one,))
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
+            if replicaset.newly_held_back:
+                self._hold_back(replicaset.name)
+                return
             self._wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
@@ -336,7 +339,7 @@ class Driver(Generic[R]):
     def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
-        if is_leaving(request):
+        if is_leaving(request) or request in self.controller.replicasets[request.replicaset].held_back:
             hand_offs = self._hand_offs[request.replicaset]
             hand_off = hand_offs.find(request)
             if hand_off is not None:
@@ -355,6 +358,7 @@ class Driver(Generic[R]):
             return
         if has_ended and one is not None:
             if self._hand_offs:
+                self._forget_hand_offs(one, ((request, reason),))
                 self._move_on(one)
             self._wake(one)
 
@@ -374,6 +378,7 @@ class Driver(Generic[R]):
             if ended:
                 self.controller.settle(ended, self.now)
             if self._hand_offs:
+                self._forget_hand_offs(one, ended)
                 self._move_on(one, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
@@ -452,7 +457,11 @@ class Driver(Generic[R]):
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
-                self.controller.settle(one.replica.take_dropped(), self.now)
+                dropped = one.replica.take_dropped()
+                self.controller.settle(dropped, self.now)
+                self._forget_hand_offs(one, dropped)
+            if one.replica.builder.loads:
+                self._hand_offs[one.replica.replicaset].load(one)
         except PolicyError as error:
             self._isolate(one.replica.replicaset, error)
             return
@@ -481,6 +490,20 @@ class Driver(Generic[R]):
             del idle[one.replica.replica_id]
 
     # KV goes from one replica to another
+
+    def _hold_back(self, name: str) -> None:
+        """Look for targets of requests whose prompt waits for blocks of another replica."""
+        try:
+            self._hand_offs[name].hold_back()
+        except PolicyError as error:
+            self._isolate(name, error)
+
+    def _forget_hand_offs(self, one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """Requests of a replica have ended by themselves."""
+        hand_offs = self._hand_offs.get(one.replica.replicaset)
+        if hand_offs is not None:
+            for request, _ in ended:
+                hand_offs.gone(request)
 
     def _move_on(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
@@ -672,11 +695,16 @@ class Driver(Generic[R]):
     def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
         self._interrupt(change.replicaset)
+        hand_offs = self._hand_offs.get(change.replicaset)
+        if hand_offs is not None and change.layer is Layer.REPLICASET_SCHEDULER:
+            hand_offs.recall()
         swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()
         choice = change.choice
         self._tell(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
         self._tell_placed(change.replicaset, swapped.moved)
+        if hand_offs is not None:
+            self._hold_back(change.replicaset)
         for one in self._replicas[change.replicaset]:
             self._wake(one)
         return swapped
