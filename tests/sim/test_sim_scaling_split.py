@@ -89,7 +89,8 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
         "chooser": draw(st.sampled_from(["round_robin", "least_loaded", "power_of_two"])),
         "hand_off": {
             "when_full": draw(st.sampled_from(["wait", "hold"])),
-            "first_token": draw(st.sampled_from(["source", "recompute", "withheld"])),
+            "reserve": draw(st.sampled_from(["before_prompt", "after_prompt", "at_admission"])),
+            "first_token": draw(st.sampled_from(["source", "recompute"])),
             "takes_effect": draw(st.sampled_from(["at_once", "at_step_boundary"])),
         },
         "arrivals": sorted(draw(st.lists(times, min_size=1, max_size=20))),

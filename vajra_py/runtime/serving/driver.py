@@ -283,6 +283,9 @@ class Driver(Generic[R]):
             backend.on_placed(request, (one,))
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
+            if replicaset.newly_held_back:
+                self._hold_back(replicaset.name)
+                return
             self._wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
@@ -357,7 +360,7 @@ class Driver(Generic[R]):
     def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
-        if is_leaving(request):
+        if is_leaving(request) or request in self.controller.replicasets[request.replicaset].held_back:
             hand_offs = self._hand_offs[request.replicaset]
             hand_off = hand_offs.find(request)
             if hand_off is not None:
@@ -377,6 +380,7 @@ class Driver(Generic[R]):
             return
         if has_ended and one is not None:
             if self._hand_offs:
+                self._forget_hand_offs(one, ((request, reason),))
                 self._move_on(one)
             if self._goes_down(one):
                 return
@@ -398,6 +402,7 @@ class Driver(Generic[R]):
             if ended:
                 self.controller.settle(ended, self.now)
             if self._hand_offs:
+                self._forget_hand_offs(one, ended)
                 self._move_on(one, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
@@ -478,7 +483,11 @@ class Driver(Generic[R]):
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
-                self.controller.settle(one.replica.take_dropped(), self.now)
+                dropped = one.replica.take_dropped()
+                self.controller.settle(dropped, self.now)
+                self._forget_hand_offs(one, dropped)
+            if one.replica.builder.loads:
+                self._hand_offs[one.replica.replicaset].load(one)
         except PolicyError as error:
             self._isolate(one.replica.replicaset, error)
             return
@@ -509,6 +518,20 @@ class Driver(Generic[R]):
             del idle[one.replica.replica_id]
 
     # KV goes from one replica to another
+
+    def _hold_back(self, name: str) -> None:
+        """Look for targets of requests whose prompt waits for blocks of another replica."""
+        try:
+            self._hand_offs[name].hold_back()
+        except PolicyError as error:
+            self._isolate(name, error)
+
+    def _forget_hand_offs(self, one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """Requests of a replica have ended by themselves."""
+        hand_offs = self._hand_offs.get(one.replica.replicaset)
+        if hand_offs is not None:
+            for request, _ in ended:
+                hand_offs.gone(request)
 
     def _move_on(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
@@ -687,28 +710,37 @@ class Driver(Generic[R]):
         one, scaling = self._replicas[name][change.replica_id], self.controller.replicasets[name].scaling
         self._interrupt(name)
         try:
-            moved = self.controller.change_replica(one.replica, state, self.now)
+            if state is ReplicaState.DRAINING:
+                self._drain(one)
+            else:
+                self.controller.change_replica(one.replica, state, self.now)
+            if state is ReplicaState.UP:
+                self._call_off(one)
+                self._move_on(one)
         except PolicyError as error:
             self._isolate(name, error)
             return
-        if state is ReplicaState.STARTING:
-            if scaling is not None and self._options.wakes:
-                start = scaling.begin_start(change.replica_id, self.now)
-                self.events.push(start.change.tick, Phase.SCALING, start)
+        if state is ReplicaState.STARTING and scaling is not None and self._options.wakes:
+            start = scaling.begin_start(change.replica_id, self.now)
+            self.events.push(start.change.tick, Phase.SCALING, start)
         elif state is ReplicaState.UP:
-            self._call_off(one)
-            if self._hand_offs:
-                self._move_on(one)
             self._wake(one)
             self._ask_soon(name)
         elif state is ReplicaState.DOWN:
             self._call_off(one, is_lost=True)
-        else:
-            self._draining.add(one.rank)
-            self._wake_placed(name, moved)
-            if name in self._hand_offs:
-                self._hand_offs[name].divert(one)
-            self._goes_down(one)
+
+    def _drain(self, one: R) -> None:
+        """Let a replica take no more requests; those that have not begun go elsewhere. Raises `PolicyError`."""
+        name = one.replica.replicaset
+        hand_offs = self._hand_offs.get(name)
+        if hand_offs is not None:
+            hand_offs.recall_from(one)
+        moved = self.controller.change_replica(one.replica, ReplicaState.DRAINING, self.now)
+        self._draining.add(one.rank)
+        self._wake_placed(name, moved)
+        if hand_offs is not None:
+            hand_offs.divert(one)
+        self._goes_down(one)
 
     def _goes_down(self, one: R) -> bool:
         """Let a draining replica go down if it has no request left; return True if it does."""
@@ -806,11 +838,16 @@ class Driver(Generic[R]):
     def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
         self._interrupt(change.replicaset)
+        hand_offs = self._hand_offs.get(change.replicaset)
+        if hand_offs is not None and change.layer is Layer.REPLICASET_SCHEDULER:
+            hand_offs.recall()
         swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()
         choice = change.choice
         self._tell(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
         self._tell_placed(change.replicaset, swapped.moved)
+        if hand_offs is not None:
+            self._hold_back(change.replicaset)
         for one in self._replicas[change.replicaset]:
             self._wake(one)
         return swapped

@@ -45,6 +45,11 @@ class HandOffRules:
     links: LinkOptions
     bytes_per_token: int
 
+    @property
+    def reserves_first(self) -> bool:
+        """True if a prompt is computed only when blocks of its target are set aside."""
+        return self.settings.reserve == "before_prompt"
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
@@ -161,6 +166,10 @@ class Replicaset:
         """Its policies; None: it was put together by hand, and its policies stay."""
         self.hand_off: HandOffRules | None = None
         """Rules by which requests leave with their KV; None: they do not."""
+        self.held_back: dict[Request, None] = {}
+        """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
+        self.newly_held_back: list[Request] = []
+        """Those of them for which no target was looked for yet."""
         self.out_of_service = ""
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
@@ -302,6 +311,12 @@ class Replicaset:
             for observer in self.observers:
                 observer.on_ended(request, EndReason.FAILED, detail, now)
             ended.append((request, EndReason.FAILED))
+        for request in [one for one in self.held_back if one.replica_id == replica_id]:
+            del self.held_back[request]
+            end_request(request, EndReason.FAILED, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, EndReason.FAILED, detail, now)
+            ended.append((request, EndReason.FAILED))
         return ended
 
     def _stranded(self, now: float) -> list[Request]:
@@ -406,12 +421,13 @@ class Replicaset:
     @property
     def num_queued(self) -> int:
         """Requests that wait, in the shared queue and the replicas' own."""
-        return len(self.shared) + sum(len(replica.queue) for replica in self.replicas)
+        return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be computed."""
-        return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
+        held_back = sum(one.num_remaining_tokens for one in self.held_back)
+        return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
@@ -433,7 +449,12 @@ class Replicaset:
             self._queued_by_id[request.request_id] = request
             return None
         replica = self.replicas[replica_id]
-        replica.enqueue(request, now)
+        if self.hand_off is not None and self.hand_off.reserves_first and replica.parts.role is PoolRole.PREFILL:
+            request.replica_id = replica_id
+            self.held_back[request] = None
+            self.newly_held_back.append(request)
+        else:
+            replica.enqueue(request, now)
         return replica
 
     def _may_assign(self, request: Request, now: float) -> bool:
@@ -521,9 +542,12 @@ class Replicaset:
         if request in self.shared:
             self.shared.remove(request)
             return
-        replica = self.replicas[request.replica_id]
-        replica.queue.remove(request)
-        replica.memory.forget(request)
+        if request in self.held_back:
+            del self.held_back[request]
+        else:
+            replica = self.replicas[request.replica_id]
+            replica.queue.remove(request)
+            replica.memory.forget(request)
         request.replica_id = -1
 
     def forget(self, request: Request) -> None:

@@ -194,6 +194,7 @@ def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple
     is bound to now (None: the shared queue). Raises `PolicyError`.
     """
     waiting = [one for one in replica.queue.ordered(to_seconds(now)) if isinstance(one, Request)]
+    waiting += [one for one in replicaset.held_back if one.replica_id == replica.replica_id]
     moving = [one for one in waiting if one.state is RequestState.WAITING and one not in replica.to_end]
     for request in moving:
         replicaset.unbind(request)
