@@ -22,15 +22,20 @@ def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     assert said.code == 0
     heads = [line.split()[0] for line in said.out.splitlines() if "──" not in line]
     assert heads[0] == "layer"
-    assert set(heads[1:]) == {"scaling", *(layer.value for layer in Layer)}
-    listed = json.loads(vajra("policies", "--json").out)
     registry = load_registry()
-    assert len(listed) == sum(len(registry.policies(layer)) for layer in Layer) + len(registry.scalers)
+    assert set(heads[1:]) == {*registry.beside_layers, *(layer.value for layer in Layer)}
+    listed = json.loads(vajra("policies", "--json").out)
+    offers = [*(registry.policies(layer) for layer in Layer), *registry.beside_layers.values()]
+    assert len(listed) == sum(map(len, offers))
     assert {"layer", "name", "package", "version", "summary"} == set(listed[0])
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for layer in Layer for name in load_registry().policies(layer)), *load_registry().scalers]
+    "name",
+    [
+        *(name for layer in Layer for name in load_registry().policies(layer)),
+        *(name for offers in load_registry().beside_layers.values() for name in offers),
+    ],
 )
 def test_every_policy_can_be_shown(name: str, vajra: Vajra) -> None:
     said = vajra("policies", "show", name)

@@ -180,11 +180,11 @@ def test_a_manifest_knows_the_commit_and_whether_files_were_changed(tmp_path: Pa
     assert changed["uncommitted_changes"]
 
 
-def test_facades_are_sorted_and_import_nothing_heavy() -> None:
+def test_facades_have_what_they_name_and_import_nothing_heavy() -> None:
     from vajra_py import plugins
 
     for module in (public, plugins):
-        assert list(module.__all__) == sorted(module.__all__)
+        assert len(module.__all__) == len(set(module.__all__))
         assert all(hasattr(module, name) for name in module.__all__)
     program = "import sys, vajra_py.config, vajra_py.plugins; print(sorted({'numpy', 'ruamel.yaml', 'jinja2', 'torch', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

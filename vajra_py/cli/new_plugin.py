@@ -14,10 +14,11 @@ import click
     "--kind",
     type=click.Choice(["policies", "admission", "scaler"]),
     default="policies",
-    help="What it has: a policy for each layer, an admission policy, or a scaler. Default: policies.",
+    show_default=True,
+    help="What it offers: a policy for each layer, an admission policy, or a scaler.",
 )
 def new_plugin(name: str, directory: Path, kind: str) -> None:
-    """Write package NAME: one working policy for each layer, an admission policy or a scaler, with parameters and tests.
+    """Write package NAME: one working policy for each layer, or another kind, with parameters and tests.
 
     Install it with `pip install -e NAME`; what it offers can then be selected by name in YAML.
     """

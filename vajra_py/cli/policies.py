@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.contract import AdmissionSpec, PolicySpec, ScalerSpec
-    from vajra_py.plugins import Offer
-
-ADMISSION, SCALER = "admission", "scaling"
-"""Keys of admission policies and scalers under `scheduling:`, in the column of layers."""
+    from vajra_py.plugins import AnyOffer
 
 
 class _Policies(click.Group):
@@ -31,7 +27,7 @@ class _Policies(click.Group):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def policies(ctx: click.Context, as_json: bool) -> None:
-    """List installed policies by layer, admission policies and scalers: name, package, version, summary."""
+    """List installed policies, of layers and beside them: name, package, version, summary."""
     if ctx.invoked_subcommand is not None:
         return
     from vajra_py.contract import Layer
@@ -44,11 +40,9 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         for name, offer in sorted(registry.policies(layer).items())
     ]
     rows += [
-        (ADMISSION, name, offer.package, offer.version, offer.spec.summary)
-        for name, offer in registry.admission_policies.items()
-    ]
-    rows += [
-        (SCALER, name, offer.package, offer.version, offer.spec.summary) for name, offer in registry.scalers.items()
+        (key, name, offer.package, offer.version, offer.spec.summary)
+        for key, offers in registry.beside_layers.items()
+        for name, offer in offers.items()
     ]
     _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
 
@@ -63,21 +57,17 @@ def show(name: str) -> None:
 
     registry = load_registry()
     policies = {one for layer in Layer for one in registry.policy_names(layer)}
-    known = policies.union(registry.admission_policies, registry.scalers)
-    if name not in known:
-        raise UnknownNameError("policy", name, known)
+    beside = {key: offers[name] for key, offers in registry.beside_layers.items() if name in offers}
+    if name not in policies and not beside:
+        raise UnknownNameError("policy", name, policies.union(*registry.beside_layers.values()))
     for offer in registry.find_policies(name) if name in policies else ():
         aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
         _show_one(offer, offer.spec.layer.value, aliases)
-    if name in registry.admission_policies:
-        _show_one(registry.admission_policy(name), ADMISSION)
-    if name in registry.scalers:
-        _show_one(registry.scaler(name), SCALER)
+    for key, one in beside.items():
+        _show_one(one, key)
 
 
-def _show_one(
-    offer: Offer[PolicySpec] | Offer[AdmissionSpec] | Offer[ScalerSpec], kind: str, aliases: str = ""
-) -> None:
+def _show_one(offer: AnyOffer, kind: str, aliases: str = "") -> None:
     from vajra_py.plugins import parameters_of
 
     spec = offer.spec

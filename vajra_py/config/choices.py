@@ -7,7 +7,7 @@ schema alone checks the rest of the file and no mistake is reported twice.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vajra_py.config.explain import explain, show
 from vajra_py.config.places import Entries, Finding, KeyPath, dotted, locate, plain
-from vajra_py.config.schema import SCALING, PolicyChoice, TypedChoice
-from vajra_py.contract import AdmissionSpec, Layer, ScalerSpec
+from vajra_py.config.schema import PolicyChoice, TypedChoice
+from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
-from vajra_py.plugins import ADMISSION, Offer, Registry, kind_of
+from vajra_py.plugins import ADMISSION, SCALER, AnyOffer, Kind, Offer, Registry, kind_of
 
 STAND_IN = "stand-in"
 
@@ -94,7 +94,9 @@ class PluginParts:
             scheduling = section["scheduling"] = {}
         if not isinstance(scheduling, dict):
             return
-        admission = None if path else self._admission(scheduling)
+        admission = None if path else scheduling.pop(ADMISSION.key, None)
+        if admission is not None:
+            admission = self._beside(ADMISSION, ("scheduling", ADMISSION.key), admission)
         complete = True
         for layer in Layer:
             if optional and scheduling.get(layer.value) is None:
@@ -102,29 +104,21 @@ class PluginParts:
                 continue
             choice = self._policy(layer, (*path, "scheduling", layer.value), scheduling.get(layer.value))
             scheduling[layer.value] = choice or PolicyChoice(policy=STAND_IN)
-        if scheduling.get(SCALING) is not None:
-            scaler = (*path, "scheduling", SCALING)
-            choice = self._other(scaler, scheduling[SCALING], "a scaler", self._registry.scalers)
-            scheduling[SCALING] = choice or PolicyChoice(policy=STAND_IN)
+        if scheduling.get(SCALER.key) is not None:
+            choice = self._beside(SCALER, (*path, "scheduling", SCALER.key), scheduling[SCALER.key])
+            scheduling[SCALER.key] = choice or PolicyChoice(policy=STAND_IN)
         if not complete:
-            known = {"preset", SCALING, *(layer.value for layer in Layer)}
+            known = {"preset", SCALER.key, *(layer.value for layer in Layer)}
             for key in [each for each in scheduling if each not in known]:
                 self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
             section["scheduling"] = None
         if admission is not None:
-            section["scheduling"] = {**(section["scheduling"] or {}), "admission": admission}
-
-    def _admission(self, scheduling: dict[str, Any]) -> PolicyChoice | None:
-        """Take the admission policy out of the section and complete it; None if there is none, or it is wrong."""
-        path, choice = ("scheduling", "admission"), scheduling.pop("admission", None)
-        if choice is None:
-            return None
-        return self._other(path, choice, f"an {ADMISSION}", self._registry.admission_policies)
+            section["scheduling"] = {**(section["scheduling"] or {}), ADMISSION.key: admission}
 
     def _refuse_admission(self, path: KeyPath, scheduling: Any) -> None:
-        if isinstance(scheduling, dict) and scheduling.pop("admission", None) is not None:
+        if isinstance(scheduling, dict) and scheduling.pop(ADMISSION.key, None) is not None:
             message = "one admission policy serves the whole system, and a replicaset has none of its own"
-            self._found((*path, "admission"), message, "Allowed: scheduling.admission at the top of the file")
+            self._found((*path, ADMISSION.key), message, "Allowed: scheduling.admission at the top of the file")
 
     def _pools(self, path: KeyPath, section: dict[str, Any]) -> None:
         """Complete the replica scheduler of each pool that has one."""
@@ -149,32 +143,22 @@ class PluginParts:
         except UnknownNameError:
             self._unknown_policy(layer, name, (*path, "policy"))
             return None
-        model = self._validated(offer.spec.config, params, (*path, "params"), str(offer.source))
-        if model is None:
-            return None
-        return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
+        return self._with_params(path, offer, params)
 
-    def _other(
-        self,
-        path: KeyPath,
-        choice: Any,
-        noun: str,
-        offers: Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]],
-    ) -> PolicyChoice | None:
+    def _beside(self, kind: Kind[Any], path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice of a policy beside the layers; None if it is wrong."""
-        found = self._named_choice(path, choice, tuple(offers))
+        offers = self._registry.beside_layers[kind.key]
+        found = self._named_choice(path, choice, offers)
         if found is None:
             return None
         name, params = found
         if name not in offers:
-            message = f"no installed package offers {noun} of that name (got {name!r})"
+            message = f"no installed package offers {kind} of that name (got {name!r})"
             self._found((*path, "policy"), message, did_you_mean(name, offers))
             return None
-        offer = offers[name]
-        model = self._validated(offer.spec.config, params, (*path, "params"), str(offer.source))
-        return None if model is None else PolicyChoice.of_validated({"policy": name, "params": _dumped(model)}, model)
+        return self._with_params(path, offers[name], params)
 
-    def _named_choice(self, path: KeyPath, choice: Any, known: tuple[str, ...]) -> tuple[str, Mapping[str, Any]] | None:
+    def _named_choice(self, path: KeyPath, choice: Any, known: Collection[str]) -> tuple[str, Mapping[str, Any]] | None:
         """Return the name and parameters of a choice; None if it has not the form of one."""
         if not isinstance(choice, dict):
             self._found(path, f"must be a policy's name, or a mapping of policy and params (got {show(choice)})")
@@ -191,6 +175,12 @@ class PluginParts:
             self._found((*path, "params"), f"must be a mapping (got {show(params)})")
             return None
         return name, params or {}
+
+    def _with_params(self, path: KeyPath, offer: AnyOffer, params: Mapping[str, Any]) -> PolicyChoice | None:
+        model = self._validated(offer.spec.config, params, (*path, "params"), str(offer.source))
+        if model is None:
+            return None
+        return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
 
     def _unknown_policy(self, layer: Layer, name: str, path: KeyPath) -> None:
         elsewhere = [other.value for other in Layer if name in self._registry.policy_names(other)]

@@ -10,11 +10,10 @@ from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.load import EXPERIMENT_KEYS
-from vajra_py.config.presets import ADMISSION_KEY
-from vajra_py.config.schema import SCALING, ExperimentConfig
-from vajra_py.contract import AdmissionSpec, Layer, PolicySpec, ScalerSpec
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
-from vajra_py.plugins import Offer, Registry
+from vajra_py.config.schema import ExperimentConfig
+from vajra_py.contract import AdmissionSpec, Layer, PolicySpec
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
+from vajra_py.plugins import ADMISSION, SCALER, Offer, Registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]
@@ -40,11 +39,8 @@ def json_schema(registry: Registry) -> Schema:
                 *_policy_variants(registry.policies(layer), definitions),
             ],
         }
-    scaling: Schema = definitions["SchedulingConfig"]["properties"][SCALING]
-    definitions["SchedulingConfig"]["properties"][SCALING] = {
-        "description": scaling.get("description", ""),
-        "oneOf": [_short(registry.scalers), *_policy_variants(registry.scalers, definitions), {"type": "null"}],
-    }
+    layers: Schema = definitions["SchedulingConfig"]["properties"]
+    layers[SCALER.key] = _beside(layers[SCALER.key].get("description", ""), registry.scalers, definitions)
     scheduler = definitions["SchedulingConfig"]["properties"][Layer.REPLICA_SCHEDULER.value]
     own_scheduler: Schema = definitions["PoolConfig"]["properties"]
     own_scheduler["replica_scheduler"] = _in_place_of(own_scheduler["replica_scheduler"], scheduler)
@@ -84,17 +80,23 @@ def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema)
     """Return the schema of `scheduling` at the top, where an admission policy may be named beside the layers."""
     definitions["SystemSchedulingConfig"] = whole = copy.deepcopy(definitions["SchedulingConfig"])
     whole["title"] = "SystemSchedulingConfig"
-    whole["properties"][ADMISSION_KEY] = {
-        "description": "Which requests are let in? One policy for the whole system; without one every request is.",
-        "oneOf": [
-            _short(registry.admission_policies),
-            *_policy_variants(registry.admission_policies, definitions),
-            {"type": "null"},
-        ],
-    }
+    question = "Which requests are let in? One policy for the whole system; without one every request is."
+    whole["properties"][ADMISSION.key] = _beside(question, registry.admission_policies, definitions)
     old, new = "#/$defs/SchedulingConfig", "#/$defs/SystemSchedulingConfig"
     variants = [{"$ref": new} if one.get("$ref") == old else one for one in scheduling["anyOf"]]
     return {**scheduling, "anyOf": variants}
+
+
+def _beside(
+    description: str,
+    offers: Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]],
+    definitions: Schema,
+) -> Schema:
+    """Return the schema of the choice of a policy beside the layers; null: none."""
+    return {
+        "description": description,
+        "oneOf": [_short(offers), *_policy_variants(offers, definitions), {"type": "null"}],
+    }
 
 
 def _policy_variants(

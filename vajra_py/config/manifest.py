@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py import __version__
-from vajra_py.config.schema import SCALING, SystemConfig
-from vajra_py.contract import Layer, PolicySpec
-from vajra_py.contract.hookspecs import ScalerSpec
-from vajra_py.plugins import Offer, Registry
+from vajra_py.config.schema import SystemConfig
+from vajra_py.contract import Layer
+from vajra_py.plugins import ADMISSION, SCALER, AnyOffer, Registry
 
 MANIFEST_VERSION = 1
 LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
@@ -95,15 +94,12 @@ def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, d
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name, replicaset in config.effective_replicasets.items():
         scheduling = replicaset.scheduling
-        offers: dict[str, Offer[PolicySpec] | Offer[ScalerSpec]] = {
+        offers: dict[str, AnyOffer] = {
             layer.value: registry.policy(layer, scheduling.choice(layer).policy) for layer in Layer
         }
         if scheduling.scaling is not None:
-            offers[SCALING] = registry.scaler(scheduling.scaling.policy)
-        found[name] = {
-            key: {"policy": offer.spec.name, "package": offer.package, "version": offer.version}
-            for key, offer in offers.items()
-        }
+            offers[SCALER.key] = registry.scaler(scheduling.scaling.policy)
+        found[name] = {key: _origin(offer) for key, offer in offers.items()}
     return found
 
 
@@ -112,5 +108,8 @@ def _admission(config: SystemConfig, registry: Registry) -> dict[str, dict[str, 
     choice = config.admission_policy
     if choice is None:
         return {}
-    offer = registry.admission_policy(choice.policy)
-    return {"admission": {"policy": choice.policy, "package": offer.package, "version": offer.version}}
+    return {ADMISSION.key: _origin(registry.admission_policy(choice.policy))}
+
+
+def _origin(offer: AnyOffer) -> dict[str, str]:
+    return {"policy": offer.spec.name, "package": offer.package, "version": offer.version}

@@ -11,15 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, get, locate, merged, put, written_at
-from vajra_py.config.schema import SCALING
 from vajra_py.contract import Layer
 from vajra_py.errors import UnknownNameError, did_you_mean
-from vajra_py.plugins import Registry
+from vajra_py.plugins import ADMISSION, SCALER, Registry
 
 CHOICES: Sequence[KeyPath] = tuple(("backend", "simulator", key) for key in ("latency", "predictions", "output_length"))
-
-ADMISSION_KEY = "admission"
-"""Key of the admission policy under `scheduling` at the top, which replicasets do not inherit."""
 
 REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
@@ -28,12 +24,12 @@ def long_forms(root: Entries) -> Entries:
     """Return the tree with `lrs` expanded to `{policy: lrs}` and `none` to `{type: none}`, so that paths can address
     both.
     """
-    layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALING)]
+    layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALER.key)]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
     policies: list[KeyPath] = [
         *layers,
         *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers),
-        ("scheduling", ADMISSION_KEY),
+        ("scheduling", ADMISSION.key),
     ]
     policies += [
         (*path, "pools", pool, Layer.REPLICA_SCHEDULER.value)
@@ -108,7 +104,7 @@ def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
             continue
         above, place = root[key], root.place_of(key)
         if key == "scheduling" and isinstance(above, Entries):
-            above = above.without(ADMISSION_KEY)
+            above = above.without(ADMISSION.key)
             if get(own, "scheduling", "preset") is not None:
                 above = above.without("preset")
         if key in own:
@@ -151,12 +147,10 @@ def _completed(over: Any, under: Any, registry: Registry) -> Any:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
             under = under.without(layer.value)
-    mine, theirs = get(over, SCALING, "policy"), get(under, SCALING, "policy")
-    if None not in (mine, theirs) and mine != theirs:
-        under = under.without(SCALING)
-    admission = get(over, ADMISSION_KEY, "policy")
-    if admission is not None and admission != get(under, ADMISSION_KEY, "policy") and ADMISSION_KEY in under:
-        under = under.without(ADMISSION_KEY)
+    for kind in (ADMISSION, SCALER):
+        mine, theirs = get(over, kind.key, "policy"), get(under, kind.key, "policy")
+        if mine is not None and theirs is not None and mine != theirs:
+            under = under.without(kind.key)
     return merged(over, under)
 
 

@@ -29,6 +29,7 @@ from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.config.links import LinksConfig
 from vajra_py.contract import Layer, PoolRole, RequestView
 from vajra_py.contract.latency import LAST_S
+from vajra_py.plugins import ADMISSION
 
 if TYPE_CHECKING:
     from vajra_py.workload.config import WorkloadConfig
@@ -46,8 +47,6 @@ Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
 
 MAX_REPLICATIONS = 1000
-SCALING = "scaling"
-"""Key of the scaler under `scheduling:`."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -556,10 +555,10 @@ class SystemConfig(Section):
     def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Take `scheduling.admission` out: it is of the whole system, and the layers' policies are of a replicaset."""
         scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
-        if not isinstance(scheduling, Mapping) or "admission" not in scheduling:
+        if not isinstance(scheduling, Mapping) or ADMISSION.key not in scheduling:
             return handler(value)
-        layers = {key: one for key, one in scheduling.items() if key != "admission"}
-        choice = scheduling["admission"]
+        layers = {key: one for key, one in scheduling.items() if key != ADMISSION.key}
+        choice = scheduling[ADMISSION.key]
         made = handler({**value, "scheduling": layers or None})
         made._admission_policy = None if choice is None else PolicyChoice.model_validate(choice)
         return made
@@ -569,7 +568,7 @@ class SystemConfig(Section):
         data: dict[str, Any] = handler(self)
         choice = self._admission_policy
         if choice is not None and "scheduling" in data:
-            data["scheduling"] = {**(data["scheduling"] or {}), "admission": choice.model_dump(mode="json")}
+            data["scheduling"] = {**(data["scheduling"] or {}), ADMISSION.key: choice.model_dump(mode="json")}
         return data
 
     @field_validator("replicasets")

@@ -18,7 +18,7 @@ from vajra_py.contract.admission import (
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState, WakeUps
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
-from vajra_py.contract.hookspecs import AdmissionSpec, PolicySpec, ScalerSpec, hookimpl
+from vajra_py.contract.hookspecs import AdmissionSpec, AnyPolicySpec, PolicySpec, ScalerSpec, hookimpl
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
@@ -60,6 +60,7 @@ __all__ = [
     "AdmissionDecision",
     "AdmissionPolicy",
     "AdmissionSpec",
+    "AnyPolicySpec",
     "BatchBuilder",
     "BatchFeatures",
     "ChunkRule",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import pluggy
 from pydantic import BaseModel
@@ -61,6 +61,22 @@ class AdmissionSpec:
     summary: str
     source: str = ""
     """Paper, section or system that the policy follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerSpec:
+    """Makes a scaler available as `scheduling: {scaling: name}`. `build` gets parameters that `config` has validated."""
+
+    name: str
+    config: type[PolicyConfig]
+    build: Callable[[Any, PolicyContext], Scaler]
+    summary: str
+    source: str = ""
+    """Paper, section or system that the scaler follows."""
+
+
+AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec
+"""What makes a policy available by name, of a layer or beside the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +125,6 @@ class ObserverSpec:
     config: type[BaseModel]
     build: Callable[[Any], Observer]
     summary: str
-
-
-@dataclass(frozen=True, slots=True)
-class ScalerSpec:
-    """Makes a scaler available as `scheduling: {scaling: name}`. `build` gets parameters that `config` has validated."""
-
-    name: str
-    config: type[PolicyConfig]
-    build: Callable[[Any, PolicyContext], Scaler]
-    summary: str
-    source: str = ""
-    """Paper, section or system that the scaler follows."""
 
 
 @hookspec

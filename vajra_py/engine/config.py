@@ -12,11 +12,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, TypedChoice, register_backend
-from vajra_py.config.schema import SCALING, Count, PositiveCount, Seconds, Section, Switch, Text
+from vajra_py.config.schema import Count, PositiveCount, Seconds, Section, Switch, Text
 from vajra_py.engine.compute import LoadRunner, RunnerOptions, inspect_model, load_runner
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.params import check_sampling
 from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.plugins import SCALER
 
 Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
@@ -374,7 +375,7 @@ def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> 
             message = (
                 f"the backend `{backend}` neither starts nor stops replicas while it serves (got {scaler.policy!r})"
             )
-            problems.append(Problem(f"{where}.{SCALING}", message, "Allowed: null; simulate it with `simulator`"))
+            problems.append(Problem(f"{where}.{SCALER.key}", message, "Allowed: null; simulate it with `simulator`"))
     return problems
 
 

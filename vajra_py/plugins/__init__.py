@@ -17,11 +17,14 @@ from vajra_py.plugins.build import (
 )
 from vajra_py.plugins.discovery import build_registry, load_registry
 from vajra_py.plugins.parameters import Parameter, parameters_of
-from vajra_py.plugins.registry import ADMISSION, Offer, PluginSource, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, SCALER, AnyOffer, Kind, Offer, PluginSource, Registry, kind_of
 from vajra_py.plugins.scaffold import write_plugin
 
 __all__ = [
     "ADMISSION",
+    "SCALER",
+    "AnyOffer",
+    "Kind",
     "Offer",
     "OutputLengthInputs",
     "Parameter",

@@ -20,7 +20,7 @@ from vajra_py.contract import (
     SchedulingPolicy,
     SteadyState,
 )
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
+from vajra_py.contract.hookspecs import AdmissionSpec, LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import NO_TRAITS
@@ -34,7 +34,7 @@ from vajra_py.errors import (
     did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import ADMISSION, Offer, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, SCALER, Offer, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -53,9 +53,6 @@ LISTENING_METHODS: Mapping[str, int] = {
 }
 """Optional methods of policies of any layer that notify them about requests and wake-ups."""
 
-SCALER_METHODS: Mapping[str, int] = {"targets": 2}
-"""Methods required of a scaler, with the number of arguments of each call."""
-
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
@@ -64,7 +61,10 @@ OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
 
 ADMISSION_METHODS: Mapping[str, int] = {"admit": 3}
-"""Methods required of an admission policy."""
+"""Methods required of an admission policy, with the number of arguments of each call."""
+
+SCALER_METHODS: Mapping[str, int] = {"targets": 2}
+"""Methods required of a scaler, with the number of arguments of each call."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
@@ -113,12 +113,10 @@ def build_admission_policy(
     context: PolicyContext,
     registry: Registry | None = None,
 ) -> AdmissionPolicy:
-    """Build the admission policy of this name; raises like `build_policy`."""
+    """Build the admission policy of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).admission_policy(name)
-    where = "scheduling.admission"
-    config = _validated(offer.spec.config, params, f"{where}.params")
-    policy: AdmissionPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
-    check_admission_shape(policy, f"{ADMISSION} {offer.spec.name!r}", str(offer.source))
+    policy: AdmissionPolicy = _built_beside(ADMISSION.key, offer, params, context)
+    check_admission_shape(policy, f"{ADMISSION.noun} {offer.spec.name!r}", str(offer.source))
     return policy
 
 
@@ -127,11 +125,20 @@ def build_scaler(
 ) -> Scaler:
     """Build the scaler of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).scaler(name)
-    where = "scheduling.scaling"
-    config = _validated(offer.spec.config, params, f"{where}.params")
-    scaler: Scaler = _built(offer, where, lambda: offer.spec.build(config, context))
-    check_scaler_shape(scaler, f"scaler {offer.spec.name!r}", str(offer.source))
+    scaler: Scaler = _built_beside(SCALER.key, offer, params, context)
+    check_scaler_shape(scaler, f"{SCALER.noun} {offer.spec.name!r}", str(offer.source))
     return scaler
+
+
+def _built_beside(
+    key: str,
+    offer: Offer[AdmissionSpec] | Offer[ScalerSpec],
+    params: Mapping[str, Any] | BaseModel,
+    context: PolicyContext,
+) -> Any:
+    where = f"scheduling.{key}"
+    config = _validated(offer.spec.config, params, f"{where}.params")
+    return _built(offer, where, lambda: offer.spec.build(config, context))
 
 
 def build_latency_model(
@@ -213,12 +220,21 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
 
 def check_admission_shape(policy: object, what: str, plugin: str) -> None:
     """Check that an object is an admission policy. Raises `PluginError` like `check_policy_shape`."""
+    _check_shape_beside(policy, ADMISSION_METHODS, what, plugin)
+
+
+def check_scaler_shape(scaler: object, what: str, plugin: str) -> None:
+    """Check that an object is a scaler. Raises `PluginError` like `check_policy_shape`."""
+    _check_shape_beside(scaler, SCALER_METHODS, what, plugin)
+
+
+def _check_shape_beside(policy: object, methods: Mapping[str, int], what: str, plugin: str) -> None:
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
-    _check_methods(policy, ADMISSION_METHODS, what, plugin)
+    _check_methods(policy, methods, what, plugin)
     present = {name: count for name, count in LISTENING_METHODS.items() if getattr(policy, name, None) is not None}
     _check_methods(policy, present, what, plugin)
-    hooks = admission_hooks()
+    hooks = hooks_beside(methods)
     own = frozenset().union(*map(hooks_of, _layers_served(policy)))
     for name in dir(policy):
         if name.startswith("_") or name in own or name in hooks:
@@ -229,24 +245,9 @@ def check_admission_shape(policy: object, what: str, plugin: str) -> None:
             raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
 
 
-def check_scaler_shape(scaler: object, what: str, plugin: str) -> None:
-    """Check that an object is a scaler. Raises `PluginError` that names the plug-in and the first problem."""
-    if isinstance(scaler, type):
-        raise PluginError(plugin, f"{what}: build returned the class {scaler.__name__}; expected an instance")
-    _check_methods(scaler, SCALER_METHODS, what, plugin)
-    present = {name: count for name, count in LISTENING_METHODS.items() if getattr(scaler, name, None) is not None}
-    _check_methods(scaler, present, what, plugin)
-    hooks = frozenset(SCALER_METHODS).union(LISTENING_METHODS)
-    for name in dir(scaler):
-        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
-        if name not in hooks and (name.startswith("on_") or (near and not hasattr(scaler, near[0]))):
-            allowed = did_you_mean(name, hooks)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
-
-
-def admission_hooks() -> frozenset[str]:
-    """Return all attribute names of an admission policy that the mechanism calls."""
-    return frozenset((*ADMISSION_METHODS, *LISTENING_METHODS))
+def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:
+    """Return all attribute names that the mechanism calls of a policy beside the layers with these required methods."""
+    return frozenset((*methods, *LISTENING_METHODS))
 
 
 def hooks_of(layer: Layer) -> frozenset[str]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec
 from vajra_py.contract.hookspecs import (
     AdmissionSpec,
+    AnyPolicySpec,
     LatencyModelSpec,
     ObserverSpec,
     OutputLengthSpec,
@@ -29,9 +30,8 @@ from vajra_py.errors import PluginError, UnknownNameError
 SpecT = TypeVar(
     "SpecT", PolicySpec, AdmissionSpec, ScalerSpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec
 )
+BesideT = TypeVar("BesideT", AdmissionSpec, ScalerSpec)
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
-ADMISSION = "admission policy"
-"""Term for an admission policy in messages."""
 DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
 
@@ -68,6 +68,33 @@ class Offer(Generic[SpecT]):
         return self.source.version
 
 
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[SpecT]):
+    """Kind of policy beside the layers.
+
+    Attributes:
+        key: at which one is selected under `scheduling:`.
+        noun: term for it in messages.
+        hook: the hook that offers it.
+        spec: class of its specs.
+    """
+
+    key: str
+    noun: str
+    hook: str
+    spec: type[SpecT]
+
+    def __str__(self) -> str:
+        """Return the noun behind its article."""
+        return _a(self.noun)
+
+
+ADMISSION = Kind("admission", "admission policy", "vajra_admission_policies", AdmissionSpec)
+SCALER = Kind("scaling", "scaler", "vajra_scalers", ScalerSpec)
+_BESIDE = (AdmissionSpec, ScalerSpec)
+
+AnyOffer: TypeAlias = Offer[PolicySpec] | Offer[AdmissionSpec] | Offer[ScalerSpec]
+"""Policy, of a layer or beside the layers."""
 Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 """Return values of hooks: the plug-in, and one returned value."""
 
@@ -83,30 +110,24 @@ class Registry:
     policy_claims: Sequence[tuple[PluginSource, object]]
     preset_claims: Sequence[tuple[PluginSource, object]]
     lazy: Callable[[str], Claims]
-    own_admission: Sequence[tuple[PluginSource, object]] = ()
-    """Admission policies that no installed package provides."""
+    given_beside: Sequence[tuple[PluginSource, object]] = ()
+    """Policies beside the layers that no installed package provides."""
 
     def __post_init__(self) -> None:
         """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
-    def with_policies(self, specs: Iterable[PolicySpec | AdmissionSpec | ScalerSpec]) -> Registry:
-        """Return a copy with policies that no installed package provides; raises `PluginError` like any clash or broken
-        offer.
+    def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
+        """Return a copy with policies, of the layers or beside them, that no installed package provides; raises `PluginError` like
+        any clash or broken offer.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
-        admission = [one for one in given if isinstance(one[1], AdmissionSpec)]
-        scalers = [one for one in given if isinstance(one[1], ScalerSpec)]
-        policies = [one for one in given if not isinstance(one[1], AdmissionSpec | ScalerSpec)]
-
-        def lazy(hook: str) -> Claims:
-            return [*self.lazy(hook), *(scalers if hook == "vajra_scalers" else ())]
-
+        beside = [one for one in given if isinstance(one[1], _BESIDE)]
+        policies = [one for one in given if not isinstance(one[1], _BESIDE)]
         return replace(
             self,
             policy_claims=[*self.policy_claims, *policies],
-            own_admission=[*self.own_admission, *admission],
-            lazy=lazy,
+            given_beside=[*self.given_beside, *beside],
         )
 
     @cached_property
@@ -148,16 +169,33 @@ class Registry:
 
     @cached_property
     def admission_policies(self) -> Mapping[str, Offer[AdmissionSpec]]:
-        """Admission policies by name, sorted."""
-        claims = [*self.lazy("vajra_admission_policies"), *self.own_admission]
-        offers = [_checked(source, claim, AdmissionSpec, ADMISSION) for source, claim in claims]
-        for offer in offers:
-            _check_parameters(offer)
-        return _by_name(offers, ADMISSION)
+        """Admission policies, by their name in `scheduling: {admission: …}`."""
+        return self._beside(ADMISSION)
+
+    @cached_property
+    def scalers(self) -> Mapping[str, Offer[ScalerSpec]]:
+        """Scalers, by their name in `scheduling: {scaling: …}`."""
+        return self._beside(SCALER)
+
+    @property
+    def beside_layers(self) -> Mapping[str, Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]]]:
+        """Policies beside the layers by name, by their key under `scheduling:`."""
+        return {ADMISSION.key: self.admission_policies, SCALER.key: self.scalers}
 
     def admission_policy(self, name: str) -> Offer[AdmissionSpec]:
         """Return the admission policy of this name; raises `UnknownNameError`."""
-        return lookup(self.admission_policies, ADMISSION, name)
+        return lookup(self.admission_policies, ADMISSION.noun, name)
+
+    def scaler(self, name: str) -> Offer[ScalerSpec]:
+        """Return the scaler of this name; raises `UnknownNameError`."""
+        return lookup(self.scalers, SCALER.noun, name)
+
+    def _beside(self, kind: Kind[BesideT]) -> Mapping[str, Offer[BesideT]]:
+        claims = [*self.lazy(kind.hook), *(one for one in self.given_beside if isinstance(one[1], kind.spec))]
+        offers = [_checked(source, claim, kind.spec, kind.noun) for source, claim in claims]
+        for offer in offers:
+            _check_parameters(offer, kind.noun)
+        return _by_name(offers, kind.noun)
 
     @cached_property
     def presets(self) -> Mapping[str, Offer[Preset]]:
@@ -180,11 +218,6 @@ class Registry:
         """Observers, by their `type` in `observers: [{type: …}]`."""
         return self._offers("vajra_observers", ObserverSpec, "observer")
 
-    @cached_property
-    def scalers(self) -> Mapping[str, Offer[ScalerSpec]]:
-        """Scalers, by their name in `scheduling: {scaling: …}`."""
-        return self._offers("vajra_scalers", ScalerSpec, "scaler")
-
     def preset(self, name: str) -> Offer[Preset]:
         """Return the preset of this name; raises `UnknownNameError`."""
         return lookup(self.presets, "preset", name)
@@ -200,10 +233,6 @@ class Registry:
     def observer(self, name: str) -> Offer[ObserverSpec]:
         """Return the observer of this name; raises `UnknownNameError`."""
         return lookup(self.observers, "observer", name)
-
-    def scaler(self, name: str) -> Offer[ScalerSpec]:
-        """Return the scaler of this name; raises `UnknownNameError`."""
-        return lookup(self.scalers, "scaler", name)
 
     def _offers(self, hook: str, kind: type[SpecT], noun: str) -> Mapping[str, Offer[SpecT]]:
         return _by_name([_checked(source, claim, kind, noun) for source, claim in self.lazy(hook)], noun)
@@ -263,18 +292,18 @@ def _check_policy(offer: Offer[PolicySpec]) -> None:
     if not isinstance(spec.layer, Layer):
         choices = ", ".join(f"Layer.{layer.name}" for layer in Layer)
         raise PluginError(str(offer.source), f"offers {what} in layer {spec.layer!r}; expected one of {choices}")
-    _check_parameters(offer)
+    _check_parameters(offer, "policy")
     if not isinstance(spec.aliases, tuple) or not all(
         isinstance(alias, str) and NAME_PATTERN.fullmatch(alias) for alias in spec.aliases
     ):
         raise PluginError(str(offer.source), f"offers {what} with aliases {spec.aliases!r}; expected a tuple of names")
 
 
-def _check_parameters(offer: Offer[PolicySpec] | Offer[AdmissionSpec]) -> None:
+def _check_parameters(offer: AnyOffer, noun: str) -> None:
     config: type[BaseModel] = offer.spec.config  # a plug-in may give another
     if not issubclass(config, PolicyConfig):
-        what = f"{offer.spec.name!r} with {config.__name__}"
-        raise PluginError(str(offer.source), f"offers the policy {what}, which is not a PolicyConfig")
+        what = f"{noun} {offer.spec.name!r} with {config.__name__}"
+        raise PluginError(str(offer.source), f"offers the {what}, which is not a PolicyConfig")
 
 
 def _by_name(offers: Iterable[Offer[SpecT]], kind: str) -> Mapping[str, Offer[SpecT]]:

@@ -1,8 +1,8 @@
 """Generate a working plug-in package.
 
-The template of policies is the example package of the documentation: one policy for each layer, with parameters of its own,
-tests that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of package replace
-its files but for those that are the same for all.
+The template of policies is the example package of the documentation: one policy for each layer, with parameters of its own, tests
+that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of plug-ins have templates of
+the same form.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 from vajra_py import __version__
 from vajra_py.errors import ConfigError, Problem
 
-TEMPLATE = Path(__file__).parent / "template"
 POLICIES = "policies"
+"""Kind of package that is generated unless another is asked for."""
 KINDS: Mapping[str, Path] = {
-    POLICIES: TEMPLATE,
-    "admission": TEMPLATE.with_name("template_admission"),
-    "scaler": TEMPLATE.with_name("template_scaler"),
+    POLICIES: Path(__file__).parent / "template",
+    "admission": Path(__file__).parent / "template_admission",
+    "scaler": Path(__file__).parent / "template_scaler",
 }
-"""Templates by kind of package."""
-_OF_ALL_KINDS = ("pyproject.toml.j2", "src/__package__/py.typed.j2")
+"""Folder of templates by kind of package."""
+SHARED = ("pyproject.toml.j2", "src/__package__/py.typed.j2")
+"""Files of the template of policies that every kind has."""
 SUFFIX = ".j2"
 PACKAGE_FOLDER = "__package__"
 RESERVED = frozenset({"vajra", "vajra_py", "vajra_policies", "vajra_kernels"})
@@ -61,21 +62,21 @@ def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
 
     names, folder = plugin_names(name), KINDS[kind]
     environment = Environment(
-        loader=FileSystemLoader([folder, TEMPLATE]),
+        loader=FileSystemLoader([folder, KINDS[POLICIES]]),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
     )
     own = {source.relative_to(folder).as_posix() for source in folder.rglob(f"*{SUFFIX}")}
     files: dict[str, str] = {}
-    for path in sorted(own.union(_OF_ALL_KINDS)):
+    for path in sorted(own.union(SHARED)):
         target = path.removesuffix(SUFFIX).replace(PACKAGE_FOLDER, names.package)
         files[target] = environment.get_template(path).render(names=names, vajra_version=__version__)
     return files
 
 
 def write_plugin(name: str, directory: str | Path, kind: str = POLICIES) -> Path:
-    """Write a package named `name` into `directory`/<distribution> and return that folder. `kind`: one of `KINDS`.
+    """Write a package of this kind (`KINDS`) named `name` into `directory`/<distribution> and return that folder.
 
     The package is complete: `pip install` makes what it offers available by name. Raises `ConfigError` if the name is
     invalid or the folder exists and is not empty; nothing is overwritten.

@@ -18,7 +18,7 @@ from typing import Any
 from vajra_py.contract import AdmissionPolicy, AdmissionSpec
 from vajra_py.errors import VajraError
 from vajra_py.plugins import check_admission_shape, load_registry
-from vajra_py.plugins.build import admission_hooks
+from vajra_py.plugins.build import ADMISSION_METHODS, hooks_beside
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
 from vajra_py.testing.habits import kept_requests, uncalled_methods
@@ -185,7 +185,7 @@ def _is_the_same_when_fast_forwarded(subject: _Subject) -> None:
 
 
 def _calls_its_methods(subject: _Subject) -> None:
-    names = uncalled_methods(subject.build(context_of(scenarios.LIGHT)), admission_hooks())
+    names = uncalled_methods(subject.build(context_of(scenarios.LIGHT)), hooks_beside(ADMISSION_METHODS))
     allowed = "a name of the contract (such as on_arrivals), or a leading underscore"
     _require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
 

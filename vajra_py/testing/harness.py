@@ -20,14 +20,14 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import build_admission_policy, build_policy, check_admission_shape, check_policy_shape
+from vajra_py.plugins import ADMISSION, build_admission_policy, build_policy, check_admission_shape, check_policy_shape
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
+from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
@@ -280,7 +280,7 @@ class Harness:
         return policy
 
     def _admission_policy(self, source: PolicySource) -> Any:
-        sleeper = Sleeper("", ADMISSION_SLOT, source if isinstance(source, str) else _NAME)
+        sleeper = Sleeper("", ADMISSION.key, source if isinstance(source, str) else _NAME)
         context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
         if isinstance(source, str | tuple):
             name, params = (source, {}) if isinstance(source, str) else source

@@ -36,8 +36,6 @@ from vajra_py.runtime.serving.pools import pool_loads
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
-ADMISSION_SLOT = "admission"
-"""Place of the admission policy under `scheduling:` in YAML, by which it is woken."""
 MAX_FRUITLESS = 100_000
 """Times in a row that a policy may defer requests although nothing else happens in between."""
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.config.schema import SCALING, ElasticConfig
+from vajra_py.config.schema import ElasticConfig
 from vajra_py.contract import (
     AdmissionPolicy,
     Layer,
@@ -22,14 +22,14 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
-from vajra_py.plugins import Registry, build_admission_policy, build_policy, build_scaler
+from vajra_py.plugins import ADMISSION, SCALER, Registry, build_admission_policy, build_policy, build_scaler
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
-from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
+from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -138,7 +138,7 @@ def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], ser
         context = replace(context, output_lengths=lengths)
 
     def make() -> AdmissionPolicy:
-        sleeper = Sleeper("", ADMISSION_SLOT, choice.policy)
+        sleeper = Sleeper("", ADMISSION.key, choice.policy)
         own = replace(context, wake=PolicyWakeUps(services.alarms, sleeper))
         policy = build_admission_policy(choice.policy, choice.parameters, own, services.registry)
         sleeper.policy = policy
@@ -326,7 +326,7 @@ def _build_scaling(
     choice = settings.scheduling.scaling
     if choice is None:
         return None
-    sleeper = Sleeper(replicaset, SCALING, choice.policy)
+    sleeper = Sleeper(replicaset, SCALER.key, choice.policy)
     emit = services.diary.emitted.of(replicaset, choice.policy)
     own = replace(context, emit=emit, wake=PolicyWakeUps(services.alarms, sleeper))
     sleeper.policy = build_scaler(choice.policy, choice.parameters, own, services.registry)

@@ -16,12 +16,12 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
-from vajra_py.config.schema import SCALING
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
 from vajra_py.contract.views import ReplicaState
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
+from vajra_py.plugins import ADMISSION, SCALER
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
@@ -42,7 +42,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
-from vajra_py.runtime.serving.admission import ADMISSION_SLOT, MAX_FRUITLESS, Deferral
+from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
@@ -577,7 +577,7 @@ class Driver(Generic[R]):
             return
         sleeper = what.sleeper
         self.controller.alarms.rang(what)
-        if sleeper.slot == SCALING:
+        if sleeper.slot == SCALER.key:
             self._wake_scaler(sleeper, what.key or "")
             return
         entry = WakeUp(self.now, sleeper.replicaset, sleeper.slot, sleeper.replica_id, what.key)
@@ -587,20 +587,20 @@ class Driver(Generic[R]):
             sleeper.count(self.now)
             self._check_fruitless(sleeper)
         except PolicyError as error:
-            if sleeper.slot == ADMISSION_SLOT and self.controller.gate is not None:
+            if sleeper.slot == ADMISSION.key and self.controller.gate is not None:
                 self.controller.gate.error = error
             self._isolate(sleeper.replicaset, error)
             return
         self._wake_policy(entry, sleeper.policy)
 
     def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
-        if entry.slot == ADMISSION_SLOT:
+        if entry.slot == ADMISSION.key:
             return sleeper.policy is self._policy_at(entry)
         is_fixed = self.controller.replicasets[entry.replicaset].policies is None
         return entry.key is None or is_fixed or sleeper.policy is self._policy_at(entry)
 
     def _policy_at(self, entry: WakeUp) -> object:
-        if entry.slot == ADMISSION_SLOT:
+        if entry.slot == ADMISSION.key:
             return None if self.controller.gate is None else self.controller.gate.policy
         policies = self.controller.replicasets[entry.replicaset].policies
         assert policies is not None
@@ -632,7 +632,7 @@ class Driver(Generic[R]):
             self.ask_deferred()
 
     def _wake_policy(self, entry: WakeUp, policy: object) -> None:
-        if entry.slot == ADMISSION_SLOT:
+        if entry.slot == ADMISSION.key:
             self._wake_admission(entry)
             return
         name, layer = entry.replicaset, Layer(entry.slot)
