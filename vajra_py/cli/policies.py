@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.contract import PolicySpec
+    from vajra_py.contract import PolicySpec, RoutingPartSpec
     from vajra_py.plugins import Offer
 
 
@@ -28,10 +28,10 @@ class _Policies(click.Group):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def policies(ctx: click.Context, as_json: bool) -> None:
-    """List installed policies by layer: name, package, version, summary."""
+    """List installed policies by layer, and parts of composable routers by kind: name, package, version, summary."""
     if ctx.invoked_subcommand is not None:
         return
-    from vajra_py.contract import Layer
+    from vajra_py.contract import Layer, RoutingPartKind
     from vajra_py.plugins import load_registry
 
     registry = load_registry()
@@ -40,31 +40,43 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         for layer in Layer
         for name, offer in sorted(registry.policies(layer).items())
     ]
+    rows += [
+        (f"routing {kind.value}", name, part.source.package, part.source.version, part.spec.summary)
+        for kind in RoutingPartKind
+        for name, part in registry.routing_parts(kind).items()
+    ]
     _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
 
 
 @policies.command("show", no_args_is_help=True)
 @click.argument("name")
 def show(name: str) -> None:
-    """Show policy NAME: its parameters with defaults and units, and the paper it follows."""
-    from vajra_py.contract import Layer
+    """Show policy or routing part NAME: its parameters with defaults and units, and the paper it follows."""
+    from vajra_py.contract import Layer, RoutingPartKind
     from vajra_py.errors import UnknownNameError
     from vajra_py.plugins import load_registry
 
     registry = load_registry()
-    found = registry.find_policies(name)
-    if not found:
-        raise UnknownNameError("policy", name, [one for layer in Layer for one in registry.policy_names(layer)])
-    for offer in found:
-        _show_one(offer)
+    parts = [(kind, registry.routing_parts(kind)) for kind in RoutingPartKind]
+    known = {
+        *(one for layer in Layer for one in registry.policy_names(layer)),
+        *(one for _, own in parts for one in own),
+    }
+    if name not in known:
+        raise UnknownNameError("policy or routing part", name, known)
+    found = [(kind, own[name]) for kind, own in parts if name in own]
+    for kind, part in found:
+        _show_one(part, f"routing {kind.value}")
+    for offer in () if found else registry.find_policies(name):
+        aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
+        _show_one(offer, offer.spec.layer.value, aliases)
 
 
-def _show_one(offer: Offer[PolicySpec]) -> None:
+def _show_one(offer: Offer[PolicySpec] | Offer[RoutingPartSpec], kind: str, aliases: str = "") -> None:
     from vajra_py.plugins import parameters_of
 
     spec = offer.spec
-    aliases = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
-    click.echo(f"{spec.name}{aliases}, {spec.layer.value}, from {offer.source.package} {offer.source.version}")
+    click.echo(f"{spec.name}{aliases}, {kind}, from {offer.source.package} {offer.source.version}")
     click.echo(f"  {spec.summary}")
     if spec.source:
         click.echo(f"  source: {spec.source}")

@@ -26,6 +26,7 @@ from vajra_py.contract.context import PolicyConfig, PolicyContext
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import Layer, SchedulingPolicy
+from vajra_py.contract.routing import RoutingContext, RoutingPartKind
 
 PROJECT = "vajra"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -44,6 +45,20 @@ class PolicySpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPartSpec:
+    """Makes a part of composable routers available by name. `build` gets parameters that `config` has validated."""
+
+    name: str
+    kind: RoutingPartKind
+    config: type[PolicyConfig]
+    build: Callable[[Any, RoutingContext], Any]
+    """Builds the part: an object with the method of its kind (`ReplicaScorer` and so on); of a producer, any object."""
+    summary: str
+    source: str = ""
+    """Paper, section or system that the part follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,11 @@ class ObserverSpec:
 @hookspec
 def vajra_policies() -> Iterable[PolicySpec]:  # type: ignore[empty-body]
     """Policies that this package offers. Called once; may not build anything heavy."""
+
+
+@hookspec
+def vajra_routing_parts() -> Iterable[RoutingPartSpec]:  # type: ignore[empty-body]
+    """Parts of composable routers that this package offers. Called when a router or a list needs them."""
 
 
 @hookspec

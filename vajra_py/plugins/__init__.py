@@ -8,7 +8,9 @@ from vajra_py.plugins.build import (
     build_observer,
     build_output_lengths,
     build_policy,
+    check_part_shape,
     check_policy_shape,
+    routing_part_builder,
     validated_params,
 )
 from vajra_py.plugins.discovery import build_registry, load_registry
@@ -27,10 +29,12 @@ __all__ = [
     "build_output_lengths",
     "build_policy",
     "build_registry",
+    "check_part_shape",
     "check_policy_shape",
     "kind_of",
     "load_registry",
     "parameters_of",
+    "routing_part_builder",
     "validated_params",
     "write_plugin",
 ]

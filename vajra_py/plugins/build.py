@@ -1,4 +1,4 @@
-"""Build a policy, latency model, predictor or observer from its name and parameters, and check the result."""
+"""Build a policy, routing part, latency model, predictor or observer from its name and parameters, and check the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulerTraits, SchedulingPolicy, SteadyState
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    RoutingContext,
+    RoutingPartChoice,
+    RoutingPartKind,
+    SchedulerTraits,
+    SchedulingPolicy,
+    SteadyState,
+)
+from vajra_py.contract.context import BuildRoutingPart
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -43,9 +54,18 @@ LISTENING_METHODS: Mapping[str, int] = {
 }
 """Optional methods of policies of any layer that notify them about requests."""
 
+PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
+    RoutingPartKind.PRODUCER: {},
+    RoutingPartKind.FILTER: {"keeps": 3},
+    RoutingPartKind.SCORER: {"scores": 3},
+    RoutingPartKind.PICKER: {"pick": 4},
+    RoutingPartKind.DECIDER: {"disaggregates": 3},
+}
+"""Methods required of each kind of routing part, with the number of arguments of each call."""
+
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
-    Layer.REPLICASET_SCHEDULER: {},
+    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
@@ -89,6 +109,38 @@ def build_policy(
     policy: SchedulingPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
     check_policy_shape(layer, policy, f"policy {offer.spec.name!r}", str(offer.source))
     return policy
+
+
+def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:
+    """Return what `PolicyContext.build_part` is: it builds parts of the registry (the installed ones, by default)."""
+
+    def build(choice: RoutingPartChoice, context: RoutingContext) -> Any:
+        """Raise like `build_policy`."""
+        offer = (registry or load_registry()).routing_part(choice.kind, choice.name)
+        where = f"{choice.kind.value} {choice.name}"
+        config = _validated(offer.spec.config, choice.params, f"{where}: params")
+        part = _built(offer, where, lambda: offer.spec.build(config, context))
+        check_part_shape(choice.kind, part, f"{choice.kind.value} {choice.name!r}", str(offer.source))
+        return part
+
+    return build
+
+
+def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str) -> None:
+    """Check that an object is a routing part of the kind. Raises `PluginError` that names the plug-in and the first problem."""
+    if isinstance(part, type):
+        raise PluginError(plugin, f"{what}: build returned the class {part.__name__}; expected an instance")
+    _check_methods(part, PART_METHODS[kind], what, plugin)
+    optional = {**LISTENING_METHODS, "on_placement": 3, "on_wake": 2}
+    _check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
+    for name in dir(part):
+        if name.startswith("on_") and name not in optional:
+            allowed = did_you_mean(name, optional)
+            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+
+
+def _has(target: object, name: str) -> bool:
+    return getattr(target, name, None) is not None
 
 
 def build_latency_model(
@@ -160,7 +212,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, LAYER_METHODS[layer], what, plugin)
     optional = {**LISTENING_METHODS, **OPTIONAL_METHODS[layer]}
-    present = {name: count for name, count in optional.items() if getattr(policy, name, None) is not None}
+    present = {name: count for name, count in optional.items() if _has(policy, name)}
     _check_methods(policy, present, what, plugin)
     _check_names(layer, policy, what, plugin)
     _check_traits(policy, what, plugin)

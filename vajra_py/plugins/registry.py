@@ -1,7 +1,7 @@
-"""Registry of installed policies, presets, models and observers.
+"""Registry of installed policies, routing parts, presets, models and observers.
 
-A registry is read-only. Policies and presets are checked when it is built; latency models, output-length predictors and
-observers on first use, so that listing policies does not import their dependencies.
+A registry is read-only. Policies and presets are checked when it is built; routing parts, latency models, output-length
+predictors and observers on first use, so that listing policies does not import their dependencies.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from vajra_py.contract import Layer, PolicyConfig, PolicySpec
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec, RoutingPartKind, RoutingPartSpec
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
 from vajra_py.errors import PluginError, UnknownNameError
 
-SpecT = TypeVar("SpecT", PolicySpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)
+SpecT = TypeVar("SpecT", PolicySpec, RoutingPartSpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
@@ -72,17 +72,25 @@ class Registry:
     policy_claims: Sequence[tuple[PluginSource, object]]
     preset_claims: Sequence[tuple[PluginSource, object]]
     lazy: Callable[[str], Claims]
+    given_parts: Sequence[tuple[PluginSource, object]] = ()
+    """Routing parts that no installed package provides."""
 
     def __post_init__(self) -> None:
         """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
-    def with_policies(self, specs: Iterable[PolicySpec]) -> Registry:
-        """Return a copy with policies that no installed package provides; raises `PluginError` like any clash or broken
-        offer.
+    def with_policies(self, specs: Iterable[PolicySpec | RoutingPartSpec]) -> Registry:
+        """Return a copy with policies and routing parts that no installed package provides; raises `PluginError` like any
+        clash or broken offer.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
-        return replace(self, policy_claims=[*self.policy_claims, *given])
+        parts = [one for one in given if isinstance(one[1], RoutingPartSpec)]
+        policies = [one for one in given if not isinstance(one[1], RoutingPartSpec)]
+        return replace(
+            self,
+            policy_claims=[*self.policy_claims, *policies],
+            given_parts=[*self.given_parts, *parts],
+        )
 
     @cached_property
     def _policies(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
@@ -120,6 +128,24 @@ class Registry:
             names = {known for layer in Layer for known in self.policy_names(layer)}
             raise UnknownNameError("policy", name, names)
         return found
+
+    @cached_property
+    def _routing_parts(self) -> Mapping[RoutingPartKind, Mapping[str, Offer[RoutingPartSpec]]]:
+        claims = [*self.lazy("vajra_routing_parts"), *self.given_parts]
+        offers = [_checked(source, claim, RoutingPartSpec, "routing part") for source, claim in claims]
+        for offer in offers:
+            _check_part(offer)
+        return {
+            kind: _by_name((one for one in offers if one.spec.kind is kind), kind.value) for kind in RoutingPartKind
+        }
+
+    def routing_parts(self, kind: RoutingPartKind) -> Mapping[str, Offer[RoutingPartSpec]]:
+        """Return the parts of composable routers of this kind by name, sorted."""
+        return self._routing_parts[kind]
+
+    def routing_part(self, kind: RoutingPartKind, name: str) -> Offer[RoutingPartSpec]:
+        """Return the part of this kind and name; raises `UnknownNameError`."""
+        return lookup(self.routing_parts(kind), kind.value, name)
 
     @cached_property
     def presets(self) -> Mapping[str, Offer[Preset]]:
@@ -204,6 +230,16 @@ def _check_config(source: PluginSource, what: str, config: object, build: object
         )
     if not callable(build):
         raise PluginError(str(source), f"offers {what} with build {build!r}; expected a callable")
+
+
+def _check_part(offer: Offer[RoutingPartSpec]) -> None:
+    spec: Any = offer.spec
+    what = f"the routing part {spec.name!r}"
+    if not isinstance(spec.kind, RoutingPartKind):
+        choices = ", ".join(f"RoutingPartKind.{kind.name}" for kind in RoutingPartKind)
+        raise PluginError(str(offer.source), f"offers {what} of kind {spec.kind!r}; expected one of {choices}")
+    if not issubclass(spec.config, PolicyConfig):
+        raise PluginError(str(offer.source), f"offers {what} with {spec.config.__name__}, which is not a PolicyConfig")
 
 
 def _check_policy(offer: Offer[PolicySpec]) -> None:

@@ -13,7 +13,7 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
-from vajra_py.plugins import Registry, build_policy
+from vajra_py.plugins import Registry, build_policy, routing_part_builder
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -208,6 +208,7 @@ def build_replicaset(
         output_lengths=services.output_lengths,
         random_stream=seeds.stream,
         shared=shared,
+        build_part=routing_part_builder(services.registry),
     )
 
     def make_policy(layer: Layer, choice: PolicyChoice, replica_id: int | None) -> Any:
