@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from vajra_policies.routers.load_scorers import NoParameters
-from vajra_policies.routers.prefix_matches import OfPrefixProducer
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, matches_of
 from vajra_py.contract import (
     PrefixMatches,
     ReplicaLoadView,
@@ -94,11 +94,11 @@ def _never(config: NoParameters, context: RoutingContext) -> Always:
 
 
 def _prefix_based(config: PrefixBasedConfig, context: RoutingContext) -> PrefixBased:
-    return PrefixBased(config, context.producer(config.prefix_match_info_producer_name))
+    return PrefixBased(config, matches_of(context, config.prefix_match_info_producer_name))
 
 
 def _isl_bounding(config: IslBoundingConfig, context: RoutingContext) -> IslBounding:
-    return IslBounding(config, context.producer(config.prefix_match_info_producer_name))
+    return IslBounding(config, matches_of(context, config.prefix_match_info_producer_name))
 
 
 SPECS = (

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.figures import Integers
-from vajra_policies.routers.prefix_matches import OfPrefixProducer
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, matches_of
 from vajra_py.contract import (
+    InFlightLoads,
     PolicyContext,
     PrefixMatches,
     ReplicaId,
@@ -139,8 +140,16 @@ class InFlightLoad:
         return estimate if most is None else min(estimate, most)
 
 
+def loads_of(context: RoutingContext, name: str) -> InFlightLoads:
+    """The router's producer of this name. Raises `ValueError` if it counts nothing in flight."""
+    found = context.producer(name)
+    if not isinstance(found, InFlightLoads):
+        raise ValueError(f"producer {name!r} does not count what is in flight; {IN_FLIGHT} does")
+    return found
+
+
 def _build(config: InFlightConfig, context: RoutingContext) -> InFlightLoad:
-    return InFlightLoad(config, context.policy, context.producer(config.prefix_match_info_producer_name))
+    return InFlightLoad(config, context.policy, matches_of(context, config.prefix_match_info_producer_name))
 
 
 SPECS = (

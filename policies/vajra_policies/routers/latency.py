@@ -13,7 +13,7 @@ from pydantic import Field
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.figures import Floats
-from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions, matches_of
 from vajra_py.contract import (
     BatchFeatures,
     PolicyConfig,
@@ -198,17 +198,25 @@ class HeadroomTierFilter:
         return [one for one, met in zip(replicas, is_met, strict=True) if met is wanted]
 
 
+def predictions_of(context: RoutingContext, name: str) -> PredictsLatencies:
+    """The router's producer of this name. Raises `ValueError` if it predicts no latencies."""
+    found = context.producer(name)
+    if not isinstance(found, PredictsLatencies):
+        raise ValueError(f"producer {name!r} predicts no latencies; {LATENCIES} does")
+    return found
+
+
 def _producer(config: LatencyProducerConfig, context: RoutingContext) -> LatencyPredictions:
-    return LatencyPredictions(config, context.policy, context.producer(config.prefix_match_info_producer_name))
+    return LatencyPredictions(config, context.policy, matches_of(context, config.prefix_match_info_producer_name))
 
 
 def _scorer(config: LatencyScorerConfig, context: RoutingContext) -> LatencyScorer:
-    predictions = context.producer(config.latency_prediction_info_producer_name)
-    return LatencyScorer(config, predictions, context.producer(config.prefix_match_info_producer_name))
+    predictions = predictions_of(context, config.latency_prediction_info_producer_name)
+    return LatencyScorer(config, predictions, matches_of(context, config.prefix_match_info_producer_name))
 
 
 def _filter(config: HeadroomTierConfig, context: RoutingContext) -> HeadroomTierFilter:
-    predictions = context.producer(config.latency_prediction_info_producer_name)
+    predictions = predictions_of(context, config.latency_prediction_info_producer_name)
     return HeadroomTierFilter(config, predictions, context.policy.random_stream("slo-headroom-tier-filter"))
 
 

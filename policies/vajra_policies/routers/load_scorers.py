@@ -12,7 +12,7 @@ from pydantic import Field
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.figures import Floats
-from vajra_policies.routers.in_flight import IN_FLIGHT
+from vajra_policies.routers.in_flight import IN_FLIGHT, loads_of
 from vajra_py.contract import (
     InFlightLoads,
     PolicyConfig,
@@ -138,11 +138,11 @@ def _load_aware(config: LoadAwareConfig, context: RoutingContext) -> LoadAwareSc
 
 
 def _active(config: ActiveRequestConfig, context: RoutingContext) -> ActiveRequestScorer:
-    return ActiveRequestScorer(config, context.producer(config.in_flight_load_producer_name))
+    return ActiveRequestScorer(config, loads_of(context, config.in_flight_load_producer_name))
 
 
 def _token_load(config: TokenLoadConfig, context: RoutingContext) -> TokenLoadScorer:
-    return TokenLoadScorer(config, context.producer(config.in_flight_load_producer_name))
+    return TokenLoadScorer(config, loads_of(context, config.in_flight_load_producer_name))
 
 
 SPECS = (

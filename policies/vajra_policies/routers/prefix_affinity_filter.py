@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vajra_policies.routers.in_flight import IN_FLIGHT
-from vajra_policies.routers.latency import LATENCIES
-from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions
+from vajra_policies.routers.in_flight import IN_FLIGHT, loads_of
+from vajra_policies.routers.latency import LATENCIES, predictions_of
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions, matches_of
 from vajra_py.contract import (
     InFlightLoads,
     PredictsLatencies,
@@ -98,10 +98,11 @@ class PrefixAffinityFilter:
 def _build(config: PrefixAffinityFilterConfig, context: RoutingContext) -> PrefixAffinityFilter:
     times: PredictsLatencies | InFlightLoads | None = None
     if config.max_ttft_penalty_ms:
-        is_predicted = config.ttft_source == "latencyPredictor"
-        name = config.latency_prediction_info_producer_name if is_predicted else config.in_flight_load_producer_name
-        times = context.producer(name)
-    matches = context.producer(config.prefix_match_info_producer_name)
+        if config.ttft_source == "latencyPredictor":
+            times = predictions_of(context, config.latency_prediction_info_producer_name)
+        else:
+            times = loads_of(context, config.in_flight_load_producer_name)
+    matches = matches_of(context, config.prefix_match_info_producer_name)
     stream = context.policy.random_stream("prefix-cache-affinity-filter")
     return PrefixAffinityFilter(config, matches, times, stream)
 

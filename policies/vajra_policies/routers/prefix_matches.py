@@ -134,6 +134,14 @@ class OfPrefixProducer(PolicyConfig):
     prefix_match_info_producer_name: str = Field(APPROXIMATE, description="Producer that knows the prefixes.")
 
 
+def matches_of(context: RoutingContext, name: str) -> PrefixMatches:
+    """The router's producer of this name. Raises `ValueError` if it knows no prefixes."""
+    found = context.producer(name)
+    if not isinstance(found, PrefixMatches):
+        raise ValueError(f"producer {name!r} knows no prefixes; {APPROXIMATE} and {PRECISE} do")
+    return found
+
+
 def _approximate(config: ApproximateConfig, context: RoutingContext) -> ApproximatePrefixMatches:
     return ApproximatePrefixMatches(config, context.policy)
 

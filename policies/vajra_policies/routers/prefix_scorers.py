@@ -13,7 +13,7 @@ from pydantic import Field
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.figures import Floats
-from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions, matches_of
 from vajra_py.contract import (
     PrefixMatches,
     ReplicaId,
@@ -107,11 +107,11 @@ class NoHitLruScorer:
 
 
 def _prefix_cache(config: PrefixCacheConfig, context: RoutingContext) -> PrefixCacheScorer:
-    return PrefixCacheScorer(config, context.producer(config.prefix_match_info_producer_name))
+    return PrefixCacheScorer(config, matches_of(context, config.prefix_match_info_producer_name))
 
 
 def _no_hit_lru(config: NoHitLruConfig, context: RoutingContext) -> NoHitLruScorer:
-    return NoHitLruScorer(config, context.producer(config.prefix_match_info_producer_name))
+    return NoHitLruScorer(config, matches_of(context, config.prefix_match_info_producer_name))
 
 
 SPECS = (

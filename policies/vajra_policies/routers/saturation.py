@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.figures import Floats
-from vajra_policies.routers.in_flight import IN_FLIGHT
+from vajra_policies.routers.in_flight import IN_FLIGHT, loads_of
 from vajra_py.contract import (
     InFlightLoads,
     PolicyConfig,
@@ -132,7 +132,7 @@ def _those(
 
 def _utilization(config: UtilizationConfig, context: RoutingContext) -> UtilizationFilter:
     needs = any(one.metric == "active-requests" for one in config.conditions)
-    return UtilizationFilter(config, context.producer(config.in_flight_load_producer_name) if needs else None)
+    return UtilizationFilter(config, loads_of(context, config.in_flight_load_producer_name) if needs else None)
 
 
 def _utilization_detector(config: UtilizationDetectorConfig, context: RoutingContext) -> UtilizationDetector:
@@ -140,7 +140,7 @@ def _utilization_detector(config: UtilizationDetectorConfig, context: RoutingCon
 
 
 def _concurrency_detector(config: ConcurrencyDetectorConfig, context: RoutingContext) -> ConcurrencyDetector:
-    return ConcurrencyDetector(config, context.producer(config.in_flight_load_producer_name))
+    return ConcurrencyDetector(config, loads_of(context, config.in_flight_load_producer_name))
 
 
 SPECS = (
