@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
     from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
+    from vajra_py.testing.routing_parts import check_routing_part, routing_parts_under_test
     from vajra_py.testing.scenarios import SCENARIOS, Scenario
     from vajra_py.testing.strict import StrictViews
 
@@ -38,8 +39,10 @@ _HOMES = {
     "StepEntry": "harness",
     "StrictViews": "strict",
     "check_policy": "conformance",
+    "check_routing_part": "routing_parts",
     "conformance_checks": "conformance",
     "policies_under_test": "conformance",
+    "routing_parts_under_test": "routing_parts",
 }
 
 __all__ = [
@@ -59,8 +62,10 @@ __all__ = [
     "StepEntry",
     "StrictViews",
     "check_policy",
+    "check_routing_part",
     "conformance_checks",
     "policies_under_test",
+    "routing_parts_under_test",
 ]
 
 
