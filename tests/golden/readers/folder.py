@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.golden.readers import nano, vidur, vllm
+from tests.golden.readers import dynamo, nano, vidur, vllm
 from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
@@ -27,6 +27,8 @@ def compare_folder(folder: Path) -> Iterator[Result]:
 
 
 def _compare(system: str, name: str, trace: Any) -> Result | None:
+    if isinstance(trace, Mapping) and trace.get("schema") == dynamo.SCHEMA:
+        return dynamo.compare(system, name, trace)
     if not isinstance(trace, Mapping) or "steps" not in trace:
         return None
     if trace.get("schema") == vllm.SCHEMA:
