@@ -52,7 +52,9 @@ def check_routing_part(
     try:
         check_policy(wrapped, params, policy_timeout_s=policy_timeout_s)
     except AssertionError as error:
-        text = str(error).replace(f"{Layer.REPLICASET_SCHEDULER.value} {spec.name!r}", f"{spec.kind.value} {spec.name!r}")
+        text = str(error).replace(
+            f"{Layer.REPLICASET_SCHEDULER.value} {spec.name!r}", f"{spec.kind.value} {spec.name!r}"
+        )
         raise AssertionError(text) from error
 
 

@@ -75,7 +75,7 @@ class UtilizationDetectorConfig(PolicyConfig):
 
     queue_depth_threshold: int = Field(5, ge=1, description="Waiting requests of a saturated replica.")
     kv_cache_util_threshold: float = Field(
-        0.8, gt=0, lt=1, description="Used part of the KV memory of a saturated one."
+        0.8, gt=0, le=1, description="Used part of the KV memory of a saturated one."
     )
     headroom: float = Field(0.0, ge=0, description="Part by which the thresholds may be exceeded.")
 
