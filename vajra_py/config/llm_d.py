@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from vajra_py.config.explain import explain, show
 from vajra_py.config.llm_d_plugins import ALIASES, MEANINGLESS, UNUSED_PARAMETERS, UNUSED_SECTIONS
-from vajra_py.config.places import Entries, Finding, Items, KeyPath, in_order, locate, plain, put
+from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, in_order, locate, plain, put
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer, RoutingPartKind
 from vajra_py.errors import ConfigError, did_you_mean
@@ -383,9 +383,9 @@ def _choice(kind: RoutingPartKind, plugin: _Plugin) -> dict[str, Any]:
 def _snake_keys(tree: Any) -> Any:
     """Return the tree with the keys of its mappings in snake case; labels, which are values in the form of keys, stay."""
     if isinstance(tree, Entries):
-        places = {_snake(key): tree.place_of(key) for key in tree}
+        places: dict[Step, Place] = {_snake(key): tree.place_of(key) for key in tree}
         values = {_snake(key): each if key == "matchLabels" else _snake_keys(each) for key, each in tree.items()}
-        return Entries(values, tree.place, dict(places))
+        return Entries(values, tree.place, places)
     if isinstance(tree, Items):
         return Items([_snake_keys(each) for each in tree], tree.place, tree.places)
     return tree

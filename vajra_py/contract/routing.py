@@ -209,12 +209,6 @@ class DeciderChoice(RoutingPartChoice):
     decider: str = Field(description="Name of a decider.")
 
 
-PART_CHOICES: Mapping[RoutingPartKind, type[RoutingPartChoice]] = {
-    one.kind: one for one in (ProducerChoice, FilterChoice, ScorerChoice, PickerChoice, DeciderChoice)
-}
-"""The choice of each kind."""
-
-
 class GetProducer(Protocol):
     """Looks up the producers of a router."""
 

@@ -55,14 +55,14 @@ def _payload(spec: PolicySpec, params: Mapping[str, Any]) -> bytes:
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        payload = cloudpickle.dumps((spec, dict(params)))
+        payload: bytes = cloudpickle.dumps((spec, dict(params)))
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
     try:
         pickle.loads(payload)
     except SchemaError:
-        return cloudpickle.dumps((spec, dict(params)))
+        payload = cloudpickle.dumps((spec, dict(params)))
     return payload
 
 

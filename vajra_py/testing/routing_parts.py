@@ -18,6 +18,7 @@ from vajra_py.contract import (
     PolicyConfig,
     PolicyContext,
     PolicySpec,
+    ProducerChoice,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
@@ -26,7 +27,6 @@ from vajra_py.contract import (
     RoutingPartKind,
     RoutingPartSpec,
 )
-from vajra_py.contract.routing import PART_CHOICES
 from vajra_py.plugins import check_part_shape, load_registry
 from vajra_py.plugins.build import LISTENING_METHODS
 from vajra_py.testing.conformance import POLICY_TIMEOUT_S, check_policy
@@ -76,7 +76,7 @@ class _BuildProbe:
 
         def producer(name: str) -> Any:
             if name not in producers:
-                choice = PART_CHOICES[RoutingPartKind.PRODUCER](**{RoutingPartKind.PRODUCER.value: name})
+                choice = ProducerChoice(producer=name)
                 producers[name] = context.build_part(choice, RoutingContext(context, producer))
             return producers[name]
 
