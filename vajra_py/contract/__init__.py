@@ -63,6 +63,7 @@ from vajra_py.contract.routing import (
 )
 from vajra_py.contract.views import (
     Key,
+    LoadColumns,
     LocalReplicaView,
     PoolRole,
     PoolView,
@@ -99,6 +100,7 @@ __all__ = [
     "LearnsPlacements",
     "LengthEstimate",
     "ListensToRequests",
+    "LoadColumns",
     "LocalReplicaView",
     "Move",
     "MovesRequests",
