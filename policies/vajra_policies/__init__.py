@@ -36,9 +36,9 @@ def vajra_policies() -> list[PolicySpec]:
 @hookimpl
 def vajra_routing_parts() -> list[RoutingPartSpec]:
     """Parts of composable routers, under llm-d's names."""
-    from vajra_policies.routers import PARTS
+    from vajra_policies.routers import parts
 
-    return list(PARTS)
+    return parts()
 
 
 @hookimpl

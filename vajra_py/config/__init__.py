@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
+from vajra_py.config.links import LinksConfig
 from vajra_py.config.llm_d import LlmDConfig, read_llm_d
 from vajra_py.config.load import (
     config_from_mapping,
@@ -17,6 +18,7 @@ from vajra_py.config.load import (
 )
 from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.schema import (
+    DEFAULT_POOL,
     AdmissionConfig,
     BackendConfig,
     ExperimentConfig,
@@ -24,6 +26,7 @@ from vajra_py.config.schema import (
     MemoryConfig,
     OutputConfig,
     PolicyChoice,
+    PoolConfig,
     PrefixCacheConfig,
     ReplicaConfig,
     ReplicasetConfig,
@@ -36,14 +39,17 @@ from vajra_py.config.schema import (
 from vajra_py.config.sweeps import SweepPoint
 
 __all__ = [
+    "DEFAULT_POOL",
     "AdmissionConfig",
     "BackendConfig",
     "ExperimentConfig",
     "KvParallelConfig",
+    "LinksConfig",
     "LlmDConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
+    "PoolConfig",
     "PrefixCacheConfig",
     "ReplicaConfig",
     "ReplicasetConfig",

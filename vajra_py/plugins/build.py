@@ -51,8 +51,9 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_preemption": 3,
     "on_step_end": 1,
     "on_departures": 2,
+    "on_wake": 2,
 }
-"""Optional methods of policies of any layer that notify them about requests."""
+"""Optional methods of policies of any layer that notify them about requests and wake-ups."""
 
 PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
     RoutingPartKind.PRODUCER: {},
@@ -65,7 +66,7 @@ PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
-    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3},
+    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
@@ -131,7 +132,7 @@ def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str
     if isinstance(part, type):
         raise PluginError(plugin, f"{what}: build returned the class {part.__name__}; expected an instance")
     _check_methods(part, PART_METHODS[kind], what, plugin)
-    optional = {**LISTENING_METHODS, "on_placement": 3, "on_wake": 2}
+    optional = {**LISTENING_METHODS, "on_placement": 3}
     _check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
     for name in dir(part):
         if name.startswith("on_") and name not in optional:
@@ -156,7 +157,7 @@ def build_latency_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class OutputLengthInputs:
     """Inputs for building an output-length predictor: random streams by name, and the true lengths (for oracles)."""
 
     random_stream: Callable[[str], Any]
@@ -164,14 +165,14 @@ class Truth:
 
 
 def build_output_lengths(
-    name: str, params: Mapping[str, Any] | BaseModel, truth: Truth, registry: Registry | None = None
+    name: str, params: Mapping[str, Any] | BaseModel, inputs: OutputLengthInputs, registry: Registry | None = None
 ) -> OutputLengthPredictor:
     """Build the output-length predictor of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).output_length(name)
     where = "output_length"
     config = validated_params(offer, params, where)
     predictor: OutputLengthPredictor = _built(
-        offer, where, lambda: offer.spec.build(config, truth.random_stream, truth.output_tokens)
+        offer, where, lambda: offer.spec.build(config, inputs.random_stream, inputs.output_tokens)
     )
     _check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
     return predictor

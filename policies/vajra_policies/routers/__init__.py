@@ -1,48 +1,52 @@
-"""Composable routing under llm-d's names, formulas and defaults, and the routers of other systems."""
+"""Composable routing under llm-d's names, formulas and defaults, and the routers of other systems.
+
+Modules with policies have their parameters alone, and import what computes when one is built: listing them costs little.
+"""
 
 from __future__ import annotations
 
-from vajra_policies.routers import (
-    context_length,
-    cost_router,
-    deciders,
-    endpoint_attribute,
-    endpoint_picker,
-    in_flight,
-    labels,
-    latency,
-    load_scorers,
-    pickers,
-    preble,
-    prefix_affinity_filter,
-    prefix_matches,
-    prefix_scorers,
-    saturation,
-    session_affinity,
-    sglang_cache_aware,
-)
+from vajra_policies.routers import dynamo_kv_router, endpoint_picker, preble_e2, sglang_cache_aware
 from vajra_py.contract import PolicySpec, RoutingPartSpec
 
 POLICIES: tuple[PolicySpec, ...] = (
     endpoint_picker.SPEC,
-    cost_router.SPEC,
+    dynamo_kv_router.SPEC,
     sglang_cache_aware.SPEC,
-    preble.SPEC,
+    preble_e2.SPEC,
 )
 
-PARTS: tuple[RoutingPartSpec, ...] = (
-    *prefix_matches.SPECS,
-    *in_flight.SPECS,
-    *latency.SPECS,
-    *load_scorers.SPECS,
-    *prefix_scorers.SPECS,
-    *session_affinity.SPECS,
-    *context_length.SPECS,
-    *endpoint_attribute.SPECS,
-    *labels.SPECS,
-    *prefix_affinity_filter.SPECS,
-    *saturation.SPECS,
-    *pickers.SPECS,
-    *deciders.SPECS,
-)
-"""Producers, filters, scorers, pickers and deciders."""
+
+def parts() -> list[RoutingPartSpec]:
+    """Return the producers, filters, scorers, pickers and deciders."""
+    from vajra_policies.routers import (
+        context_length,
+        deciders,
+        endpoint_attribute,
+        in_flight,
+        labels,
+        latency,
+        load_scorers,
+        pickers,
+        prefix_affinity_filter,
+        prefix_matches,
+        prefix_scorers,
+        saturation,
+        session_affinity,
+    )
+
+    modules = (
+        prefix_matches,
+        in_flight,
+        latency,
+        load_scorers,
+        prefix_scorers,
+        session_affinity,
+        context_length,
+        endpoint_attribute,
+        labels,
+        prefix_affinity_filter,
+        saturation,
+        pickers,
+        deciders,
+    )
+    return [spec for module in modules for spec in module.SPECS]

@@ -8,46 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from pydantic import Field
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.active_sequences import ActiveSequences
 from vajra_policies.routers.block_index import ExpiringBlocks
-from vajra_policies.routers.figures import Candidates, Floats, Integers
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routers.dynamo_kv_router import CostRouterConfig
+from vajra_policies.routers.figures import Floats, Integers
+from vajra_policies.routing import whole_queue
 from vajra_py.contract import (
-    Layer,
-    PolicyConfig,
     PolicyContext,
-    PolicySpec,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
 )
-
-
-class CostRouterConfig(PolicyConfig):
-    """Parameters of `dynamo_kv_router`, under Dynamo's names; it draws ties from the run's stream of that name."""
-
-    overlap_score_credit: float = Field(1.0, ge=0, description="Blocks that a cached block spares.")
-    overlap_score_credit_decay: float = Field(
-        0.0, ge=0, description="Loss of that credit on replicas with more to compute than the least loaded one."
-    )
-    prefill_load_scale: float = Field(1.0, ge=0, description="Weight of the blocks to compute beside those to hold.")
-    decode_active_request_weight: float = Field(0.0, ge=0, description="Blocks that each active request counts for.")
-    router_temperature: float = Field(
-        0.0, ge=0, description="0: the least cost. Above: by chance, e^(-(cost - min) / ((max - min) * temperature))."
-    )
-    router_track_prefill_tokens: bool = Field(
-        True, description="Whether blocks to compute count; without, the credit is taken from the blocks to hold."
-    )
-    router_assume_kv_reuse: bool = Field(True, description="Whether blocks that requests share count once.")
-    router_track_output_blocks: bool = Field(False, description="Whether generated blocks count.")
-    use_kv_events: bool = Field(
-        True, description="True: cached blocks are what the replicas hold. False: what was sent there of late."
-    )
-    router_ttl_secs: float = Field(120.0, gt=0, description="Seconds that sent blocks count as cached, without events.")
 
 
 class CostRouter:
@@ -71,7 +45,7 @@ class CostRouter:
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """A replica of least cost, or by chance with a temperature."""
-        up = Candidates(those_up(replicas))
+        up = figures.those_up(replicas)
         if not up:
             return None
         self.sequences.note_first_tokens()
@@ -134,17 +108,3 @@ class CostRouter:
         sums = np.cumsum(weights)
         drawn = np.searchsorted(sums, self._stream.random() * sums[-1], side="right")
         return min(int(drawn), len(costs) - 1)
-
-
-def _build(config: CostRouterConfig, context: PolicyContext) -> CostRouter:
-    return CostRouter(config, context)
-
-
-SPEC = PolicySpec(
-    name="dynamo_kv_router",
-    layer=Layer.REPLICASET_SCHEDULER,
-    config=CostRouterConfig,
-    build=_build,
-    summary="Each arriving request to the replica of least cost: blocks to compute, less cached ones, and blocks to hold.",
-    source="NVIDIA Dynamo 1.6.1, KV router",
-)

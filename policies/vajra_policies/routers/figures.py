@@ -8,25 +8,41 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.contract import ReplicaLoadView
+from vajra_py.contract import LoadColumns, ReplicaId, ReplicaLoadView
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
 
 
 class Candidates(list[ReplicaLoadView]):
-    """Replicas of one placement, with the figures that were read of them so far."""
+    """Replicas of one placement, with the figures that were read of them so far.
 
-    __slots__ = ("columns",)
+    `source`: the sequence that these are all of, if it may have a faster way to read figures.
+    """
 
-    def __init__(self, replicas: Iterable[ReplicaLoadView]) -> None:
+    __slots__ = ("columns", "source")
+
+    def __init__(self, replicas: Iterable[ReplicaLoadView], source: object = None) -> None:
         super().__init__(replicas)
         self.columns: dict[str, Any] = {}
+        self.source: LoadColumns | None = source if isinstance(source, LoadColumns) else None
+
+
+def those_up(replicas: Sequence[ReplicaLoadView]) -> Candidates:
+    """The replicas that take requests."""
+    up = [one for one in replicas if one.is_up]
+    return Candidates(up, replicas if len(up) == len(replicas) else None)
 
 
 def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
     """The replicas with a place for their figures."""
     return replicas if isinstance(replicas, Candidates) else Candidates(replicas)
+
+
+def position_of(replica_id: ReplicaId, replicas: Sequence[ReplicaLoadView]) -> int:
+    """Position of a replica among some; -1 if it is not among them."""
+    found = np.flatnonzero(ids(replicas) == replica_id)
+    return int(found[0]) if len(found) else -1
 
 
 def ids(replicas: Sequence[ReplicaLoadView]) -> Integers:
@@ -68,10 +84,13 @@ def _floats(replicas: Sequence[ReplicaLoadView], name: str) -> Floats:
 
 
 def _column(replicas: Sequence[ReplicaLoadView], name: str, kind: Any) -> Any:
-    columns = replicas.columns if isinstance(replicas, Candidates) else {}
-    found = columns.get(name)
+    if not isinstance(replicas, Candidates):
+        return np.array(_READERS[name](replicas), dtype=kind)
+    found = replicas.columns.get(name)
     if found is None:
-        found = columns[name] = np.array(_READERS[name](replicas), dtype=kind)
+        source = replicas.source
+        values = _READERS[name](replicas) if source is None else source.column(name)
+        found = replicas.columns[name] = np.fromiter(values, kind, len(replicas))
     return found
 
 

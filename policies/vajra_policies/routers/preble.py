@@ -10,36 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import Field
 
 from vajra_policies.routers import figures
 from vajra_policies.routers.block_index import RecentBlocks
-from vajra_policies.routers.figures import Candidates, Floats, Integers
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routers.figures import Floats, Integers
+from vajra_policies.routers.preble_e2 import E2Config
+from vajra_policies.routing import whole_queue
 from vajra_py.contract import (
     BatchFeatures,
-    Layer,
-    PolicyConfig,
     PolicyContext,
-    PolicySpec,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
 )
-
-
-class E2Config(PolicyConfig):
-    """Parameters of `preble_e2`."""
-
-    window_s: float = Field(
-        180.0, gt=0, description="Length of the window whose requests are a replica's load, seconds."
-    )
-    default_output_tokens: float = Field(45.0, ge=0, description="Output length where nothing is predicted, tokens.")
-    imbalance_ratio: float = Field(
-        1.5, ge=1, description="Load of the heaviest replica over that of the lightest from which prefixes are moved."
-    )
-    min_requests_per_replica: int = Field(50, ge=0, description="Requests in the window before prefixes are moved.")
 
 
 @dataclass(slots=True)
@@ -71,7 +55,7 @@ class E2:
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """See the class."""
-        up = Candidates(those_up(replicas))
+        up = figures.those_up(replicas)
         if not up:
             return None
         self._slide(now)
@@ -125,17 +109,3 @@ class E2:
             # An empty window weighs nothing, whatever rounding has left.
             left = self._load[gone.replica_id] - gone.cost_s
             self._load[gone.replica_id] = max(left, 0.0) if self._count[gone.replica_id] else 0.0
-
-
-def _build(config: E2Config, context: PolicyContext) -> E2:
-    return E2(config, context)
-
-
-SPEC = PolicySpec(
-    name="preble_e2",
-    layer=Layer.REPLICASET_SCHEDULER,
-    config=E2Config,
-    build=_build,
-    summary="Exploits a prefix that is longer than the rest of the prompt, else explores by the work sent of late.",
-    source="Preble E2 (arXiv:2407.00023)",
-)

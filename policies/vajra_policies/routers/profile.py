@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vajra_policies.routers.figures import Candidates, Floats, candidates
+from vajra_policies.routers.figures import Candidates, Floats, candidates, position_of
 from vajra_py.contract import (
     PolicyContext,
     ProducerChoice,
@@ -99,7 +99,10 @@ class Profile:
         if not left:
             return None
         total = self.totals(request, left, now)
-        return self._picker.pick(request, left, total, now)  # type: ignore[arg-type]  # an array is a sequence of numbers
+        chosen = self._picker.pick(request, left, total, now)  # type: ignore[arg-type]  # an array is a sequence of numbers
+        if position_of(chosen, left) < 0:
+            raise ValueError(f"the picker took replica {chosen!r}; candidates: {[one.replica_id for one in left]}")
+        return chosen
 
     def filtered(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Candidates:
         """What the filters leave."""

@@ -23,7 +23,7 @@ _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
 
 class RequestState(Enum):
-    """Where a request stands; `Request.move_to` allows only the moves of the life cycle."""
+    """State of a request; `Request.move_to` allows only the moves of the life cycle."""
 
     CREATED = "created"
     WAITING = "waiting"
@@ -32,9 +32,15 @@ class RequestState(Enum):
     """Waiting again, its KV given up."""
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
+    HELD = "held"
+    """Its prompt is computed, and it leaves its replica, which holds its KV until another one has it."""
+    REMOTE = "remote"
+    """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
+    ARRIVED = "arrived"
+    """Waiting, the KV that it came with in its replica's memory."""
     ENDED = "ended"
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 _CREATED = RequestState.CREATED
@@ -42,9 +48,24 @@ _CREATED = RequestState.CREATED
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
+    ),
     RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.HELD: frozenset(
+        {
+            RequestState.RUNNING,
+            RequestState.REMOTE,
+            RequestState.ARRIVED,
+            RequestState.PREEMPTED,
+            RequestState.ENDED,
+        }
+    ),
+    RequestState.REMOTE: frozenset(
+        {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
+    ),
+    RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 
@@ -69,7 +90,7 @@ else:
 
 
 class SharedCounters(Protocol):
-    """Counters of requests that decode in step: what they have in common."""
+    """Counters that requests have in common which decode together."""
 
     @property
     def num_committed(self) -> int:
@@ -87,6 +108,7 @@ class Request(_Stated):
     """
 
     __slots__ = (
+        "_base",
         "_computed",
         "_offset",
         "_output",
@@ -148,7 +170,9 @@ class Request(_Stated):
         self.end_reason: EndReason | None = None
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
-        """When its tokens came: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        self._base = facts.num_prompt_tokens
+        """Known tokens before the first that its client gets: the prompt, and one that was sampled and withheld."""
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -176,20 +200,20 @@ class Request(_Stated):
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         pool = self._pool
-        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self.num_prompt_tokens
+        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self._base
 
     @property
     def num_known_tokens(self) -> int:
         """Prompt plus generated tokens."""
         pool = self._pool
-        return self.num_prompt_tokens + self._output if pool is None else pool.num_emitted + self._offset + 1
+        return self._base + self._output if pool is None else pool.num_emitted + self._offset + 1
 
     @property
     def num_remaining_tokens(self) -> int:
         """Known tokens not computed yet."""
         pool = self._pool
         if pool is None:
-            return self.num_prompt_tokens + self._output - self._computed
+            return self._base + self._output - self._computed
         return pool.num_emitted + 1 - pool.num_committed
 
     @property
@@ -219,7 +243,7 @@ class Request(_Stated):
 
     @property
     def last_token_at(self) -> float | None:
-        """When its client saw its newest token."""
+        """Time at which its newest token was delivered, seconds; None before the first."""
         for entry in reversed(self.token_log):
             if isinstance(entry, int):
                 return to_seconds(entry)
@@ -231,7 +255,7 @@ class Request(_Stated):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """When its next token is due by its promises."""
+        """Deadline of its next token by its SLOs, seconds; None if it has none."""
         if self.num_output_tokens == 0:
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
         last_at = self.last_token_at
@@ -252,6 +276,16 @@ class Request(_Stated):
         self._output += 1
         self.token_log.append(tick)
         return self._output
+
+    def withhold_token(self) -> None:
+        """Count a sampled token that the client does not get; only before the first that it does."""
+        assert self._pool is None
+        assert not self._output
+        self._base += 1
+
+    def forget_withheld(self) -> None:
+        """Uncount the tokens that were withheld: the prompt is computed anew."""
+        self._base = self.num_prompt_tokens
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""
