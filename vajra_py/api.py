@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep, load_config
-from vajra_py.contract import AdmissionSpec, AnyPolicySpec, Layer, PolicySpec, ScalerSpec
+from vajra_py.contract import AdmissionSpec, AnyPolicySpec, Layer, PolicySpec, RoutingPartSpec, ScalerSpec
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.backend import Progress
 from vajra_py.experiment.runs.check import problems_of_parts
@@ -297,8 +297,10 @@ def _in_process(policies: Sequence[AnyPolicySpec], workers: int | None) -> tuple
 
 
 def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> bool:
-    """Return whether the experiment selects one of these policies anywhere."""
+    """Return True if the experiment selects one of these policies anywhere, or may use one of these parts."""
     specs = list(policies)
+    if any(isinstance(spec, RoutingPartSpec) for spec in specs):
+        return True  # a router may use one that no file names
     layered = [spec for spec in specs if isinstance(spec, PolicySpec)]
     given = {(spec.layer, name) for spec in layered for name in (spec.name, *spec.aliases)}
     admission = config.admission_policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import AdmissionSpec, PolicySpec, ScalerSpec, hookimpl
+from vajra_py.contract import AdmissionSpec, PolicySpec, RoutingPartSpec, ScalerSpec, hookimpl
 from vajra_py.contract.hookspecs import Preset
 
 
@@ -24,12 +24,21 @@ def vajra_policies() -> list[PolicySpec]:
         round_robin,
         space_sharing,
     )
+    from vajra_policies.routers import POLICIES as ROUTERS
     from vajra_policies.systems import POLICIES
 
     prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
     batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
-    return [*prioritizers, *choosers, prefix_affinity.SPEC, *batchers, *POLICIES]
+    return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
+
+
+@hookimpl
+def vajra_routing_parts() -> list[RoutingPartSpec]:
+    """Parts of composable routers, under llm-d's names."""
+    from vajra_policies.routers import parts
+
+    return parts()
 
 
 @hookimpl

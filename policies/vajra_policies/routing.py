@@ -38,6 +38,9 @@ def whole_queue(replica: ReplicaLoadView, queued: QueueView, num_batches: int = 
     Without this condition the first replica to ask would look through the queue in vain at every step. Policies that bind
     on arrival use it for requests that came while no replica was up.
     """
-    if replica.is_up and replica.num_running < num_batches * replica.max_batch_size and replica.free_blocks > 0:
-        return (request.request_id for request in queued)
-    return ()
+    return (request.request_id for request in queued) if has_room(replica, num_batches) else ()
+
+
+def has_room(replica: ReplicaLoadView, num_batches: int = 1) -> bool:
+    """True for a replica that is up and has a free slot and a free KV block; `num_batches` as in `whole_queue`."""
+    return replica.is_up and replica.num_running < num_batches * replica.max_batch_size and replica.free_blocks > 0

@@ -20,12 +20,12 @@ Vajra = Callable[..., Any]
 def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     said = vajra("policies")
     assert said.code == 0
-    heads = [line.split()[0] for line in said.out.splitlines() if "──" not in line]
+    heads = [line.split("  ")[0] for line in said.out.splitlines() if "──" not in line]
     assert heads[0] == "layer"
     registry = load_registry()
-    assert set(heads[1:]) == {*registry.beside_layers, *(layer.value for layer in Layer)}
+    assert set(heads[1:]) == {*registry.others, *(layer.value for layer in Layer)}
     listed = json.loads(vajra("policies", "--json").out)
-    offers = [*(registry.policies(layer) for layer in Layer), *registry.beside_layers.values()]
+    offers = [*(registry.policies(layer) for layer in Layer), *registry.others.values()]
     assert len(listed) == sum(map(len, offers))
     assert {"layer", "name", "package", "version", "summary"} == set(listed[0])
 
@@ -34,7 +34,7 @@ def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     "name",
     [
         *(name for layer in Layer for name in load_registry().policies(layer)),
-        *(name for offers in load_registry().beside_layers.values() for name in offers),
+        *(name for offers in load_registry().others.values() for name in offers),
     ],
 )
 def test_every_policy_can_be_shown(name: str, vajra: Vajra) -> None:

@@ -84,12 +84,21 @@ def test_the_command_knows_every_kind() -> None:
     assert list(kind.type.choices) == list(KINDS)  # type: ignore[attr-defined]
 
 
-def test_a_scaler_from_the_template_passes_its_own_tests_and_is_selected_by_name(tmp_path: Path) -> None:
-    folder = write_plugin("my-lab", tmp_path, "scaler")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "src"), os.environ.get("PYTHONPATH", "")])}
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "policies"])
+def test_a_package_of_another_kind_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
+    folder = write_plugin("my-lab", tmp_path, kind)
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    ran = subprocess.run(tests, cwd=folder, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(tests, cwd=folder, env=_finds(folder), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+def _finds(folder: Path) -> dict[str, str]:
+    """Return an environment in which a package can be imported from its folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "src"), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_a_scaler_from_the_template_is_selected_by_name(tmp_path: Path) -> None:
+    folder = write_plugin("my-lab", tmp_path, "scaler")
     program = (
         "import sys; from my_lab import vajra_scalers; from vajra_py.config import load_config; "
         "from vajra_py.plugins import load_registry; "
@@ -97,7 +106,7 @@ def test_a_scaler_from_the_template_passes_its_own_tests_and_is_selected_by_name
         "print(config.scheduling.scaling.policy, config.scheduling.scaling.params['calm_s'])"
     )
     command = [sys.executable, "-c", program, str(folder / "experiment.yaml")]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, env=_finds(folder), check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["my_lab_queue_steps", "20.0"]
 
 

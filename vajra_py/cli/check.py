@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @overrides_option
 @click.option("--effective", is_flag=True, help="Print the complete settings, defaults written out.")
-def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) -> None:
+@click.option("--llm-d", "llm_d", is_flag=True, help="FILES are of llm-d: print what they become here.")
+def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool, llm_d: bool) -> None:
     """Check FILES of experiments and systems: every mistake, with file, line and what is allowed. Nothing is run.
 
     A file without a workload (and without sweep, replications and capacity) is a system, as `vajra serve` takes it. The files of a workload are read, and replicas and policies are put together once for every point of a sweep.
     """
+    if llm_d:
+        if overrides or effective:
+            raise click.UsageError("--llm-d takes neither --set nor --effective")
+        _print_llm_d(files)
+        return
     from vajra_py.config import ExperimentConfig, SweepPoint, dump_effective, expand_sweep, load_either
     from vajra_py.errors import ConfigError
     from vajra_py.experiment.runs.check import problems_of_parts
@@ -50,6 +56,27 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
                     click.echo(f"{file}: {line}")
             else:
                 click.echo(f"{file}: valid (a system; with a workload it is an experiment)")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _print_llm_d(files: tuple[Path, ...]) -> None:
+    """Print each `EndpointPickerConfig` of llm-d as a preset and a scheduling section, with what has no meaning here as comments."""
+    from vajra_py.config import dump_yaml, read_llm_d
+    from vajra_py.errors import ConfigError
+    from vajra_py.plugins import load_registry
+
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            config = read_llm_d(file, load_registry())
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
+        click.echo(f"# {file}")
+        for one in config.unused:
+            click.echo(f"# {one}")
+        click.echo(dump_yaml({"preset": config.preset, "scheduling": config.scheduling}), nl=False)
     if problems:
         raise ConfigError(problems)
 

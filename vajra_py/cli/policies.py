@@ -27,7 +27,7 @@ class _Policies(click.Group):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def policies(ctx: click.Context, as_json: bool) -> None:
-    """List installed policies, of layers and beside them: name, package, version, summary."""
+    """List installed policies and parts of composable routers, by layer or kind: name, package, version, summary."""
     if ctx.invoked_subcommand is not None:
         return
     from vajra_py.contract import Layer
@@ -40,9 +40,9 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         for name, offer in sorted(registry.policies(layer).items())
     ]
     rows += [
-        (key, name, offer.package, offer.version, offer.spec.summary)
-        for key, offers in registry.beside_layers.items()
-        for name, offer in offers.items()
+        (kind, name, one.package, one.version, one.spec.summary)
+        for kind, offers in registry.others.items()
+        for name, one in offers.items()
     ]
     _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
 
@@ -50,21 +50,21 @@ def policies(ctx: click.Context, as_json: bool) -> None:
 @policies.command("show", no_args_is_help=True)
 @click.argument("name")
 def show(name: str) -> None:
-    """Show policy NAME: its parameters with defaults and units, and the paper it follows."""
+    """Show policy or routing part NAME: its parameters with defaults and units, and the paper it follows."""
     from vajra_py.contract import Layer
     from vajra_py.errors import UnknownNameError
     from vajra_py.plugins import load_registry
 
     registry = load_registry()
     policies = {one for layer in Layer for one in registry.policy_names(layer)}
-    beside = {key: offers[name] for key, offers in registry.beside_layers.items() if name in offers}
-    if name not in policies and not beside:
-        raise UnknownNameError("policy", name, policies.union(*registry.beside_layers.values()))
+    others = {kind: offers[name] for kind, offers in registry.others.items() if name in offers}
+    if name not in policies and not others:
+        raise UnknownNameError("policy or routing part", name, policies.union(*registry.others.values()))
     for offer in registry.find_policies(name) if name in policies else ():
         aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
         _show_one(offer, offer.spec.layer.value, aliases)
-    for key, one in beside.items():
-        _show_one(one, key)
+    for kind, one in others.items():
+        _show_one(one, kind)
 
 
 def _show_one(offer: AnyOffer, kind: str, aliases: str = "") -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
 from vajra_py.config.links import LinksConfig
+from vajra_py.config.llm_d import LlmDConfig, read_llm_d
 from vajra_py.config.load import (
     config_from_mapping,
     dump_effective,
+    dump_yaml,
     expand_sweep,
     load_config,
     load_either,
@@ -43,6 +45,7 @@ __all__ = [
     "ExperimentConfig",
     "KvParallelConfig",
     "LinksConfig",
+    "LlmDConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
@@ -58,11 +61,13 @@ __all__ = [
     "TypedChoice",
     "config_from_mapping",
     "dump_effective",
+    "dump_yaml",
     "expand_sweep",
     "json_schema",
     "load_config",
     "load_either",
     "load_system",
+    "read_llm_d",
     "register_backend",
     "run_manifest",
     "system_from_mapping",

@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vajra_py.config.explain import explain, show
-from vajra_py.config.places import Entries, Finding, KeyPath, dotted, locate, plain
+from vajra_py.config.places import Entries, Finding, KeyPath, dotted, get, has, locate, plain
 from vajra_py.config.schema import PolicyChoice, TypedChoice
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, RoutingPartChoice, RoutingPartKind
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
 from vajra_py.plugins import ADMISSION, SCALER, AnyOffer, Kind, Offer, Registry, kind_of
@@ -180,7 +180,47 @@ class PluginParts:
         model = self._validated(offer.spec.config, params, (*path, "params"), str(offer.source))
         if model is None:
             return None
+        num_before = len(self.findings)
+        model = self._with_parts(model, (*path, "params"))
+        if len(self.findings) > num_before:
+            return None
         return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
+
+    def _with_parts(self, value: Any, path: KeyPath) -> Any:
+        """Return a model (or a list or mapping of models) in which the routing parts that it names have complete parameters."""
+        if isinstance(value, RoutingPartChoice):
+            return self._part(value, path)
+        if isinstance(value, BaseModel):
+            fields = type(value).model_fields
+            own = {name: getattr(value, name) for name in fields}
+            completed = {
+                name: self._with_parts(each, (*path, fields[name].alias or name)) for name, each in own.items()
+            }
+            changed = {name: each for name, each in completed.items() if each is not own[name]}
+            return value.model_copy(update=changed) if changed else value
+        if isinstance(value, list | tuple):
+            parts = [self._with_parts(each, (*path, index)) for index, each in enumerate(value)]
+            same = all(each is before for each, before in zip(parts, value, strict=True))
+            return value if same else type(value)(parts)
+        if isinstance(value, dict):
+            filled = {key: self._with_parts(each, (*path, key)) for key, each in value.items()}
+            return value if all(filled[key] is value[key] for key in value) else filled
+        return value
+
+    def _part(self, choice: RoutingPartChoice, path: KeyPath) -> RoutingPartChoice:
+        """Return the choice of a routing part with its parameters complete; as it is, if it is wrong."""
+        kind = choice.kind
+        offers = self._registry.routing_parts(kind)
+        offer = offers.get(choice.name)
+        if offer is None:
+            others = [other.value for other in RoutingPartKind if choice.name in self._registry.routing_parts(other)]
+            hint = f"; it is a {others[0]}" if others else ""
+            message = f"no installed package offers a {kind.value} of that name{hint} (got {choice.name!r})"
+            at = (*path, kind.value) if has(get(self._root, *path), kind.value) else path
+            self._found(at, message, did_you_mean(choice.name, offers))
+            return choice
+        model = self._validated(offer.spec.config, choice.params, (*path, "params"), str(offer.source))
+        return choice if model is None else choice.model_copy(update={"params": _dumped(model)})
 
     def _unknown_policy(self, layer: Layer, name: str, path: KeyPath) -> None:
         elsewhere = [other.value for other in Layer if name in self._registry.policy_names(other)]

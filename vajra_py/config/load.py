@@ -117,8 +117,6 @@ def dump_effective(config: SystemConfig) -> str:
 
     With a sweep: the experiment as written with overrides applied, because defaults differ between points.
     """
-    from ruamel.yaml import YAML
-
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):
         data = plain(source.root)
@@ -134,6 +132,13 @@ def dump_effective(config: SystemConfig) -> str:
         for own in (data["backend"].get("simulator") or {}).get("replicasets", {}).values():
             if not own.get("pools"):
                 own.pop("pools", None)
+    return dump_yaml(data)
+
+
+def dump_yaml(data: Any) -> str:
+    """Return ordinary values as YAML in block style, keys in their order."""
+    from ruamel.yaml import YAML
+
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor, PrefillTime
 from vajra_py.contract.requests import RequestView
 from vajra_py.contract.views import ReplicaLimits
+
+if TYPE_CHECKING:
+    from vajra_py.contract.routing import RoutingContext, RoutingPartChoice
 
 
 class PolicyConfig(BaseModel):
@@ -72,6 +75,18 @@ class NoWakeUps:
         """Do nothing."""
 
 
+class BuildRoutingPart(Protocol):
+    """Builds parts of composable routers."""
+
+    def __call__(self, choice: RoutingPartChoice, context: RoutingContext) -> Any:
+        """Build the installed part that `choice` names, from its validated parameters. Raises like building a policy."""
+
+
+def no_routing_parts(choice: RoutingPartChoice, context: RoutingContext) -> Any:
+    """Refuse; the default of `PolicyContext.build_part`, for contexts that were put together by hand."""
+    raise ValueError(f"there are no routing parts here (asked for {choice.name!r})")
+
+
 T = TypeVar("T")
 
 
@@ -121,3 +136,5 @@ class PolicyContext:
     """Records a figure of the policy's own."""
     wake: WakeUps = field(default_factory=NoWakeUps)
     """Wakes the policy at a time."""
+    build_part: BuildRoutingPart = no_routing_parts
+    """Builds the routing parts that a composable router's parameters name."""

@@ -27,6 +27,7 @@ from vajra_py.contract.context import PolicyConfig, PolicyContext
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import Layer, SchedulingPolicy
+from vajra_py.contract.routing import RoutingContext, RoutingPartKind
 
 PROJECT = "vajra"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -75,8 +76,22 @@ class ScalerSpec:
     """Paper, section or system that the scaler follows."""
 
 
-AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec
-"""What makes a policy available by name, of a layer or beside the layers."""
+@dataclass(frozen=True, slots=True)
+class RoutingPartSpec:
+    """Makes a part of composable routers available by name. `build` gets parameters that `config` has validated."""
+
+    name: str
+    kind: RoutingPartKind
+    config: type[PolicyConfig]
+    build: Callable[[Any, RoutingContext], Any]
+    """Builds the part: an object with the method of its kind (`ReplicaScorer` and so on); of a producer, any object."""
+    summary: str
+    source: str = ""
+    """Paper, section or system that the part follows."""
+
+
+AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RoutingPartSpec
+"""What makes a policy available by name, of a layer or beside the layers, or a part of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +150,11 @@ def vajra_policies() -> Iterable[PolicySpec]:  # type: ignore[empty-body]
 @hookspec
 def vajra_admission_policies() -> Iterable[AdmissionSpec]:  # type: ignore[empty-body]
     """Admission policies that this package offers. Called once; may not build anything heavy."""
+
+
+@hookspec
+def vajra_routing_parts() -> Iterable[RoutingPartSpec]:  # type: ignore[empty-body]
+    """Parts of composable routers that this package offers. Called when a router or a list needs them."""
 
 
 @hookspec

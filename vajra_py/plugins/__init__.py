@@ -11,8 +11,10 @@ from vajra_py.plugins.build import (
     build_policy,
     build_scaler,
     check_admission_shape,
+    check_part_shape,
     check_policy_shape,
     check_scaler_shape,
+    routing_part_builder,
     validated_params,
 )
 from vajra_py.plugins.discovery import build_registry, load_registry
@@ -38,11 +40,13 @@ __all__ = [
     "build_registry",
     "build_scaler",
     "check_admission_shape",
+    "check_part_shape",
     "check_policy_shape",
     "check_scaler_shape",
     "kind_of",
     "load_registry",
     "parameters_of",
+    "routing_part_builder",
     "validated_params",
     "write_plugin",
 ]

@@ -1,4 +1,4 @@
-"""Build a policy, latency model, predictor or observer from its name and parameters, and check the result."""
+"""Build a policy, routing part, latency model, predictor or observer from its name and parameters, and check the result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from vajra_py.contract import (
     KeyMotion,
     Layer,
     PolicyContext,
+    RoutingContext,
+    RoutingPartChoice,
+    RoutingPartKind,
     Scaler,
     SchedulerTraits,
     SchedulingPolicy,
     SteadyState,
 )
+from vajra_py.contract.context import BuildRoutingPart
 from vajra_py.contract.hookspecs import AdmissionSpec, LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -52,6 +56,15 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_wake": 2,
 }
 """Optional methods of policies of any layer that notify them about requests and wake-ups."""
+
+PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
+    RoutingPartKind.PRODUCER: {},
+    RoutingPartKind.FILTER: {"keeps": 3},
+    RoutingPartKind.SCORER: {"scores": 3},
+    RoutingPartKind.PICKER: {"pick": 4},
+    RoutingPartKind.DECIDER: {"disaggregates": 3},
+}
+"""Methods required of each kind of routing part, with the number of arguments of each call."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
@@ -141,6 +154,38 @@ def _built_beside(
     return _built(offer, where, lambda: offer.spec.build(config, context))
 
 
+def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:
+    """Return what `PolicyContext.build_part` is: it builds parts of the registry (the installed ones, by default)."""
+
+    def build(choice: RoutingPartChoice, context: RoutingContext) -> Any:
+        """Raise like `build_policy`."""
+        offer = (registry or load_registry()).routing_part(choice.kind, choice.name)
+        where = f"{choice.kind.value} {choice.name}"
+        config = _validated(offer.spec.config, choice.params, f"{where}: params")
+        part = _built(offer, where, lambda: offer.spec.build(config, context))
+        check_part_shape(choice.kind, part, f"{choice.kind.value} {choice.name!r}", str(offer.source))
+        return part
+
+    return build
+
+
+def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str) -> None:
+    """Check that an object is a routing part of the kind. Raises `PluginError` that names the plug-in and the first problem."""
+    if isinstance(part, type):
+        raise PluginError(plugin, f"{what}: build returned the class {part.__name__}; expected an instance")
+    _check_methods(part, PART_METHODS[kind], what, plugin)
+    optional = {**LISTENING_METHODS, "on_placement": 3}
+    _check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
+    for name in dir(part):
+        if name.startswith("on_") and name not in optional:
+            allowed = did_you_mean(name, optional)
+            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+
+
+def _has(target: object, name: str) -> bool:
+    return getattr(target, name, None) is not None
+
+
 def build_latency_model(
     name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None
 ) -> LatencyModel:
@@ -210,7 +255,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, LAYER_METHODS[layer], what, plugin)
     optional = {**LISTENING_METHODS, **OPTIONAL_METHODS[layer]}
-    present = {name: count for name, count in optional.items() if getattr(policy, name, None) is not None}
+    present = {name: count for name, count in optional.items() if _has(policy, name)}
     _check_methods(policy, present, what, plugin)
     _check_names(layer, policy, what, plugin)
     _check_traits(policy, what, plugin)

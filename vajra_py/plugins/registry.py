@@ -1,7 +1,7 @@
-"""Registry of installed policies, presets, models and observers.
+"""Registry of installed policies, routing parts, presets, models and observers.
 
-A registry is read-only. Policies and presets are checked when it is built; latency models, output-length predictors and
-observers on first use, so that listing policies does not import their dependencies.
+A registry is read-only. Policies and presets are checked when it is built; routing parts, latency models, output-length
+predictors and observers on first use, so that listing policies does not import their dependencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from vajra_py.contract import Layer, PolicyConfig, PolicySpec
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec, RoutingPartKind, RoutingPartSpec
 from vajra_py.contract.hookspecs import (
     AdmissionSpec,
     AnyPolicySpec,
@@ -28,9 +28,17 @@ from vajra_py.contract.hookspecs import (
 from vajra_py.errors import PluginError, UnknownNameError
 
 SpecT = TypeVar(
-    "SpecT", PolicySpec, AdmissionSpec, ScalerSpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec
+    "SpecT",
+    PolicySpec,
+    AdmissionSpec,
+    ScalerSpec,
+    RoutingPartSpec,
+    Preset,
+    LatencyModelSpec,
+    OutputLengthSpec,
+    ObserverSpec,
 )
-BesideT = TypeVar("BesideT", AdmissionSpec, ScalerSpec)
+OtherT = TypeVar("OtherT", AdmissionSpec, ScalerSpec, RoutingPartSpec)
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
@@ -70,10 +78,10 @@ class Offer(Generic[SpecT]):
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[SpecT]):
-    """Kind of policy beside the layers.
+    """Kind of policy beside the layers, or part of a policy.
 
     Attributes:
-        key: at which one is selected under `scheduling:`.
+        key: at which one is selected under `scheduling:`; empty: it is named in another policy's parameters.
         noun: term for it in messages.
         hook: the hook that offers it.
         spec: class of its specs.
@@ -91,10 +99,11 @@ class Kind(Generic[SpecT]):
 
 ADMISSION = Kind("admission", "admission policy", "vajra_admission_policies", AdmissionSpec)
 SCALER = Kind("scaling", "scaler", "vajra_scalers", ScalerSpec)
-_BESIDE = (AdmissionSpec, ScalerSpec)
+ROUTING_PART = Kind("", "routing part", "vajra_routing_parts", RoutingPartSpec)
+_OTHERS = (AdmissionSpec, ScalerSpec, RoutingPartSpec)
 
-AnyOffer: TypeAlias = Offer[PolicySpec] | Offer[AdmissionSpec] | Offer[ScalerSpec]
-"""Policy, of a layer or beside the layers."""
+AnyOffer: TypeAlias = Offer[PolicySpec] | Offer[AdmissionSpec] | Offer[ScalerSpec] | Offer[RoutingPartSpec]
+"""Policy, of a layer or beside the layers, or a part of one."""
 Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 """Return values of hooks: the plug-in, and one returned value."""
 
@@ -110,24 +119,24 @@ class Registry:
     policy_claims: Sequence[tuple[PluginSource, object]]
     preset_claims: Sequence[tuple[PluginSource, object]]
     lazy: Callable[[str], Claims]
-    given_beside: Sequence[tuple[PluginSource, object]] = ()
-    """Policies beside the layers that no installed package provides."""
+    given_others: Sequence[tuple[PluginSource, object]] = ()
+    """Policies beside the layers, and routing parts, that no installed package provides."""
 
     def __post_init__(self) -> None:
         """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
     def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
-        """Return a copy with policies, of the layers or beside them, that no installed package provides; raises `PluginError` like
-        any clash or broken offer.
+        """Return a copy with policies and routing parts that no installed package provides; raises `PluginError` like any
+        clash or broken offer.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
-        beside = [one for one in given if isinstance(one[1], _BESIDE)]
-        policies = [one for one in given if not isinstance(one[1], _BESIDE)]
+        others = [one for one in given if isinstance(one[1], _OTHERS)]
+        policies = [one for one in given if not isinstance(one[1], _OTHERS)]
         return replace(
             self,
             policy_claims=[*self.policy_claims, *policies],
-            given_beside=[*self.given_beside, *beside],
+            given_others=[*self.given_others, *others],
         )
 
     @cached_property
@@ -170,12 +179,12 @@ class Registry:
     @cached_property
     def admission_policies(self) -> Mapping[str, Offer[AdmissionSpec]]:
         """Admission policies, by their name in `scheduling: {admission: …}`."""
-        return self._beside(ADMISSION)
+        return _by_name(self._others(ADMISSION), ADMISSION.noun)
 
     @cached_property
     def scalers(self) -> Mapping[str, Offer[ScalerSpec]]:
         """Scalers, by their name in `scheduling: {scaling: …}`."""
-        return self._beside(SCALER)
+        return _by_name(self._others(SCALER), SCALER.noun)
 
     @property
     def beside_layers(self) -> Mapping[str, Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]]]:
@@ -190,12 +199,35 @@ class Registry:
         """Return the scaler of this name; raises `UnknownNameError`."""
         return lookup(self.scalers, SCALER.noun, name)
 
-    def _beside(self, kind: Kind[BesideT]) -> Mapping[str, Offer[BesideT]]:
-        claims = [*self.lazy(kind.hook), *(one for one in self.given_beside if isinstance(one[1], kind.spec))]
+    @cached_property
+    def _routing_parts(self) -> Mapping[RoutingPartKind, Mapping[str, Offer[RoutingPartSpec]]]:
+        offers = self._others(ROUTING_PART)
+        for offer in offers:
+            _check_part_kind(offer)
+        return {
+            kind: _by_name((one for one in offers if one.spec.kind is kind), kind.value) for kind in RoutingPartKind
+        }
+
+    def routing_parts(self, kind: RoutingPartKind) -> Mapping[str, Offer[RoutingPartSpec]]:
+        """Return the parts of composable routers of this kind by name, sorted."""
+        return self._routing_parts[kind]
+
+    def routing_part(self, kind: RoutingPartKind, name: str) -> Offer[RoutingPartSpec]:
+        """Return the part of this kind and name; raises `UnknownNameError`."""
+        return lookup(self.routing_parts(kind), kind.value, name)
+
+    @property
+    def others(self) -> Mapping[str, Mapping[str, AnyOffer]]:
+        """All but the policies of the layers, by kind and name: what lists call each kind."""
+        parts = {f"routing {kind.value}": self.routing_parts(kind) for kind in RoutingPartKind}
+        return {**self.beside_layers, **parts}
+
+    def _others(self, kind: Kind[OtherT]) -> list[Offer[OtherT]]:
+        claims = [*self.lazy(kind.hook), *(one for one in self.given_others if isinstance(one[1], kind.spec))]
         offers = [_checked(source, claim, kind.spec, kind.noun) for source, claim in claims]
         for offer in offers:
             _check_parameters(offer, kind.noun)
-        return _by_name(offers, kind.noun)
+        return offers
 
     @cached_property
     def presets(self) -> Mapping[str, Offer[Preset]]:
@@ -284,6 +316,14 @@ def _check_config(source: PluginSource, what: str, config: object, build: object
         )
     if not callable(build):
         raise PluginError(str(source), f"offers {what} with build {build!r}; expected a callable")
+
+
+def _check_part_kind(offer: Offer[RoutingPartSpec]) -> None:
+    spec: Any = offer.spec
+    what = f"the routing part {spec.name!r}"
+    if not isinstance(spec.kind, RoutingPartKind):
+        choices = ", ".join(f"RoutingPartKind.{kind.name}" for kind in RoutingPartKind)
+        raise PluginError(str(offer.source), f"offers {what} of kind {spec.kind!r}; expected one of {choices}")
 
 
 def _check_policy(offer: Offer[PolicySpec]) -> None:

@@ -2,7 +2,7 @@
 
 The template of policies is the example package of the documentation: one policy for each layer, with parameters of its own, tests
 that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of plug-ins have templates of
-the same form.
+the same form; those of routing parts share one, with a file for each kind of part.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import keyword
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,14 @@ from vajra_py.errors import ConfigError, Problem
 
 POLICIES = "policies"
 """Kind of package that is generated unless another is asked for."""
+PART_KINDS = ("scorer", "filter", "picker", "decider")
+"""Kinds of routing parts that there is a template of, each a file of that name."""
+_HERE = Path(__file__).parent
 KINDS: Mapping[str, Path] = {
-    POLICIES: Path(__file__).parent / "template",
-    "admission": Path(__file__).parent / "template_admission",
-    "scaler": Path(__file__).parent / "template_scaler",
+    POLICIES: _HERE / "template",
+    "admission": _HERE / "template_admission",
+    "scaler": _HERE / "template_scaler",
+    **dict.fromkeys(PART_KINDS, _HERE / "template_routing_part"),
 }
 """Folder of templates by kind of package."""
 SHARED = ("pyproject.toml.j2", "src/__package__/py.typed.j2")
@@ -57,7 +61,7 @@ def plugin_names(name: str) -> PluginNames:
 
 
 def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
-    """Return the files of a new package: text by path inside its folder, sorted by path."""
+    """Return the files of a new package of this kind (`KINDS`): text by path inside its folder, sorted by path."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     names, folder = plugin_names(name), KINDS[kind]
@@ -66,13 +70,24 @@ def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    own = {source.relative_to(folder).as_posix() for source in folder.rglob(f"*{SUFFIX}")}
+    part = f"{names.prefix.replace('_', '-')}-{kind}"
     files: dict[str, str] = {}
-    for path in sorted(own.union(SHARED)):
+    for path in sorted({*SHARED, *_template_files(folder, kind)}):
         target = path.removesuffix(SUFFIX).replace(PACKAGE_FOLDER, names.package)
-        files[target] = environment.get_template(path).render(names=names, vajra_version=__version__)
+        template = environment.get_template(path)
+        files[target] = template.render(names=names, vajra_version=__version__, kind=kind, part=part)
     return files
+
+
+def _template_files(folder: Path, kind: str) -> Iterator[str]:
+    """Paths of a template's files inside it, without those of other kinds of parts."""
+    for path in folder.rglob(f"*{SUFFIX}"):
+        stem = path.name.removesuffix(f".py{SUFFIX}")
+        if stem == kind or stem not in PART_KINDS:
+            yield path.relative_to(folder).as_posix()
 
 
 def write_plugin(name: str, directory: str | Path, kind: str = POLICIES) -> Path:

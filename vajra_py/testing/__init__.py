@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
     from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
+    from vajra_py.testing.routing_parts import check_routing_part, routing_parts_under_test
     from vajra_py.testing.scalers import check_scaler
     from vajra_py.testing.scenarios import SCENARIOS, Scenario
     from vajra_py.testing.strict import StrictViews
@@ -42,9 +43,11 @@ _HOMES = {
     "admission_policies_under_test": "admission",
     "check_admission_policy": "admission",
     "check_policy": "conformance",
+    "check_routing_part": "routing_parts",
     "check_scaler": "scalers",
     "conformance_checks": "conformance",
     "policies_under_test": "conformance",
+    "routing_parts_under_test": "routing_parts",
 }
 
 __all__ = [
@@ -66,9 +69,11 @@ __all__ = [
     "admission_policies_under_test",
     "check_admission_policy",
     "check_policy",
+    "check_routing_part",
     "check_scaler",
     "conformance_checks",
     "policies_under_test",
+    "routing_parts_under_test",
 ]
 
 

@@ -20,7 +20,14 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import ADMISSION, build_admission_policy, build_policy, check_admission_shape, check_policy_shape
+from vajra_py.plugins import (
+    ADMISSION,
+    build_admission_policy,
+    build_policy,
+    check_admission_shape,
+    check_policy_shape,
+    routing_part_builder,
+)
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.queues import make_queue
@@ -238,6 +245,7 @@ class Harness:
             prefill_time=prefill_time,
             output_lengths=options.output_lengths,
             random_stream=SeedTree(options.seed).stream,
+            build_part=routing_part_builder(),
         )
         self._alarms = AlarmClock()
         schedulers = [

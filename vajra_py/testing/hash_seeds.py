@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import cloudpickle
+from pydantic_core import SchemaError
 
 from vajra_py.contract import PolicySpec
 
@@ -31,15 +32,7 @@ def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]
     Raises `pickle.PicklingError` or another error of pickling where the policy cannot be handed to another process, and
     `RuntimeError` with the process's last line where one fails.
     """
-    own = {spec.build.__module__, spec.config.__module__} - {"__main__"}
-    modules = [sys.modules[name] for name in own if name in sys.modules and name.partition(".")[0] != "vajra_py"]
-    for module in modules:  # by value, so that modules of tests and scripts need not be importable there
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        payload = cloudpickle.dumps((spec, dict(params)))
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
+    payload = _payload(spec, params)
     with TemporaryDirectory(prefix="vajra-conformance-") as folder:
         task = Path(folder, "task")
         task.write_bytes(pickle.dumps(sys.path) + payload)
@@ -50,6 +43,27 @@ def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]
             if error is not None:
                 raise RuntimeError(error)
         return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def _payload(spec: PolicySpec, params: Mapping[str, Any]) -> bytes:
+    """Pickle a policy's modules by value, so that those of tests and scripts need not be importable elsewhere.
+
+    Models with models inside do not survive that; their modules are imported there.
+    """
+    own = {spec.build.__module__, spec.config.__module__} - {"__main__"}
+    modules = [sys.modules[name] for name in own if name in sys.modules and name.partition(".")[0] != "vajra_py"]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        payload: bytes = cloudpickle.dumps((spec, dict(params)))
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    try:
+        pickle.loads(payload)
+    except SchemaError:
+        payload = cloudpickle.dumps((spec, dict(params)))
+    return payload
 
 
 def _start(seed: int, task: Path, result: Path) -> subprocess.Popen[bytes]:

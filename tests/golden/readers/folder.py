@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.golden.readers import distserve, dynamo, nano, planner, splitwise, vidur, vllm
+from tests.golden.readers import distserve, dynamo, dynamo_router, nano, planner, splitwise, vidur, vllm
 from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
 BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
     dynamo.SCHEMA: dynamo.compare,
+    dynamo_router.SCHEMA: dynamo_router.compare,
     distserve.SCHEMA: distserve.compare,
     planner.SCHEMA: planner.compare,
     splitwise.SCHEMA: splitwise.compare,

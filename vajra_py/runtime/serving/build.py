@@ -22,7 +22,15 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
-from vajra_py.plugins import ADMISSION, SCALER, Registry, build_admission_policy, build_policy, build_scaler
+from vajra_py.plugins import (
+    ADMISSION,
+    SCALER,
+    Registry,
+    build_admission_policy,
+    build_policy,
+    build_scaler,
+    routing_part_builder,
+)
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.movement.links import LinkOptions
@@ -272,6 +280,7 @@ def build_replicaset(
         output_lengths=services.output_lengths,
         random_stream=seeds.stream,
         shared=shared,
+        build_part=routing_part_builder(services.registry),
     )
 
     def make_policy(layer: Layer, choice: PolicyChoice, replica_id: int | None) -> Any:

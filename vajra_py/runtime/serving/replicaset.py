@@ -30,7 +30,7 @@ from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
-from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
+from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.serving.scaling import ReplicasetScaling
@@ -144,8 +144,8 @@ class Replicaset:
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
-        self._live: list[LiveLoad] = []
-        self._views: list[LiveLoad] | list[SnapshotLoad] = []
+        self._live = LiveLoads()
+        self._views: LiveLoads | list[SnapshotLoad] = self._live
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
         """True if its replica schedulers are asked before a request is accepted."""

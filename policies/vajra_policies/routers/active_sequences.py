@@ -1,0 +1,125 @@
+"""Bookkeeping of a router that counts blocks: what each replica computes and holds for requests that this router sent there.
+
+Source: Dynamo, `lib/kv-router`, active sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vajra_policies.routers.block_index import BlockHolders
+from vajra_policies.routers.figures import Integers
+from vajra_py.contract import ReplicaId, RequestView
+
+
+@dataclass(slots=True)
+class _Booking:
+    replica_id: ReplicaId
+    prefill_tokens: int
+    """Prompt tokens to compute, until the prompt is done."""
+    blocks: Sequence[Hashable]
+    num_blocks: int
+    """Full blocks of the prompt, those that have no identity included."""
+    num_output_blocks: int = field(default=0)
+
+
+class ActiveSequences:
+    """Prompt tokens, blocks and requests that are active at each replica.
+
+    With `assume_reuse` a block counts once at a replica, however many of its requests have it; else once for each request.
+    """
+
+    def __init__(self, num_replicas: int, *, assume_reuse: bool, track_prefill: bool) -> None:
+        self._assume_reuse = assume_reuse
+        self._track_prefill = track_prefill
+        self.prefill_tokens: Integers = np.zeros(num_replicas, dtype=np.int64)
+        """Prompt tokens that each replica has to compute."""
+        self.blocks: Integers = np.zeros(num_replicas, dtype=np.int64)
+        """Blocks of each replica's active requests, output included."""
+        self.requests: Integers = np.zeros(num_replicas, dtype=np.int64)
+        """Active requests of each replica."""
+        self._bookings: dict[RequestView, _Booking] = {}
+        self._admitted: dict[RequestView, None] = {}
+        self._users: list[Counter[Hashable]] = [Counter() for _ in range(num_replicas)]
+        self._holders = BlockHolders(num_replicas)
+
+    def potential_blocks(self, blocks: Sequence[Hashable], num_blocks: int) -> Integers:
+        """Blocks that each replica would have with a request of these blocks."""
+        total = self.blocks + num_blocks
+        return total - self._holders.counts(blocks) if self._assume_reuse else total
+
+    def book(
+        self, request: RequestView, replica_id: ReplicaId, blocks: Sequence[Hashable], num_blocks: int, tokens: int
+    ) -> None:
+        """The request goes to the replica, where `tokens` of its prompt are to be computed."""
+        self.free(request)
+        booking = self._bookings[request] = _Booking(
+            replica_id, tokens if self._track_prefill else 0, blocks, num_blocks
+        )
+        self.requests[replica_id] += 1
+        self.prefill_tokens[replica_id] += booking.prefill_tokens
+        if not self._assume_reuse:
+            self.blocks[replica_id] += num_blocks
+            return
+        users = self._users[replica_id]
+        self.blocks[replica_id] += num_blocks - len(blocks)
+        for block in blocks:
+            users[block] += 1
+            if users[block] == 1:
+                self.blocks[replica_id] += 1
+                self._holders.add(block, replica_id)
+
+    def admitted(self, request: RequestView) -> None:
+        """The request computes its prompt from now on."""
+        if request in self._bookings:
+            self._admitted[request] = None
+
+    def note_first_tokens(self) -> None:
+        """Mark the prompts done of those that have had their first token since the last time."""
+        for request in [one for one in self._admitted if one.num_output_tokens]:
+            self.prefill_complete(request)
+
+    def prefill_complete(self, request: RequestView) -> None:
+        """The request's prompt is computed."""
+        self._admitted.pop(request, None)
+        booking = self._bookings.get(request)
+        if booking is not None:
+            self.prefill_tokens[booking.replica_id] -= booking.prefill_tokens
+            booking.prefill_tokens = 0
+
+    def add_output_block(self, request: RequestView) -> None:
+        """The request has generated another block."""
+        booking = self._bookings[request]
+        booking.num_output_blocks += 1
+        self.blocks[booking.replica_id] += 1
+
+    def note_output_blocks(self, block_size: int) -> None:
+        """Count the full blocks that the active requests have generated."""
+        for request, booking in self._bookings.items():
+            for _ in range(request.num_output_tokens // block_size - booking.num_output_blocks):
+                self.add_output_block(request)
+
+    def free(self, request: RequestView) -> None:
+        """The request has ended, or is booked anew."""
+        self.prefill_complete(request)
+        booking = self._bookings.pop(request, None)
+        if booking is None:
+            return
+        replica_id = booking.replica_id
+        self.requests[replica_id] -= 1
+        self.blocks[replica_id] -= booking.num_output_blocks
+        if not self._assume_reuse:
+            self.blocks[replica_id] -= booking.num_blocks
+            return
+        users = self._users[replica_id]
+        self.blocks[replica_id] -= booking.num_blocks - len(booking.blocks)
+        for block in booking.blocks:
+            users[block] -= 1
+            if not users[block]:
+                del users[block]
+                self.blocks[replica_id] -= 1
+                self._holders.remove(block, replica_id)

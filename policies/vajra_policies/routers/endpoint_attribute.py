@@ -1,0 +1,171 @@
+"""Any figure of the replicas, as a scorer and as a filter.
+
+Source: llm-d-router, `scheduling/scorer/endpointattribute` and `scheduling/filter/endpointattribute`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from vajra_policies.routers import figures
+from vajra_policies.routers.figures import Floats
+from vajra_py.contract import (
+    PolicyConfig,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+
+Attribute: TypeAlias = Literal[
+    "num_running",
+    "num_waiting",
+    "num_pending_tokens",
+    "num_context_tokens",
+    "free_blocks",
+    "num_blocks",
+    "max_batch_size",
+    "kv_cache_utilization",
+]
+
+
+class FixedRange(PolicyConfig):
+    """Values that score 0 and 1; what is beyond them is cut."""
+
+    min: float
+    max: float
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> FixedRange:
+        if self.min >= self.max:
+            raise ValueError(f"min must be less than max (got {self.min} and {self.max})")
+        return self
+
+
+class AdaptiveRange(PolicyConfig):
+    """Values between the smallest and the largest of the candidates; all equal: 1."""
+
+
+class Normalization(PolicyConfig):
+    """Range to which values are related; `adaptive_range` where neither is given."""
+
+    fixed_range: FixedRange | None = None
+    adaptive_range: AdaptiveRange | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Normalization:
+        if self.fixed_range is not None and self.adaptive_range is not None:
+            raise ValueError("gives both fixed_range and adaptive_range; one at most")
+        return self
+
+
+class ScoreAlgorithm(PolicyConfig):
+    """Direction of an attribute, and its range."""
+
+    type: Literal["linear_lower_is_better", "linear_higher_is_better"]
+    normalization: Normalization = Normalization()
+
+
+class AttributeScorerConfig(PolicyConfig):
+    """Parameters of `endpoint-attribute-scorer`."""
+
+    attribute_key: Attribute = Field(description="Figure of the replicas.")
+    algorithm: ScoreAlgorithm = Field(description="Whether low or high values are good, and over which range.")
+
+
+class EndpointAttributeScorer:
+    """Rates replicas by one figure, linearly."""
+
+    def __init__(self, config: AttributeScorerConfig) -> None:
+        self._config = config
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """1 at the good end of the range, 0 at the other."""
+        values = figures.figure(replicas, self._config.attribute_key)
+        is_lower_better = self._config.algorithm.type == "linear_lower_is_better"
+        fixed = self._config.algorithm.normalization.fixed_range
+        if fixed is None:
+            return figures.min_max(values, lower_is_better=is_lower_better)
+        part = np.clip((values - fixed.min) / (fixed.max - fixed.min), 0.0, 1.0)
+        score: Floats = 1.0 - part if is_lower_better else part
+        return score
+
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "LessThan": operator.lt,
+    "LessThanOrEqual": operator.le,
+    "GreaterThan": operator.gt,
+    "GreaterThanOrEqual": operator.ge,
+    "Equal": operator.eq,
+    "NotEqual": operator.ne,
+}
+
+
+class Threshold(PolicyConfig):
+    """Condition on a figure."""
+
+    operator: Literal["LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"]
+    value: float
+
+
+class FilterAlgorithm(PolicyConfig):
+    """Condition on which replicas are kept."""
+
+    type: Literal["threshold"] = "threshold"
+    threshold: Threshold
+
+
+class AttributeFilterConfig(PolicyConfig):
+    """Parameters of `endpoint-attribute-filter`."""
+
+    attribute: Attribute = Field(description="Figure of the replicas.")
+    algorithm: FilterAlgorithm = Field(description="Condition on which a replica is kept.")
+    fallback_on_empty: bool = Field(False, description="Whether all are kept where none fulfils the condition.")
+
+
+class EndpointAttributeFilter:
+    """Keeps replicas by one figure."""
+
+    def __init__(self, config: AttributeFilterConfig) -> None:
+        self._config = config
+
+    def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
+        """Those that fulfil the condition."""
+        threshold = self._config.algorithm.threshold
+        holds = _OPERATORS[threshold.operator](figures.figure(replicas, self._config.attribute), threshold.value)
+        kept = [one for one, fits in zip(replicas, holds.tolist(), strict=True) if fits]
+        return replicas if not kept and self._config.fallback_on_empty else kept
+
+
+def _scorer(config: AttributeScorerConfig, context: RoutingContext) -> EndpointAttributeScorer:
+    return EndpointAttributeScorer(config)
+
+
+def _filter(config: AttributeFilterConfig, context: RoutingContext) -> EndpointAttributeFilter:
+    return EndpointAttributeFilter(config)
+
+
+SPECS = (
+    RoutingPartSpec(
+        name="endpoint-attribute-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=AttributeScorerConfig,
+        build=_scorer,
+        summary="Any figure of the replicas, linearly over a fixed range or that of the candidates.",
+        source="llm-d endpoint-attribute-scorer",
+    ),
+    RoutingPartSpec(
+        name="endpoint-attribute-filter",
+        kind=RoutingPartKind.FILTER,
+        config=AttributeFilterConfig,
+        build=_filter,
+        summary="Replicas of which a figure fulfils a condition.",
+        source="llm-d endpoint-attribute-filter",
+    ),
+)

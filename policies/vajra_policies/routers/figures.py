@@ -1,0 +1,122 @@
+"""Figures of many replicas at once, as arrays: read once for each placement, whoever asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.contract import LoadColumns, ReplicaId, ReplicaLoadView
+
+Floats: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
+
+
+class Candidates(list[ReplicaLoadView]):
+    """Replicas of one placement, with the figures that were read of them so far.
+
+    `source`: the sequence that these are all of, if it may have a faster way to read figures.
+    """
+
+    __slots__ = ("columns", "source")
+
+    def __init__(self, replicas: Iterable[ReplicaLoadView], source: object = None) -> None:
+        super().__init__(replicas)
+        self.columns: dict[str, Any] = {}
+        self.source: LoadColumns | None = source if isinstance(source, LoadColumns) else None
+
+
+def those_up(replicas: Sequence[ReplicaLoadView]) -> Candidates:
+    """The replicas that take requests."""
+    up = [one for one in replicas if one.is_up]
+    return Candidates(up, replicas if len(up) == len(replicas) else None)
+
+
+def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
+    """The replicas with a place for their figures."""
+    return replicas if isinstance(replicas, Candidates) else Candidates(replicas)
+
+
+def position_of(replica_id: ReplicaId, replicas: Sequence[ReplicaLoadView]) -> int:
+    """Position of a replica among some; -1 if it is not among them."""
+    found = np.flatnonzero(ids(replicas) == replica_id)
+    return int(found[0]) if len(found) else -1
+
+
+def ids(replicas: Sequence[ReplicaLoadView]) -> Integers:
+    """The replicas' ids."""
+    found: Integers = _column(replicas, "replica_id", np.int64)
+    return found
+
+
+def running(replicas: Sequence[ReplicaLoadView]) -> Floats:
+    """Requests that hold KV blocks."""
+    return _floats(replicas, "num_running")
+
+
+def waiting(replicas: Sequence[ReplicaLoadView]) -> Floats:
+    """Requests assigned and not admitted."""
+    return _floats(replicas, "num_waiting")
+
+
+def pending_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
+    """Tokens left to prefill."""
+    return _floats(replicas, "num_pending_tokens")
+
+
+def context_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
+    """Tokens whose KV is held for running requests."""
+    return _floats(replicas, "num_context_tokens")
+
+
+def kv_usage(replicas: Sequence[ReplicaLoadView]) -> Floats:
+    """Part of the KV blocks in use, 0 to 1; blocks that are cached and idle count as free, as in vLLM's metric."""
+    free, total = _floats(replicas, "free_blocks"), _floats(replicas, "num_blocks")
+    usage: Floats = 1.0 - free / np.maximum(total, 1.0)
+    return usage
+
+
+def _floats(replicas: Sequence[ReplicaLoadView], name: str) -> Floats:
+    found: Floats = _column(replicas, name, np.float64)
+    return found
+
+
+def _column(replicas: Sequence[ReplicaLoadView], name: str, kind: Any) -> Any:
+    if not isinstance(replicas, Candidates):
+        return np.array(_READERS[name](replicas), dtype=kind)
+    found = replicas.columns.get(name)
+    if found is None:
+        source = replicas.source
+        values = _READERS[name](replicas) if source is None else source.column(name)
+        found = replicas.columns[name] = np.fromiter(values, kind, len(replicas))
+    return found
+
+
+_READERS: dict[str, Any] = {  # written out: attributes named in the code are read twice as fast as by `getattr`
+    "replica_id": lambda replicas: [one.replica_id for one in replicas],
+    "num_running": lambda replicas: [one.num_running for one in replicas],
+    "num_waiting": lambda replicas: [one.num_waiting for one in replicas],
+    "num_pending_tokens": lambda replicas: [one.num_pending_tokens for one in replicas],
+    "num_context_tokens": lambda replicas: [one.num_context_tokens for one in replicas],
+    "free_blocks": lambda replicas: [one.free_blocks for one in replicas],
+    "num_blocks": lambda replicas: [one.num_blocks for one in replicas],
+    "max_batch_size": lambda replicas: [one.max_batch_size for one in replicas],
+}
+
+
+def figure(replicas: Sequence[ReplicaLoadView], name: str) -> Floats:
+    """A figure by name, as views call it, or `kv_cache_utilization`."""
+    return kv_usage(replicas) if name == "kv_cache_utilization" else _floats(replicas, name)
+
+
+def min_max(values: Floats, *, lower_is_better: bool = True) -> Floats:
+    """Values scaled to 0 .. 1 between the smallest and the largest; all 1 where they are equal. The best is 1."""
+    if not len(values):
+        return values
+    low, high = values.min(), values.max()
+    if low == high:
+        return np.ones(len(values))
+    scaled: Floats = (high - values if lower_is_better else values - low) / (high - low)
+    return scaled

@@ -1,0 +1,164 @@
+"""Producer of loads in flight: what this router has sent and what has not come back.
+
+Source: llm-d-router, `requestcontrol/dataproducer/inflightload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import Field
+
+from vajra_policies.routers import figures
+from vajra_policies.routers.figures import Integers
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, matches_of
+from vajra_py.contract import (
+    InFlightLoads,
+    PolicyContext,
+    PrefixMatches,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+
+IN_FLIGHT = "inflight-load-producer"
+PREFILL = "prefill"
+"""Profile whose share of a request is over with the first token."""
+
+
+class InFlightConfig(OfPrefixProducer):
+    """Parameters of `inflight-load-producer`."""
+
+    add_estimated_output_tokens: bool = Field(
+        False, description="Whether tokens are counted to the end of the request, an estimate of its output among them."
+    )
+    output_ratio: float = Field(1.5, ge=0, description="Estimated output tokens for each prompt token.")
+    max_estimated_output_tokens: int | None = Field(None, ge=0, description="Most output tokens that are estimated.")
+
+
+@dataclass(slots=True)
+class _Share:
+    """Part of a request at one replica."""
+
+    replica_id: ReplicaId
+    prompt_tokens: int
+    output_tokens: int
+    is_computing: bool = True
+    """False once the first token has come."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request in flight, by profile."""
+
+    shares: dict[str, _Share] = field(default_factory=dict)
+
+
+class InFlightLoad:
+    """Counts requests until they end, and their uncached prompt tokens until the first token has come.
+
+    The first token is noticed when figures are read, by looking at the requests that were admitted and have none yet: steps need
+    not be listened to.
+    """
+
+    def __init__(self, config: InFlightConfig, context: PolicyContext, matches: PrefixMatches) -> None:
+        self._config = config
+        self._matches = matches
+        self._requests: Integers = np.zeros(context.num_replicas, dtype=np.int64)
+        self._tokens: Integers = np.zeros(context.num_replicas, dtype=np.int64)
+        self._sent: dict[RequestView, _Sent] = {}
+        self._admitted: dict[RequestView, None] = {}
+        """Requests that may have their first token by now, without our knowing."""
+
+    def num_requests(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
+        """Requests in flight at each replica."""
+        self._note_first_tokens()
+        return self._requests[figures.ids(replicas)]  # type: ignore[return-value]  # an array is a sequence of numbers
+
+    def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
+        """Tokens in flight at each replica."""
+        self._note_first_tokens()
+        return self._tokens[figures.ids(replicas)]  # type: ignore[return-value]
+
+    def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
+        """Uncached prompt tokens at each replica, and the estimated output where that is counted."""
+        return self._uncached(request, replicas) + self._output(request)  # type: ignore[return-value]
+
+    def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
+        """Count the request where it goes."""
+        sent = self._sent.setdefault(request, _Sent())
+        for profile, replica in placements.items():
+            self._take_back(sent.shares.pop(profile, None))
+            prompt = int(self._uncached(request, [replica])[0])
+            share = sent.shares[profile] = _Share(replica.replica_id, prompt, self._output(request))
+            share.is_computing = not request.num_output_tokens
+            self._requests[share.replica_id] += 1
+            self._tokens[share.replica_id] += share.output_tokens + share.prompt_tokens * share.is_computing
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """It may produce its first token from now on."""
+        if request in self._sent:
+            self._admitted[request] = None
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Ended requests are in flight no longer."""
+        for request in requests:
+            self._admitted.pop(request, None)
+            sent = self._sent.pop(request, None)
+            for share in () if sent is None else sent.shares.values():
+                self._take_back(share)
+
+    def _note_first_tokens(self) -> None:
+        come = [request for request in self._admitted if request.num_output_tokens]
+        for request in come:
+            del self._admitted[request]
+            sent = self._sent[request]
+            self._take_back(sent.shares.pop(PREFILL, None) if len(sent.shares) > 1 else None)
+            for share in sent.shares.values():
+                self._tokens[share.replica_id] -= share.prompt_tokens
+                share.is_computing = False
+
+    def _take_back(self, share: _Share | None) -> None:
+        if share is not None:
+            self._requests[share.replica_id] -= 1
+            self._tokens[share.replica_id] -= share.output_tokens + share.prompt_tokens * share.is_computing
+
+    def _uncached(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Integers:
+        matched = np.asarray(self._matches.matched_blocks(request, replicas), dtype=np.int64)
+        return np.maximum(request.num_prompt_tokens - matched * self._matches.block_size, 0)
+
+    def _output(self, request: RequestView) -> int:
+        if not self._config.add_estimated_output_tokens:
+            return 0
+        estimate = min(int(request.num_prompt_tokens * self._config.output_ratio + 0.5), request.max_tokens)
+        most = self._config.max_estimated_output_tokens
+        return estimate if most is None else min(estimate, most)
+
+
+def loads_of(context: RoutingContext, name: str) -> InFlightLoads:
+    """The router's producer of this name. Raises `ValueError` if it counts nothing in flight."""
+    found = context.producer(name)
+    if not isinstance(found, InFlightLoads):
+        raise ValueError(f"producer {name!r} does not count what is in flight; {IN_FLIGHT} does")
+    return found
+
+
+def _build(config: InFlightConfig, context: RoutingContext) -> InFlightLoad:
+    return InFlightLoad(config, context.policy, matches_of(context, config.prefix_match_info_producer_name))
+
+
+SPECS = (
+    RoutingPartSpec(
+        name=IN_FLIGHT,
+        kind=RoutingPartKind.PRODUCER,
+        config=InFlightConfig,
+        build=_build,
+        summary="Requests and uncached prompt tokens that this router has in flight at each replica.",
+        source="llm-d inflight-load-producer",
+    ),
+)

@@ -1,0 +1,197 @@
+"""Scorers of load: queues, running requests, KV memory, and what is in flight.
+
+Source: llm-d-router, `scheduling/scorer`: queuedepth, runningrequests, kvcacheutilization, activerequest, loadaware, tokenload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from vajra_policies.routers import figures
+from vajra_policies.routers.figures import Floats
+from vajra_policies.routers.in_flight import IN_FLIGHT, loads_of
+from vajra_py.contract import (
+    InFlightLoads,
+    PolicyConfig,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+
+
+class NoParameters(PolicyConfig):
+    """The part has no parameters."""
+
+
+class QueueScorer:
+    """(max - waiting) / (max - min) over the candidates; all equal: 1."""
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """The shortest queue scores 1, the longest 0."""
+        return figures.min_max(figures.waiting(replicas))
+
+
+class RunningRequestsScorer:
+    """(max - running) / (max - min) over the candidates; all equal: 1."""
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """The fewest running requests score 1, the most 0."""
+        return figures.min_max(figures.running(replicas))
+
+
+class KvCacheUtilizationScorer:
+    """1 - the part of the KV blocks in use."""
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """The free part of each replica's KV memory."""
+        free: Floats = 1.0 - figures.kv_usage(replicas)
+        return free
+
+
+class LoadAwareConfig(PolicyConfig):
+    """Parameters of `load-aware-scorer`."""
+
+    threshold: int = Field(128, ge=1, description="Waiting requests from which on the score is 0.")
+
+
+class LoadAwareScorer:
+    """0.5 * (1 - min(waiting, threshold) / threshold): never above 0.5, so that it weighs half of what its weight says."""
+
+    def __init__(self, config: LoadAwareConfig) -> None:
+        self._threshold = config.threshold
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """0.5 where nothing waits, 0 from the threshold on."""
+        share: Floats = 0.5 * (1.0 - np.minimum(figures.waiting(replicas), self._threshold) / self._threshold)
+        return share
+
+
+class _OfProducer(PolicyConfig):
+    in_flight_load_producer_name: str = Field(IN_FLIGHT, description="Producer that counts what is in flight.")
+
+
+class ActiveRequestConfig(_OfProducer):
+    """Parameters of `active-request-scorer`."""
+
+    idle_threshold: int = Field(0, ge=0, description="Requests in flight up to which a replica counts as idle.")
+    max_busy_score: float = Field(1.0, ge=0, le=1, description="Factor of the scores of replicas that are not idle.")
+
+
+class ActiveRequestScorer:
+    """1 for idle replicas, else (max - in flight) / max * `max_busy_score`."""
+
+    def __init__(self, config: ActiveRequestConfig, load: InFlightLoads) -> None:
+        self._config = config
+        self._load = load
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """By requests that this router has sent and that have not ended."""
+        counts = np.asarray(self._load.num_requests(replicas), dtype=np.float64)
+        most = max(float(counts.max(initial=0.0)), 1.0)
+        busy = (most - counts) / most * self._config.max_busy_score
+        score: Floats = np.where(counts <= self._config.idle_threshold, 1.0, busy)
+        return score
+
+
+class TokenLoadConfig(_OfProducer):
+    """Parameters of `token-load-scorer`."""
+
+    queue_threshold_tokens: int = Field(
+        4_194_304, ge=1, description="Tokens in flight from which on the score is 0 (128 requests of 32 Ki tokens)."
+    )
+
+
+class TokenLoadScorer:
+    """1 - min(tokens, threshold) / threshold, with the tokens in flight and those that this request would add."""
+
+    def __init__(self, config: TokenLoadConfig, load: InFlightLoads) -> None:
+        self._threshold = config.queue_threshold_tokens
+        self._load = load
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """By tokens that this router has sent and that are not computed, as far as it knows."""
+        in_flight = np.asarray(self._load.num_tokens(replicas), dtype=np.float64)
+        tokens = in_flight + np.asarray(self._load.request_tokens(request, replicas), dtype=np.float64)
+        score: Floats = 1.0 - np.clip(tokens, 0.0, self._threshold) / self._threshold
+        return score
+
+
+def _queue(config: NoParameters, context: RoutingContext) -> QueueScorer:
+    return QueueScorer()
+
+
+def _running(config: NoParameters, context: RoutingContext) -> RunningRequestsScorer:
+    return RunningRequestsScorer()
+
+
+def _kv_cache(config: NoParameters, context: RoutingContext) -> KvCacheUtilizationScorer:
+    return KvCacheUtilizationScorer()
+
+
+def _load_aware(config: LoadAwareConfig, context: RoutingContext) -> LoadAwareScorer:
+    return LoadAwareScorer(config)
+
+
+def _active(config: ActiveRequestConfig, context: RoutingContext) -> ActiveRequestScorer:
+    return ActiveRequestScorer(config, loads_of(context, config.in_flight_load_producer_name))
+
+
+def _token_load(config: TokenLoadConfig, context: RoutingContext) -> TokenLoadScorer:
+    return TokenLoadScorer(config, loads_of(context, config.in_flight_load_producer_name))
+
+
+SPECS = (
+    RoutingPartSpec(
+        name="queue-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=NoParameters,
+        build=_queue,
+        summary="The shorter the queue relative to the other candidates', the better.",
+        source="llm-d queue-scorer",
+    ),
+    RoutingPartSpec(
+        name="running-requests-size-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=NoParameters,
+        build=_running,
+        summary="The fewer running requests relative to the other candidates', the better.",
+        source="llm-d running-requests-size-scorer",
+    ),
+    RoutingPartSpec(
+        name="kv-cache-utilization-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=NoParameters,
+        build=_kv_cache,
+        summary="The free part of the KV memory.",
+        source="llm-d kv-cache-utilization-scorer",
+    ),
+    RoutingPartSpec(
+        name="load-aware-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=LoadAwareConfig,
+        build=_load_aware,
+        summary="The shorter the queue, up to a threshold, the better; at most 0.5.",
+        source="llm-d load-aware-scorer",
+    ),
+    RoutingPartSpec(
+        name="active-request-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=ActiveRequestConfig,
+        build=_active,
+        summary="The fewer requests of this router in flight, the better.",
+        source="llm-d active-request-scorer",
+    ),
+    RoutingPartSpec(
+        name="token-load-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=TokenLoadConfig,
+        build=_token_load,
+        summary="The fewer uncached prompt tokens in flight, this request's included, the better.",
+        source="llm-d token-load-scorer",
+    ),
+)

@@ -1,0 +1,119 @@
+"""Pickers: the best score, any candidate, or any with a chance that grows with its score.
+
+Source: llm-d-router, `scheduling/picker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from vajra_policies.routers.figures import Floats
+from vajra_py.contract import (
+    PolicyConfig,
+    RandomStream,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+
+
+class PickerConfig(PolicyConfig):
+    """Parameters of the pickers."""
+
+    max_num_of_endpoints: int = Field(1, ge=1, description="Replicas to pick; only the first one is used here.")
+
+
+class MaxScorePicker:
+    """The highest score; ties uniformly at random."""
+
+    def __init__(self, stream: RandomStream) -> None:
+        self._stream = stream
+
+    def pick(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
+    ) -> ReplicaId:
+        """Draws only where several are best."""
+        values: Floats = np.asarray(scores, dtype=np.float64)
+        best = np.flatnonzero(values == values.max())
+        chosen = best[0] if len(best) == 1 else best[int(self._stream.integers(0, len(best)))]
+        return replicas[int(chosen)].replica_id
+
+
+class RandomPicker:
+    """Any candidate with the same chance."""
+
+    def __init__(self, stream: RandomStream) -> None:
+        self._stream = stream
+
+    def pick(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
+    ) -> ReplicaId:
+        """Reads no scores."""
+        return replicas[int(self._stream.integers(0, len(replicas)))].replica_id
+
+
+class WeightedRandomPicker:
+    """Each candidate with a chance in proportion to its score; where no score is above 0, any.
+
+    Source: weighted random sampling by the largest U^(1/score) (Efraimidis and Spirakis 2006).
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        self._stream = stream
+        self._any = RandomPicker(stream)
+
+    def pick(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
+    ) -> ReplicaId:
+        """A single draw suffices where one is picked."""
+        sums = np.cumsum(np.maximum(np.asarray(scores, dtype=np.float64), 0.0))
+        if not sums[-1] > 0:
+            return self._any.pick(request, replicas, scores, now)
+        drawn = np.searchsorted(sums, self._stream.random() * sums[-1], side="right")
+        return replicas[min(int(drawn), len(replicas) - 1)].replica_id
+
+
+def _max_score(config: PickerConfig, context: RoutingContext) -> MaxScorePicker:
+    return MaxScorePicker(context.policy.random_stream("max-score-picker"))
+
+
+def _random(config: PickerConfig, context: RoutingContext) -> RandomPicker:
+    return RandomPicker(context.policy.random_stream("random-picker"))
+
+
+def _weighted_random(config: PickerConfig, context: RoutingContext) -> WeightedRandomPicker:
+    return WeightedRandomPicker(context.policy.random_stream("weighted-random-picker"))
+
+
+SPECS = (
+    RoutingPartSpec(
+        name="max-score-picker",
+        kind=RoutingPartKind.PICKER,
+        config=PickerConfig,
+        build=_max_score,
+        summary="The highest score, ties uniformly at random.",
+        source="llm-d max-score-picker",
+    ),
+    RoutingPartSpec(
+        name="random-picker",
+        kind=RoutingPartKind.PICKER,
+        config=PickerConfig,
+        build=_random,
+        summary="Any candidate with the same chance.",
+        source="llm-d random-picker",
+    ),
+    RoutingPartSpec(
+        name="weighted-random-picker",
+        kind=RoutingPartKind.PICKER,
+        config=PickerConfig,
+        build=_weighted_random,
+        summary="Any candidate with a chance in proportion to its score.",
+        source="llm-d weighted-random-picker",
+    ),
+)

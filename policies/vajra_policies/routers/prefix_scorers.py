@@ -1,0 +1,134 @@
+"""Scorers by prefix: who has the prompt's prefix, and who may take a prompt that nobody has.
+
+Source: llm-d-router, `scheduling/scorer`: prefix, nohitlru.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from pydantic import Field
+
+from vajra_policies.routers import figures
+from vajra_policies.routers.figures import Floats
+from vajra_policies.routers.prefix_matches import OfPrefixProducer, match_fractions, matches_of
+from vajra_py.contract import (
+    PrefixMatches,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+
+
+class PrefixCacheConfig(OfPrefixProducer):
+    """Parameters of `prefix-cache-scorer`."""
+
+    match_length_weight: float = Field(
+        0.0, ge=0, le=1, description="Weight of the length of the match beside the matched part of the prompt."
+    )
+    match_length_scale_tokens: int = Field(8192, ge=1, description="Length of a match that counts in full.")
+
+
+class PrefixCacheScorer:
+    """(1 - w) * matched / total blocks + w * min(1, matched tokens / scale)^2."""
+
+    def __init__(self, config: PrefixCacheConfig, matches: PrefixMatches) -> None:
+        self._config = config
+        self._matches = matches
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """1 where the whole prompt is cached, 0 where nothing is."""
+        part = match_fractions(self._matches, request, replicas)
+        weight = self._config.match_length_weight
+        if not weight:
+            return part
+        tokens = part * self._matches.num_blocks(request) * self._matches.block_size
+        length = np.minimum(1.0, tokens / self._config.match_length_scale_tokens)
+        score: Floats = weight * length * length + (1.0 - weight) * part
+        return score
+
+
+class NoHitLruConfig(OfPrefixProducer):
+    """Parameters of `no-hit-lru-scorer`."""
+
+    lru_size: int = Field(1024, ge=1, description="Replicas whose order of use is remembered.")
+
+
+class NoHitLruScorer:
+    """0.5 for all if any replica has a part of the prompt; else those rank first that took such a prompt longest ago.
+
+    Replicas that never took one come before all others, in the order of the candidates: score = 1 - rank / (n - 1). So
+    prompts without a hit are spread over all caches.
+    """
+
+    def __init__(self, config: NoHitLruConfig, matches: PrefixMatches) -> None:
+        self._size = config.lru_size
+        self._matches = matches
+        self._used: OrderedDict[ReplicaId, None] = OrderedDict()
+        """Replicas that took a prompt without a hit, least recently first."""
+        self._asked: tuple[RequestView, bool] | None = None
+        """The request that was scored last, and whether nobody had a part of it."""
+
+    def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
+        """See the class."""
+        num = len(replicas)
+        is_cold = not np.asarray(self._matches.matched_blocks(request, replicas)).any()
+        self._asked = request, is_cold
+        if not is_cold:
+            return np.full(num, 0.5)
+        if num == 1:
+            return np.ones(1)
+        ids = figures.ids(replicas).tolist()
+        fresh = [one for one in ids if one not in self._used]
+        ranks = {one: rank for rank, one in enumerate(fresh)}
+        ranks |= {one: len(fresh) + position for position, one in enumerate(self._used)}
+        score: Floats = np.maximum(1.0 - np.array([ranks[one] for one in ids], dtype=np.float64) / (num - 1), 0.0)
+        return score
+
+    def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
+        """A prompt that nobody had a part of makes its replicas the most recently used."""
+        if self._asked is not None and self._asked[0] is request and self._asked[1]:
+            for replica in placements.values():
+                self._used[replica.replica_id] = None
+                self._used.move_to_end(replica.replica_id)
+                if len(self._used) > self._size:
+                    self._used.popitem(last=False)
+        self._asked = None
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget the request that was asked for last, if it has left."""
+        if self._asked is not None and self._asked[0] in requests:
+            self._asked = None
+
+
+def _prefix_cache(config: PrefixCacheConfig, context: RoutingContext) -> PrefixCacheScorer:
+    return PrefixCacheScorer(config, matches_of(context, config.prefix_match_info_producer_name))
+
+
+def _no_hit_lru(config: NoHitLruConfig, context: RoutingContext) -> NoHitLruScorer:
+    return NoHitLruScorer(config, matches_of(context, config.prefix_match_info_producer_name))
+
+
+SPECS = (
+    RoutingPartSpec(
+        name="prefix-cache-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=PrefixCacheConfig,
+        build=_prefix_cache,
+        summary="The larger the part of the prompt that a replica has cached, the better.",
+        source="llm-d prefix-cache-scorer",
+    ),
+    RoutingPartSpec(
+        name="no-hit-lru-scorer",
+        kind=RoutingPartKind.SCORER,
+        config=NoHitLruConfig,
+        build=_no_hit_lru,
+        summary="Spreads prompts that nobody has cached: least recently used replica first.",
+        source="llm-d no-hit-lru-scorer",
+    ),
+)

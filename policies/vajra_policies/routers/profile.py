@@ -1,0 +1,136 @@
+"""A scheduling profile: filters, then weighted scorers, then the picker; and the parts of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vajra_policies.routers.figures import Candidates, Floats, candidates, position_of
+from vajra_py.contract import (
+    PolicyContext,
+    ProducerChoice,
+    ReplicaFilter,
+    ReplicaId,
+    ReplicaLoadView,
+    ReplicaPicker,
+    ReplicaScorer,
+    RequestView,
+    RoutingContext,
+    RoutingPartChoice,
+    Scores,
+)
+
+LISTENING = ("on_arrivals", "on_admission", "on_preemption", "on_step_end", "on_departures", "on_wake")
+"""Methods of parts that the router passes on."""
+
+
+class Parts:
+    """Builds the parts of one router; producers are made when they are asked for, once each."""
+
+    def __init__(self, producers: Sequence[ProducerChoice], context: PolicyContext) -> None:
+        self._choices = {one.name: one for one in producers}
+        if len(self._choices) < len(producers):
+            names = [one.name for one in producers]
+            raise ValueError(f"the same producer is given twice ({', '.join(names)})")
+        self._context = context
+        self._producers: dict[str, Any] = {}
+        self.built: list[Any] = []
+        """Every part; those that others read stand before them."""
+
+    def build(self, choice: RoutingPartChoice) -> Any:
+        """Build one part."""
+        part = self._context.build_part(choice, RoutingContext(self._context, self.producer))
+        self.built.append(part)
+        return part
+
+    def producer(self, name: str) -> Any:
+        """The producer of this name."""
+        if name not in self._producers:
+            choice = self._choices.get(name) or ProducerChoice(producer=name)
+            self._producers[name] = self.build(choice)
+        return self._producers[name]
+
+    def listeners(self) -> Mapping[str, Callable[..., None]]:
+        """By method, what tells every part that has it."""
+        told = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
+        return {name: _tell_all(methods) for name, methods in told.items() if methods}
+
+    def learners(self) -> list[Callable[..., None]]:
+        """Methods to tell of a placement, each part's before those of the producers that it reads."""
+        return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
+
+
+def _tell_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    if len(methods) == 1:
+        return methods[0]
+
+    def tell(*facts: Any) -> None:
+        for method in methods:
+            method(*facts)
+
+    return tell
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedScorer:
+    """A scorer under its name, with its weight."""
+
+    name: str
+    scorer: ReplicaScorer
+    weight: float
+
+
+class Profile:
+    """Chooses one of some replicas: filters in order, the weighted sum of clamped scores, the picker."""
+
+    def __init__(
+        self, filters: Sequence[ReplicaFilter], scorers: Sequence[WeightedScorer], picker: ReplicaPicker
+    ) -> None:
+        self._filters = filters
+        self._scorers = scorers
+        self._picker = picker
+
+    def choose(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The replica that the picker takes; None if the filters leave none."""
+        left = self.filtered(request, replicas, now)
+        if not left:
+            return None
+        total = self.totals(request, left, now)
+        chosen = self._picker.pick(request, left, total, now)  # type: ignore[arg-type]  # an array is a sequence of numbers
+        if position_of(chosen, left) < 0:
+            raise ValueError(f"the picker took replica {chosen!r}; candidates: {[one.replica_id for one in left]}")
+        return chosen
+
+    def filtered(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Candidates:
+        """What the filters leave."""
+        left = candidates(replicas)
+        for one in self._filters:
+            if not left:
+                break
+            left = candidates(one.keeps(request, left, now))
+        return left
+
+    def totals(self, request: RequestView, replicas: Candidates, now: float) -> Floats:
+        """Sum of the scores, each clamped to 0 .. 1 and times its weight. Raises `ValueError` for NaN and wrong lengths."""
+        total: Floats = np.zeros(len(replicas))
+        for one in self._scorers:
+            total += one.weight * _clamped(one, one.scorer.scores(request, replicas, now), len(replicas))
+        return total
+
+
+def _clamped(one: WeightedScorer, scores: Scores, num_replicas: int) -> Floats:
+    if len(scores) != num_replicas:
+        raise ValueError(f"scorer {one.name!r} gave {len(scores)} scores for {num_replicas} replicas")
+    values: Floats = np.asarray(scores, dtype=np.float64)
+    low, high = values.min(), values.max()  # NaN, which None has become, if there is any
+    if low >= 0.0 and high <= 1.0:
+        return values
+    if low != low:
+        if any(score is not None and score != score for score in scores):
+            raise ValueError(f"scorer {one.name!r} gave a score that is not a number")
+        values = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    clamped: Floats = np.clip(values, 0.0, 1.0)
+    return clamped

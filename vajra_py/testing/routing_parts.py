@@ -1,0 +1,178 @@
+"""Conformance of routing parts: each is put through the suite of replicaset schedulers inside a router that holds it to its contract.
+
+In a package's own tests one line does:
+
+    @pytest.mark.parametrize("spec", vajra_routing_parts(), ids=lambda spec: spec.name)
+    def test_keeps_the_contract(spec):
+        check_routing_part(spec)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ProducerChoice,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    RoutingContext,
+    RoutingPartKind,
+    RoutingPartSpec,
+)
+from vajra_py.plugins import check_part_shape, load_registry
+from vajra_py.plugins.build import LISTENING_METHODS
+from vajra_py.testing.conformance import POLICY_TIMEOUT_S, check_policy
+
+
+def check_routing_part(
+    spec: RoutingPartSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
+) -> None:
+    """Run every check that applies to a routing part, with its default parameters or these.
+
+    Scores must be one finite number, or None, for each replica, and the same when asked again; filters must keep some of what they
+    were given, in its order; pickers must take one of the candidates; deciders must answer True or False. Whatever the part, the
+    same run must decide the same again, read nothing beyond the contract, write nothing, and forget requests that have ended.
+    Raises `AssertionError` and warns like `check_policy`.
+    """
+    wrapped = PolicySpec(
+        name=spec.name,
+        layer=Layer.REPLICASET_SCHEDULER,
+        config=spec.config,
+        build=_BuildProbe(spec),
+        summary=spec.summary,
+    )
+    try:
+        check_policy(wrapped, params, policy_timeout_s=policy_timeout_s)
+    except AssertionError as error:
+        text = str(error).replace(
+            f"{Layer.REPLICASET_SCHEDULER.value} {spec.name!r}", f"{spec.kind.value} {spec.name!r}"
+        )
+        raise AssertionError(text) from error
+
+
+def routing_parts_under_test() -> list[RoutingPartSpec]:
+    """Every installed routing part, kind by kind and by name; what `pytest.mark.parametrize` needs."""
+    registry = load_registry()
+    return [offer.spec for kind in RoutingPartKind for offer in registry.routing_parts(kind).values()]
+
+
+class _BuildProbe:
+    """Builds the router around the part, as the module that builds the part."""
+
+    def __init__(self, spec: RoutingPartSpec) -> None:
+        self._spec = spec
+        self.__module__ = spec.build.__module__
+
+    def __call__(self, config: PolicyConfig, context: PolicyContext) -> PartProbe:
+        producers: dict[str, Any] = {}
+
+        def producer(name: str) -> Any:
+            if name not in producers:
+                choice = ProducerChoice(producer=name)
+                producers[name] = context.build_part(choice, RoutingContext(context, producer))
+            return producers[name]
+
+        part = self._spec.build(config, RoutingContext(context, producer))
+        what = f"{self._spec.kind.value} {self._spec.name!r}"
+        check_part_shape(self._spec.kind, part, what, "under test")
+        return PartProbe(self._spec.kind, part, [*producers.values(), part])
+
+
+class PartProbe:
+    """Routes by one part alone, and raises `AssertionError` where the part breaks its contract."""
+
+    def __init__(self, kind: RoutingPartKind, part: Any, told: Sequence[Any]) -> None:
+        self._kind = kind
+        self._part = part
+        self._learners = [one.on_placement for one in reversed(told) if hasattr(one, "on_placement")]
+        self._count = 0
+        for name in LISTENING_METHODS:
+            methods = [getattr(one, name) for one in told if hasattr(one, name)]
+            if methods:
+                setattr(self, name, _tell_all(methods))
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The best score, the first that is kept, the one that is picked; else in turn."""
+        up = [one for one in replicas if one.is_up]
+        if not up:
+            return None
+        self._count += 1
+        chosen = self._choice(request, up, now)
+        for learn in self._learners:
+            learn(request, {"default": chosen}, now)
+        return chosen.replica_id
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return [one.request_id for one in queued] if replica.is_up else ()
+
+    def _choice(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> ReplicaLoadView:
+        in_turn = up[self._count % len(up)]
+        if self._kind is RoutingPartKind.SCORER:
+            scores = self._scores(request, up, now)
+            return up[scores.index(max(scores))]
+        if self._kind is RoutingPartKind.FILTER:
+            kept = self._kept(request, up, now)
+            return kept[self._count % len(kept)] if kept else in_turn
+        if self._kind is RoutingPartKind.PICKER:
+            return self._picked(request, up, now)
+        if self._kind is RoutingPartKind.DECIDER:
+            return up[-1] if self._decided(request, in_turn, now) else in_turn
+        return in_turn
+
+    def _scores(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> list[float]:
+        found = list(self._part.scores(request, list(up), now))
+        name = request.request_id
+        _require(len(found) == len(up), f"scores({name}) are {len(found)} numbers for {len(up)} replicas: {found}")
+        finite = all(one is None or math.isfinite(one) for one in found)
+        _require(finite, f"scores({name}) are not finite numbers or None: {found}")
+        again = list(self._part.scores(request, list(up), now))
+        _require(again == found, f"scores({name}) are {found}, and asked again {again}")
+        return [0.0 if one is None else float(one) for one in found]
+
+    def _kept(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> list[ReplicaLoadView]:
+        given = list(up)
+        kept = list(self._part.keeps(request, given, now))
+        _require(given == list(up), "keeps() changes the sequence that it is given")
+        positions = [next((place for place, one in enumerate(up) if one is each), -1) for each in kept]
+        is_part = positions == sorted(set(positions)) and -1 not in positions
+        text = f"keeps({request.request_id}) gave {len(kept)} of {len(up)} replicas that are not some of them in their order"
+        _require(is_part, text)
+        return kept
+
+    def _picked(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> ReplicaLoadView:
+        scores = [((self._count + one.replica_id) % 3) / 2 for one in up]
+        before = list(scores)
+        picked = self._part.pick(request, list(up), scores, now)
+        _require(scores == before, "pick() changes the scores that it is given")
+        ids = [one.replica_id for one in up]
+        _require(picked in ids, f"pick({request.request_id}) is {picked!r}; candidates: {ids}")
+        return up[ids.index(picked)]
+
+    def _decided(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
+        answer = self._part.disaggregates(request, decode, now)
+        _require(isinstance(answer, bool), f"disaggregates({request.request_id}) is {answer!r}; expected True or False")
+        again = self._part.disaggregates(request, decode, now)
+        _require(again is answer, f"disaggregates({request.request_id}) is {answer!r}, and asked again {again!r}")
+        return bool(answer)
+
+
+def _tell_all(methods: Sequence[Any]) -> Any:
+    def tell(*facts: Any) -> None:
+        for method in methods:
+            method(*facts)
+
+    return tell
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
