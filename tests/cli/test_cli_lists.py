@@ -20,7 +20,7 @@ Vajra = Callable[..., Any]
 def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     said = vajra("policies")
     assert said.code == 0
-    heads = [line.split("  ")[0] for line in said.out.splitlines() if "──" not in line]
+    heads = [line.strip().split("  ")[0] for line in said.out.splitlines() if "──" not in line]
     assert heads[0] == "layer"
     registry = load_registry()
     assert set(heads[1:]) == {*registry.others, *(layer.value for layer in Layer)}

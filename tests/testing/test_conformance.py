@@ -253,11 +253,6 @@ class Inventing(Shared):
         return ["nobody"]
 
 
-class GreedyWhenDown(Shared):
-    def pull(self, replica: Any, queued: Any, now: float) -> Any:
-        return (request.request_id for request in queued)
-
-
 class Lazy(InTurn):
     traits = SchedulerTraits(is_work_conserving=True)
 
@@ -269,7 +264,6 @@ class Lazy(InTurn):
     ("policy", "check", "found"),
     [
         (Stubborn, DOWN, "assigned a request to replica 1. Replicas that are up: [0]"),
-        (GreedyWhenDown, DOWN, "take no requests and were given"),
         (Blind, READS, "reads replica view.num_context_tokens"),
         (Blind, FORWARD, "traits.reads_load = False is not true"),
         (Withholding, SERVES, "offers no replica anything"),
