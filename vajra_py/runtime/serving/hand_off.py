@@ -167,7 +167,8 @@ class HandOffs(Generic[R]):
             self._asked_while_busy.add(target.replica.replica_id)
             return
         self._asked_while_busy.discard(target.replica.replica_id)
-        if self._one_at_a_time and _runs_full(target):
+        if self._one_at_a_time:
+            self._reserve_next(target, line)
             return
         dropped = []
         while line:
@@ -176,8 +177,6 @@ class HandOffs(Generic[R]):
             if hit is not None:
                 line.popleft()
                 self._start(one, hit)
-                if self._one_at_a_time:
-                    break
                 continue
             rule = self._rules.settings.when_full
             if rule == "wait":
@@ -190,6 +189,18 @@ class HandOffs(Generic[R]):
                 dropped.append(one)
         for one in dropped:
             self.end(one, EndReason.REJECTED, TARGET_FULL)
+
+    def _reserve_next(self, target: R, line: deque[HandOff[R]]) -> None:
+        """Set blocks aside for the first in a line, if it fits; if so, the end of the target's next step is the turn of another."""
+        replica = target.replica
+        replica.steps_one_by_one = False
+        if replica.running_set.num_running >= replica.limits.max_batch_size:
+            return
+        hit = replica.reserve(line[0].request, line[0].num_tokens)
+        if hit is not None:
+            one = line.popleft()
+            replica.steps_one_by_one = bool(line)
+            self._start(one, hit)
 
     def _start(self, one: HandOff[R], hit: int) -> None:
         target = one.target
@@ -277,9 +288,9 @@ class HandOffs(Generic[R]):
         if not self._one_at_a_time and replica_id in self._asked_while_busy:
             self._reserve(one)
 
-    def freed(self, one: R) -> None:
-        """Blocks of a replica may have become free: let those come that wait for them."""
-        if not self._one_at_a_time:
+    def freed(self, one: R, *, at_boundary: bool = False) -> None:
+        """Blocks of a replica may have become free: let those come that wait for them. `at_boundary`: right after that was called."""
+        if not (at_boundary and self._one_at_a_time):
             self._reserve(one)
         self.place_again()
 
@@ -361,10 +372,6 @@ class HandOffs(Generic[R]):
         self._lines.clear()
         self._dues.clear()
         self._asked_while_busy.clear()
-
-
-def _runs_full(one: R) -> bool:
-    return one.replica.running_set.num_running >= one.replica.limits.max_batch_size
 
 
 def is_leaving(request: Request) -> bool:

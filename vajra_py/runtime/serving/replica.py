@@ -107,6 +107,8 @@ class Replica:
         self.held: dict[Request, None] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self._newly_held: list[Request] = []
+        self.steps_one_by_one = False
+        """True if the end of its next step may change something, so that equal steps are not worked out at once."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -399,8 +401,8 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
-        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+        """Return `Repeats.num_alike`, or 0 while an observer watches every step or something waits for the end of one."""
+        return 0 if self._step_watchers or self.steps_one_by_one else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
