@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.golden.readers.distserve_policies import SPECS
+from tests.golden.readers.distserve_policies import Placement, Seen, specs
 from tests.golden.readers.events import Compared, first_difference
 from tests.golden.readers.simulation import Life, PlanTimer, Record, Step, simulate
 from tests.golden.readers.step_times import distserve_batch, distserve_model
 from tests.golden.readers.trace import Difference, Result
+from vajra_py.config import DEFAULT_POOL
 from vajra_py.errors import VajraError
 from vajra_py.workload.request import RequestSpec
 
@@ -22,44 +23,55 @@ MS = 1e3
 TOLERANCE_MS = 1e-6
 """Nanoseconds: what floating point leaves of the recorded sums."""
 MANY_BLOCKS = 2**24
+REPLICA: Mapping[str, Any] = {
+    "max_batch_size": MANY_BLOCKS,
+    "memory": {
+        "num_blocks": MANY_BLOCKS,
+        "watermark_fraction": 0.0,
+        "reservation": "incremental",
+        "prefix_cache": {"enabled": False},
+    },
+}
+"""The simulator knows no memory."""
 
 
 def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
     """Run the trace's workload and compare every request and step."""
     rows, config = trace["requests"], trace["config"]
-    record = Record()
+    record, seen = Record(), Seen()
     try:
-        run(config, rows, record)
+        run(config, rows, record, seen)
     except VajraError as error:
         failed = Difference("none", "the simulation", "runs to its end", str(error))
         return Result(system, name, len(rows), failed, UNIT)
-    compared = [one for row in rows for one in _request(row, record.life(str(row["id"])))]
+    compared = []
+    for row in rows:
+        request_id = str(row["id"])
+        compared += _placements(row, seen.placements.get(request_id, []))
+        compared += _request(row, record.life(request_id))
     compared += _steps(trace["steps"], record.steps)
     by_id = {row["id"]: row for row in rows} | {None: {}}
     return Result(system, name, len(rows), first_difference(compared, by_id), UNIT)
 
 
-def run(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], record: Record) -> None:
+def run(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], record: Record, seen: Seen) -> None:
     """Simulate the recorded run."""
-    timer = PlanTimer(distserve_model(config, config["pp_p"]), distserve_batch)
-    system = {
-        "num_replicas": config["P"],
-        "replica": {
-            "max_batch_size": MANY_BLOCKS,
-            "memory": {
-                "num_blocks": MANY_BLOCKS,
-                "watermark_fraction": 0.0,
-                "reservation": "incremental",
-                "prefix_cache": {"enabled": False},
-            },
-        },
+    system: dict[str, Any] = {
+        "replica": REPLICA,
         "scheduling": {
             "request_prioritizer": "fcfs",
             "replicaset_scheduler": "simdistserve_router",
             "replica_scheduler": {"policy": "simdistserve_worker", "params": worker_params(config)},
         },
     }
-    simulate(system, requests_of(rows), lambda replica: timer, [record], SPECS)
+    if config["backend"] == "distserve":
+        system["pools"] = {"prefill": {"num_replicas": config["P"]}, "decode": {"num_replicas": config["D"]}}
+        system["hand_off"] = {"preset": "distserve", "kv_bytes_per_token": 1}
+    else:
+        system["num_replicas"] = config["P"]
+    stages = {"prefill": config["pp_p"], "decode": config["pp_d"], DEFAULT_POOL: config["pp_p"]}
+    timers = {pool: PlanTimer(distserve_model(config, number), distserve_batch) for pool, number in stages.items()}
+    simulate(system, requests_of(rows), lambda replica: timers[replica.parts.pool], [record, seen], specs(seen))
 
 
 def worker_params(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,14 +93,19 @@ def requests_of(rows: Sequence[Mapping[str, Any]]) -> list[RequestSpec]:
     ]
 
 
+def _placements(row: Mapping[str, Any], seen: Sequence[Placement]) -> Iterator[Compared]:
+    """Stage, chosen worker, and the key of each."""
+    for number, (stage, at, worker, keys) in enumerate(row["placements"]):
+        here = list(seen[number]) if number < len(seen) else None
+        yield Compared(at, row["id"], f"placement {number}", [stage, worker, keys], here)
+
+
 def _request(row: Mapping[str, Any], life: Life) -> Iterator[Compared]:
     def time(field: str, at: float, actual: float | None) -> Compared:
         return Compared(at, row["id"], field, at, None if actual is None else actual * MS, TOLERANCE_MS)
 
     prefills = [one for one in life.entries if one.num_computed_before < row["prompt"]]
     decodes = life.entries[len(prefills) :]
-    placed = [worker for _, _, worker, _ in row["placements"]]
-    yield Compared(row["arrival"], row["id"], "placements", placed[0], next(iter(life.assignments), None))
     starts = [one.formed_at for one in prefills]
     yield Compared(row["prefill_end"], row["id"], "prefill steps", len(row["prefill_starts"]), len(starts))
     for number, (at, actual) in enumerate(zip(row["prefill_starts"], starts, strict=False)):

@@ -6,7 +6,7 @@ go behind those that came later, and what is left of a step's tokens is counted 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from pydantic import Field
@@ -24,9 +24,30 @@ from vajra_py.contract import (
     ReplicaLoadView,
     RequestView,
 )
+from vajra_py.contract.observer import Observer
 
 DECODE_CONTEXT_TOKENS = 50_000
 """Most context of a decode batch, each request's with its new token."""
+
+Placement = tuple[str, ReplicaId, list[list[int]]]
+"""Stage, chosen replica, and [replica, key] of all."""
+
+
+class Seen(Observer):
+    """What workers and placement know of each other, and every placement."""
+
+    def __init__(self) -> None:
+        self.num_queued: Counter[ReplicaId] = Counter()
+        """Requests that wait to decode, by replica; those in a running step are not among them."""
+        self.placements: dict[str, list[Placement]] = {}
+        self._arrived: dict[str, int] = {}
+
+    def order_of(self, request: RequestView) -> int:
+        """Position of a request among those whose KV has come; -1 where it is computed."""
+        return self._arrived.get(request.request_id, -1)
+
+    def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        self._arrived[request.request_id] = len(self._arrived)
 
 
 class WorkerConfig(PolicyConfig):
@@ -44,8 +65,9 @@ class WorkerConfig(PolicyConfig):
 class Worker:
     """Prompts first, in order of arrival; else everyone who decodes, those first who waited longest."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, seen: Seen) -> None:
         self._config = config
+        self._seen = seen
         self._prompts: deque[RequestView] = deque()
         self._decodes: deque[RequestView] = deque()
         self._prefilled: list[RequestView] = []
@@ -62,13 +84,14 @@ class Worker:
                 self._add_decodes(batch, config.prefill_max_tokens - num_tokens)
         elif self._decodes:
             self._add_decodes(batch, config.decode_max_tokens)
+        self._seen.num_queued[replica.replica_id] = len(self._decodes)
 
     def _take_back(self, replica: LocalReplicaView) -> None:
         """Who came during the last step queues before its members: prompts that are done first, then those that decode."""
-        for request in replica.waiting():
-            if request not in self._known:
-                self._known.add(request)
-                self._prompts.append(request)
+        new = [one for one in replica.waiting() if one not in self._known]
+        self._known.update(new)
+        for request in sorted(new, key=self._seen.order_of):
+            (self._decodes if request.num_computed_tokens else self._prompts).append(request)
         for request in self._prefilled:
             (self._prompts if request.num_remaining_prompt_tokens else self._decodes).append(request)
         self._decodes.extend(one for one in self._decoded if one.end_reason is None)
@@ -115,16 +138,27 @@ class RouterConfig(PolicyConfig):
 
 
 class Router:
-    """The worker with fewest prompts that are not done; ties go to the lowest."""
+    """The worker with fewest prompts that are not done, or fewest requests that wait to decode; ties go to the lowest."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
         self._unfinished: dict[ReplicaId, set[RequestView]] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The least loaded."""
-        counts = {one.replica_id: len(self._unfinished.setdefault(one.replica_id, set())) for one in replicas}
-        best = min(counts, key=lambda one: (counts[one], one))
-        self._unfinished[best].add(request)
+        decodes = request.num_computed_tokens > 0
+        queued = self._seen.num_queued
+        counts = [
+            [one, queued[one] if decodes else len(self._unfinished.setdefault(one, set()))]
+            for one in (each.replica_id for each in replicas)
+        ]
+        best = min(counts, key=lambda one: (one[1], one[0]))[0]
+        placement = ("decode" if decodes else "prefill", best, counts)
+        self._seen.placements.setdefault(request.request_id, []).append(placement)
+        if decodes:
+            queued[best] += 1
+        else:
+            self._unfinished[best].add(request)
         return best
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
@@ -137,27 +171,28 @@ class Router:
         self._unfinished.setdefault(step.replica_id, set()).difference_update(done)
 
 
-def _build_worker(config: WorkerConfig, context: PolicyContext) -> Worker:
-    return Worker(config)
+def specs(seen: Seen) -> Sequence[PolicySpec]:
+    """The policies of one run."""
 
+    def build_worker(config: WorkerConfig, context: PolicyContext) -> Worker:
+        return Worker(config, seen)
 
-def _build_router(config: RouterConfig, context: PolicyContext) -> Router:
-    return Router()
+    def build_router(config: RouterConfig, context: PolicyContext) -> Router:
+        return Router(seen)
 
-
-SPECS = [
-    PolicySpec(
-        name="simdistserve_worker",
-        layer=Layer.REPLICA_SCHEDULER,
-        config=WorkerConfig,
-        build=_build_worker,
-        summary="A worker of simdistserve.",
-    ),
-    PolicySpec(
-        name="simdistserve_router",
-        layer=Layer.REPLICASET_SCHEDULER,
-        config=RouterConfig,
-        build=_build_router,
-        summary="Placement of simdistserve.",
-    ),
-]
+    return [
+        PolicySpec(
+            name="simdistserve_worker",
+            layer=Layer.REPLICA_SCHEDULER,
+            config=WorkerConfig,
+            build=build_worker,
+            summary="A worker of simdistserve.",
+        ),
+        PolicySpec(
+            name="simdistserve_router",
+            layer=Layer.REPLICASET_SCHEDULER,
+            config=RouterConfig,
+            build=build_router,
+            summary="Placement of simdistserve.",
+        ),
+    ]
