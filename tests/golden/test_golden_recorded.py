@@ -60,6 +60,10 @@ POOLS: Mapping[str, tuple[Compare, tuple[str, ...]]] = {
             *("turns_2p2d", "turns_missing_1p1d"),
         ),
     ),
+    "simdistserve": (
+        distserve.compare,
+        ("d_1p1d", "d_1p1d_tp2", "d_1p3d_bs", "d_2p1d_pp2", "d_2p2d", "d_3p1d_maxtok"),
+    ),
 }
 """Runs with one pool for prompts and one for decodes."""
 
