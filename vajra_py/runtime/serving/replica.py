@@ -107,8 +107,8 @@ class Replica:
         self.held: dict[Request, None] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self._newly_held: list[Request] = []
-        self.steps_one_by_one = False
-        """True if the end of its next step may change something, so that equal steps are not worked out at once."""
+        self.expects_kv = False
+        """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -201,12 +201,32 @@ class Replica:
 
     def arrived(self, request: Request, now: float) -> None:
         """The KV of a request for which blocks were set aside is here; it waits to run."""
+        is_queued = request.state is RequestState.REMOTE
         request.move_to(RequestState.ARRIVED)
         request.replica_id = self.replica_id
         if request.hashes is not None:
             self.memory.cache_blocks(request, request.num_computed_tokens)
         self.running_set.arrived[request] = None
+        if is_queued:
+            del self.running_set.loading[request]
+        else:
+            self.queue.add(request, now)
+
+    def expect(self, request: Request, now: float) -> None:
+        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
+        request.move_to(RequestState.REMOTE)
+        request.replica_id = self.replica_id
+        self.memory.register(request, request.hashes)
         self.queue.add(request, now)
+
+    def expect_no_more(self, request: Request) -> None:
+        """Undo `expect`; what was set aside for the request is free."""
+        self.queue.remove(request)
+        if request in self.running_set.loading:
+            del self.running_set.loading[request]
+            self.memory.free(request, 0, for_good=True)
+        self.memory.forget(request)
+        request.move_to(RequestState.HELD)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """Abort a request of this replica; False when its step has to come back first."""
@@ -401,8 +421,8 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 while an observer watches every step or something waits for the end of one."""
-        return 0 if self._step_watchers or self.steps_one_by_one else self.repeats.num_alike(plan)
+        """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
+        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
