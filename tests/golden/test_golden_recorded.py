@@ -64,6 +64,13 @@ POOLS: Mapping[str, tuple[Compare, tuple[str, ...]]] = {
         distserve.compare,
         ("d_1p1d", "d_1p1d_tp2", "d_1p3d_bs", "d_2p1d_pp2", "d_2p2d", "d_3p1d_maxtok"),
     ),
+    "splitwise": (
+        splitwise.compare,
+        (
+            *("kv_jsq_2p2d", "kv_jsq_3p1d_slow", "kv_jsq_db_2p2d", "kv_round_robin_1p3d", "kv_token_jsq_2p2d"),
+            "overlap_kv_jsq_2p2d",
+        ),
+    ),
 }
 """Runs with one pool for prompts and one for decodes."""
 
