@@ -47,6 +47,61 @@ def test_every_request_of_a_colocated_run_is_as_recorded(recorded_dir: Path, sys
     assert result.num_compared == len(trace["requests"])
 
 
+POOLS: Mapping[str, tuple[Compare, tuple[str, ...]]] = {
+    "pd_dynamo": (
+        dynamo.compare,
+        (
+            *("base_1p1d", "base_1p3d", "base_2p2d", "base_3p1d", "block128_2p2d", "block16_1p1d", "both_tight_2p2d"),
+            *("burst20_1p1d", "burst50_2p2d", "bw0_5_1p1d", "bw1_1p3d", "bw2_0_1p1d", "bw400_0_1p1d", "bw_none_1p1d"),
+            *("chunk1024_long_2p1d", "chunk2048_1p1d", "chunk256_1p1d", "chunk512_1p1d", "dgrow_preempt_fifo"),
+            *("dgrow_preempt_lifo", "dtight40_1p1d", "dtight64_2p1d", "dtight96_2p2d", "dtight_block16_1p1d"),
+            *("fixed_times_1p1d", "fixed_times_2p2d", "gamma_3p1d", "maxseqs_p2_d4", "nochunk_1p1d", "one_token_1p1d"),
+            *("prefix_groups_1p1d", "prefix_groups_3p1d_evict", "prefix_off_1p1d", "ptight_1p1d", "repeat_1p1d"),
+            *("turns_2p2d", "turns_missing_1p1d"),
+        ),
+    ),
+    "simdistserve": (
+        distserve.compare,
+        ("d_1p1d", "d_1p1d_tp2", "d_1p3d_bs", "d_2p1d_pp2", "d_2p2d", "d_3p1d_maxtok"),
+    ),
+    "splitwise": (
+        splitwise.compare,
+        (
+            *("kv_jsq_2p2d", "kv_jsq_3p1d_slow", "kv_jsq_db_2p2d", "kv_round_robin_1p3d", "kv_token_jsq_2p2d"),
+            "overlap_kv_jsq_2p2d",
+        ),
+    ),
+}
+"""Runs with one pool for prompts and one for decodes."""
+
+
+@pytest.mark.parametrize(("system", "name"), [(system, name) for system, (_, names) in POOLS.items() for name in names])
+def test_every_request_of_a_run_with_two_pools_is_as_recorded(recorded_dir: Path, system: str, name: str) -> None:
+    trace = read(recorded_dir, system, name)
+    result = POOLS[system][0](system, name, trace)
+    assert result.difference is None, "\n".join(result.difference.lines())
+    assert result.num_compared == len(trace["requests"])
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "change"),
+    [
+        ("dtight96_2p2d", "decode", {"num_gpu_blocks": 97}),
+        ("base_2p2d", "prefill", {"kv_transfer_bandwidth": 49.0}),
+        ("base_1p1d", "prefill", {"max_num_batched_tokens": 1024}),
+        ("maxseqs_p2_d4", "decode", {"max_num_seqs": 5}),
+        ("dgrow_preempt_lifo", "decode", {"preemption_mode": "fifo"}),
+        ("turns_missing_1p1d", "prefill", {"kv_transfer_timing_mode": "destination_missing"}),
+    ],
+)
+def test_other_settings_of_a_pool_are_noticed(
+    recorded_dir: Path, name: str, section: str, change: Mapping[str, Any]
+) -> None:
+    trace = read(recorded_dir, "pd_dynamo", name)
+    trace["config"][section].update(change)
+    assert dynamo.compare("pd_dynamo", name, trace).difference is not None
+
+
 @pytest.mark.parametrize(
     ("system", "name", "section", "change"),
     [

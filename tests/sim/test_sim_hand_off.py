@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.sim.split_pools import settings, simulate
+from tests.sim.split_pools import prepared, settings, simulate
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
 from vajra_py.workload import RequestSpec
@@ -175,3 +176,60 @@ def test_a_request_that_no_decode_replica_can_hold_is_refused_at_the_door() -> N
     way = simulate(settings(pools=pools), [RequestSpec("a", 0.0, 120, 20, max_tokens=20)]).ways["a"]
     assert way.reason is EndReason.REJECTED
     assert "can never fit" in way.detail
+
+
+ONE_AT_A_TIME = {
+    "kv_bytes_per_token": 1_000_000,
+    "takes_effect": "at_step_boundary",
+    "reservations": "one_at_a_time",
+}
+
+
+def test_a_busy_target_takes_blocks_for_one_request_after_each_of_its_steps() -> None:
+    requests = [RequestSpec("a", 0.0, 100, 100), *(RequestSpec(name, 0.2, 10, 2) for name in "bcd")]
+    sent = {}
+    for rule in ("all_that_fit", "one_at_a_time"):
+        ways = simulate(settings(hand_off={**ONE_AT_A_TIME, "reservations": rule}), requests).ways
+        sent[rule] = [ways[name].sent for name in "bcd"]
+    assert len(set(sent["all_that_fit"])) == 1
+    first, *others = sent["one_at_a_time"]
+    assert first == sent["all_that_fit"][0]
+    # After the next step one more, and one after the first has come then.
+    assert others == [pytest.approx(first + DECODE_S)] * 2
+
+
+def test_with_one_reservation_at_a_time_nobody_comes_while_the_batch_is_full() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"max_batch_size": 1}}}
+    requests = [RequestSpec("a", 0.0, 100, 50), RequestSpec("b", 0.2, 100, 10)]
+    ways = simulate(settings(pools=pools, hand_off=ONE_AT_A_TIME), requests).ways
+    assert ways["b"].sent == ways["a"].ended
+
+
+def test_an_idle_target_goes_on_when_what_it_waited_for_is_aborted() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 9}}}}
+    mapping = settings(pools=pools, hand_off=ONE_AT_A_TIME, links={"bandwidth_gb_s": 0.1})
+    run, simulator, ways = prepared(mapping)
+    simulator.abort_at(0.2, "a")
+    simulator.run([RequestSpec("a", 0.0, 100, 10), RequestSpec("b", 0.0, 100, 10)])
+    assert ways.of["b"].sent == pytest.approx(0.2)
+    assert ways.of["b"].reason is EndReason.STOP
+    assert run.controller.num_alive == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_reservation_at_a_time_and_repeated_steps_give_the_same(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    decode = {
+        "memory": {"num_blocks": int(random.choice([40, 100, 400]))},
+        "max_batch_size": int(random.choice([3, 128])),
+    }
+    pools = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 1 + seed % 2, "replica": decode}}
+    mapping = settings(pools=pools, hand_off={**ONE_AT_A_TIME, "kv_bytes_per_token": 1000})
+    arrivals = np.cumsum(random.choice([0.0001, 0.0001, 0.3], 40))
+    requests = [
+        RequestSpec(f"r{number}", float(at), int(random.integers(10, 300)), int(random.integers(1, 150)))
+        for number, at in enumerate(arrivals)
+    ]
+    fast, slow = (simulate(mapping, requests, wants_steps=each) for each in (False, True))
+    assert fast.ways == slow.ways
+    assert fast.order == slow.order

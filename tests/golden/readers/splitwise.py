@@ -10,20 +10,30 @@ from typing import Any
 
 from tests.golden.readers.events import Compared, first_difference
 from tests.golden.readers.simulation import Life, PlanTimer, Record, simulate
-from tests.golden.readers.splitwise_policies import KEYS, Seen, specs
+from tests.golden.readers.splitwise_policies import Placed, Seen, specs
 from tests.golden.readers.step_times import SplitwiseLinear, SplitwiseTable, splitwise_batch
 from tests.golden.readers.trace import Difference, Result
 from vajra_py.errors import VajraError
+from vajra_py.runtime.serving.replica import Replica
 from vajra_py.workload.request import RequestSpec
 
 SCHEMA = "splitwise-golden/1"
 UNIT = "requests"
 TOLERANCE_S = 1e-9
+SCHEDULERS = ("jsq", "token_jsq", "kv_jsq", "overlap_kv_jsq", "kv_token_jsq", "kv_round_robin")
+"""Schedulers of the recordings that are followed. `mixed_pool` is not: its instances change pools by memory as it was scheduled, and
+its transfers to a full instance are tried again once a second."""
 
 
 def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
     """Run the trace's workload and compare every request."""
     rows = trace["requests"]
+    scheduler = trace["config"]["scheduler"]
+    if scheduler not in SCHEDULERS:
+        unknown = Difference(
+            "none", "scheduler", scheduler, f"not followed here. Those that are: {', '.join(SCHEDULERS)}"
+        )
+        return Result(system, name, len(rows), unknown, UNIT)
     record, seen = Record(), Seen()
     try:
         run(trace, record, seen)
@@ -31,11 +41,10 @@ def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
         failed = Difference("none", "the simulation", "runs to its end", str(error))
         return Result(system, name, len(rows), failed, UNIT)
     names = [one[0] for one in trace["config"]["instances"]]
-    by_tokens = trace["config"]["scheduler"] == "token_jsq"
     compared = []
     for row in rows:
         request_id = str(row["id"])
-        compared += _placement(row, names, record.life(request_id), seen.get(request_id, []), by_tokens=by_tokens)
+        compared += _placement(row, names, seen.get(request_id))
         compared += _times(row, record.life(request_id))
     return Result(system, name, len(rows), first_difference(compared, {row["id"]: row for row in rows}), UNIT)
 
@@ -43,20 +52,34 @@ def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
 def run(trace: Mapping[str, Any], record: Record, seen: Seen) -> None:
     """Simulate the recorded run."""
     config = trace["config"]
-    timer = PlanTimer(step_times(trace), splitwise_batch)
-    system = {
-        "num_replicas": len(config["instances"]),
-        "replica": replica_of(config, config["instances"][0]),
+    instances = config["instances"]
+    system: dict[str, Any] = {
         "scheduling": {
             "request_prioritizer": "fcfs",
-            "replicaset_scheduler": {"policy": "splitwise_router", "params": {"key": KEYS[config["scheduler"]]}},
+            "replicaset_scheduler": {"policy": "splitwise_router", "params": {"scheduler": config["scheduler"]}},
             "replica_scheduler": {
                 "policy": "splitwise_instance",
                 "params": {key: config[key] for key in ("max_batch_tokens", "max_preemptions")},
             },
         },
     }
-    simulate(system, requests_of(trace["requests"]), lambda replica: timer, [record], specs(seen))
+    if config["prompt_instances"] is None:
+        system |= {"num_replicas": len(instances), "replica": replica_of(config, instances[0])}
+    else:
+        counts = {"prefill": config["prompt_instances"], "decode": config["token_instances"]}
+        system["pools"] = {
+            "prefill": {"num_replicas": counts["prefill"], "replica": replica_of(config, instances[0])},
+            "decode": {"num_replicas": counts["decode"], "replica": replica_of(config, instances[-1])},
+        }
+        system["hand_off"] = {"preset": "splitwise", "kv_bytes_per_token": config["kv_bytes_per_token"]}
+        bandwidth_gb_s = config["transfer_bandwidth_gib_s"] * 2**30 / 1e9
+        system["links"] = {"contention": "none", "bandwidth_gb_s": bandwidth_gb_s}
+    timers = {device: PlanTimer(step_times(trace, device), splitwise_batch) for _, device, *_ in instances}
+
+    def timer_of(replica: Replica) -> PlanTimer:
+        return timers[instances[replica.replica_id][1]]
+
+    simulate(system, requests_of(trace["requests"]), timer_of, [record], specs(seen))
 
 
 def replica_of(config: Mapping[str, Any], instance: Sequence[Any]) -> dict[str, Any]:
@@ -79,8 +102,8 @@ def requests_of(rows: Sequence[Mapping[str, Any]]) -> list[RequestSpec]:
     return [RequestSpec(str(row["id"]), row["arrival"], row["prompt"], row["output"], row["output"]) for row in rows]
 
 
-def step_times(trace: Mapping[str, Any], hardware: str | None = None) -> SplitwiseLinear | SplitwiseTable:
-    """The step times of the run; from a table, those of one kind of device."""
+def step_times(trace: Mapping[str, Any], hardware: str) -> SplitwiseLinear | SplitwiseTable:
+    """The step times of one kind of device; where they come from a table, those that the run had."""
     config = trace["config"]
     if config["performance_model"] == "linear":
         return SplitwiseLinear(**config["linear"])
@@ -88,29 +111,19 @@ def step_times(trace: Mapping[str, Any], hardware: str | None = None) -> Splitwi
     prompts = {row["id"]: row["prompt"] for row in trace["requests"]}
     table: dict[tuple[int, int], float] = {}
     for instance, _, duration, _, _, members in trace["iterations"]:
-        if hardware in (None, devices[instance]):
+        if hardware == devices[instance]:
             tokens = sum(prompts[request] for request, kind in members if kind == "P")
             table[tokens, sum(kind == "T" for _, kind in members)] = duration
     return SplitwiseTable(table)
 
 
-def _placement(
-    row: Mapping[str, Any],
-    names: Sequence[str],
-    life: Life,
-    seen: Sequence[tuple[int, int, int]],
-    *,
-    by_tokens: bool,
-) -> Iterator[Compared]:
-    placed = None if life.replica_id is None else names[life.replica_id]
-    for field in ("prompt_instance", "token_instance"):
-        yield Compared(row["arrival"], row["id"], field, row[field], placed)
-    counts = [[name, count] for name, count, *_ in row["before"]]
-    yield Compared(row["arrival"], row["id"], "requests before", counts, [[names[one], many] for one, many, _ in seen])
-    if by_tokens:
-        tokens = [[name, pending] for name, _, pending, _ in row["before"]]
-        here = [[names[one], pending] for one, _, pending in seen]
-        yield Compared(row["arrival"], row["id"], "tokens before", tokens, here)
+def _placement(row: Mapping[str, Any], names: Sequence[str], placed: Placed | None) -> Iterator[Compared]:
+    chosen = (None, None) if placed is None else (names[placed.prompt_at], names[placed.token_at])
+    for field, actual in zip(("prompt_instance", "token_instance"), chosen, strict=True):
+        yield Compared(row["arrival"], row["id"], field, row[field], actual)
+    expected = [[name, count, tokens] for name, count, tokens, _ in row["before"]]
+    here = [[names[one], count, tokens] for one, count, tokens in ([] if placed is None else placed.loads)]
+    yield Compared(row["arrival"], row["id"], "before", expected, here)
 
 
 def _times(row: Mapping[str, Any], life: Life) -> Iterator[Compared]:
@@ -118,6 +131,9 @@ def _times(row: Mapping[str, Any], life: Life) -> Iterator[Compared]:
         return Compared(expected, row["id"], field, expected, actual, TOLERANCE_S)
 
     entries = life.entries
+    if row["kv_start"] is not None:
+        yield time("kv_start", row["kv_start"], life.reserved_at)
+        yield time("kv_end", row["kv_end"], life.arrived_at)
     yield time("prompt_start", row["prompt_start"], entries[0].formed_at if entries else None)
     yield time("prompt_end", row["prompt_end"], life.first_token_at)
     yield time("token_start", row["token_start"], entries[1].formed_at if len(entries) > 1 else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -28,8 +28,21 @@ from vajra_py.contract import (
     RequestView,
 )
 
-Seen = dict[str, list[tuple[ReplicaId, int, int]]]
-"""By request: (replica, requests there, pending tokens) when it was placed."""
+Load = tuple[ReplicaId, int, int]
+"""A replica, requests there, and pending tokens as placement counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request's two tasks go, and the loads by which that was decided."""
+
+    prompt_at: ReplicaId
+    token_at: ReplicaId
+    loads: Sequence[Load]
+
+
+Seen = dict[str, Placed]
+"""By request."""
 
 
 class InstanceConfig(PolicyConfig):
@@ -76,12 +89,13 @@ def _queue_key(task: Task) -> tuple[int, float]:
 class Instance:
     """One instance's batches."""
 
-    def __init__(self, config: InstanceConfig, context: PolicyContext) -> None:
+    def __init__(self, config: InstanceConfig, context: PolicyContext, seen: Seen) -> None:
+        self._seen = seen
         self._max_size = context.limits.max_batch_size
         self._max_tokens = config.max_batch_tokens
         self._max_left_out = config.max_preemptions
         self._tasks: dict[RequestView, list[Task]] = {}
-        """By request, in order of arrival: tasks that are not done."""
+        """By request: its tasks here that are not done."""
         self._queue: list[Task] = []
         self._prompts: list[Task] = []
         self._left_out: list[Task] = []
@@ -95,7 +109,7 @@ class Instance:
         for request in replica.waiting():
             if request not in self._tasks:
                 self._tasks[request] = []
-                for is_prompt in (True, False):
+                for is_prompt in self._kinds(request):
                     self._arrive(Task(request, is_prompt))
         self._steps_left -= 1
         if self._steps_left <= 0 or self._is_cut:
@@ -103,6 +117,17 @@ class Instance:
             self._choose(batch.free_blocks)
         for task in self._batch:
             self._run(task, batch, now)
+
+    def _kinds(self, request: RequestView) -> Sequence[bool]:
+        """Tasks of a request that run here, prompts as True."""
+        placed = self._seen[request.request_id]
+        if placed.prompt_at == placed.token_at:
+            return (True, False)
+        return (not request.num_computed_tokens,)
+
+    def _in_order(self) -> Iterator[Task]:
+        """The first task of each request, in order of the requests' arrival."""
+        return (self._tasks[one][0] for one in sorted(self._tasks, key=lambda one: one.arrived_at))
 
     def _arrive(self, task: Task) -> None:
         self._tasks[task.request].append(task)
@@ -140,8 +165,7 @@ class Instance:
             if chosen.is_full(task):
                 break
             chosen.take(task)
-        for tasks in self._tasks.values():
-            task = tasks[0]
+        for task in self._in_order():
             if not chosen.has(task) and (chosen.is_full(task) or not chosen.take(task)):
                 break
         before = self._batch
@@ -155,9 +179,9 @@ class Instance:
                     queue.remove(task)
         self._batch = [one for one in before if one in chosen.tasks] + new
         self._batch_tokens = chosen.num_tokens
-        for tasks in self._tasks.values():
-            if tasks[0] not in self._batch:
-                tasks[0].num_left_out += 1
+        for task in self._in_order():
+            if task not in self._batch:
+                task.num_left_out += 1
         has_prompts = any(one.is_prompt for one in self._batch)
         self._steps_left = 1 if has_prompts else min((one.num_steps_left for one in self._batch), default=0)
         self._is_cut = False
@@ -208,50 +232,67 @@ class _Choice:
 class RouterConfig(PolicyConfig):
     """Parameters of the placement."""
 
-    key: str = Field("requests", description="Load: `requests` or `tokens`.")
+    scheduler: str = Field(description="Name of the scheduler there.")
 
 
 class Router:
-    """The least loaded instance, the first of equals."""
+    """Both instances of a request, when it arrives: the least loaded of each pool, the first of equals; or in turn."""
 
     def __init__(self, config: RouterConfig, seen: Seen) -> None:
-        self._key: Callable[[tuple[ReplicaId, int, int]], int] = lambda one: one[2 if config.key == "tokens" else 1]
+        self._scheduler = config.scheduler
+        self._index = 2 if config.scheduler in BY_TOKENS else 1
         self._seen = seen
-        self._placed: dict[RequestView, ReplicaId] = {}
+        self._num_placed = 0
         self._pending: Counter[ReplicaId] = Counter()
-        """Prompts that are not done, and one token for each request."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The least loaded."""
-        loads = [(one.replica_id, one.num_running + one.num_waiting, self._pending[one.replica_id]) for one in replicas]
-        self._seen[request.request_id] = loads
-        best = min(loads, key=self._key)[0]
-        self._placed[request] = best
-        self._pending[best] += request.num_prompt_tokens + 1
-        return best
+        """The instance of the prompt."""
+        loads = {
+            one.replica_id: (one.replica_id, one.num_running + one.num_waiting, self._pending[one.replica_id])
+            for one in replicas
+        }
+        prompt_at = self._chosen([loads[one.replica_id] for one in replicas if one.role != "decode"])
+        token_at = prompt_at
+        if any(one.role == "decode" for one in replicas):
+            token_at = self._chosen([loads[one.replica_id] for one in replicas if one.role == "decode"])
+        self._num_placed += 1
+        self._seen[request.request_id] = Placed(prompt_at, token_at, list(loads.values()))
+        if self._scheduler == "token_jsq":
+            self._pending[prompt_at] += request.num_prompt_tokens + 1
+        return prompt_at
+
+    def _chosen(self, loads: Sequence[Load]) -> ReplicaId:
+        if self._scheduler == "kv_round_robin":
+            return loads[self._num_placed % len(loads)][0]
+        return min(loads, key=lambda one: one[self._index])[0]
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """The instance of the tokens."""
+        return self._seen[request.request_id].token_at
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Nothing: everyone is bound on arrival."""
         return ()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Prompts that are done no longer count."""
+        """Prompts that are done no longer count; they are subtracted also where they never were added."""
         for request in step.requests:
             if request.num_output_tokens == 1:
                 self._pending[step.replica_id] -= request.num_prompt_tokens
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that are done no longer count."""
+        """Nor do requests that are done."""
         for request in requests:
-            self._pending[self._placed.pop(request)] -= 1
-
-
-def _build_instance(config: InstanceConfig, context: PolicyContext) -> Instance:
-    return Instance(config, context)
+            self._pending[self._seen[request.request_id].token_at] -= 1
 
 
 def specs(seen: Seen) -> Sequence[PolicySpec]:
-    """The policies; the router writes down what it saw."""
+    """The policies of one run; the router writes down what it saw."""
+
+    def build_instance(config: InstanceConfig, context: PolicyContext) -> Instance:
+        return Instance(config, context, seen)
 
     def build_router(config: RouterConfig, context: PolicyContext) -> Router:
         return Router(config, seen)
@@ -261,7 +302,7 @@ def specs(seen: Seen) -> Sequence[PolicySpec]:
             name="splitwise_instance",
             layer=Layer.REPLICA_SCHEDULER,
             config=InstanceConfig,
-            build=_build_instance,
+            build=build_instance,
             summary="An instance of splitwise-sim.",
         ),
         PolicySpec(
@@ -274,5 +315,5 @@ def specs(seen: Seen) -> Sequence[PolicySpec]:
     ]
 
 
-KEYS: Mapping[str, str] = {"jsq": "requests", "token_jsq": "tokens"}
-"""What each scheduler of the recordings counts load in."""
+BY_TOKENS = ("token_jsq", "kv_token_jsq")
+"""Schedulers that count load in tokens; the others count requests."""

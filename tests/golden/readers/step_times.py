@@ -12,6 +12,7 @@ from typing import Any
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 
 class OneStage:
@@ -132,8 +133,12 @@ class DistServeTimes(OneStage):
 
     def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds on the first stage. `prefill_context_tokens`: tokens of the prefilled prompts that this step does not compute."""
-        stages = self.pipeline_stages
         context = features.prefill_tokens + features.prefill_context_tokens + features.decode_context_tokens
+        return self.later_stage_time_s(features) + (2 + 0.0001 * context) / 1e3
+
+    def later_stage_time_s(self, features: BatchFeatures) -> float:
+        """Seconds on each other stage."""
+        stages = self.pipeline_stages
         if features.num_prefills:
             a, b, c = self.prefill
             ms = (a + b * features.prefill_tokens + c * features.prefill_tokens_squared) / stages + stages
@@ -141,13 +146,33 @@ class DistServeTimes(OneStage):
             count = features.num_decodes
             a, b, c = self.decode_small if count < self.threshold else self.decode_large
             ms = (a + b * (features.decode_context_tokens + count) + c * count) / stages
-        return (ms + 2 + 0.0001 * context) / 1e3
+        return ms / 1e3
 
 
 def distserve_model(config: Mapping[str, Any], stages: int) -> DistServeTimes:
     """The step times of a worker."""
     decode = config["coefficients_decode"]
     return DistServeTimes(config["coefficients_prefill"], decode["small"], decode["large"], decode["threshold"], stages)
+
+
+class StagedTimer:
+    """Steps of one replica go from one pipeline stage to the next, each of which takes them in turn."""
+
+    def __init__(self, latency: DistServeTimes) -> None:
+        self._latency = latency
+        self._free_at = [0] * (latency.pipeline_stages - 1)
+
+    def first_stage_ticks(self, plan: StepPlan) -> int:
+        """Ticks in the first stage."""
+        return round(self._latency.stage_time_s(distserve_batch(plan)) * TICKS_PER_SECOND)
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """Ticks until the step leaves the last stage."""
+        later = round(self._latency.later_stage_time_s(distserve_batch(plan)) * TICKS_PER_SECOND)
+        leaves_at = plan.formed_at + self.first_stage_ticks(plan)
+        for stage, free_at in enumerate(self._free_at):
+            leaves_at = self._free_at[stage] = max(leaves_at, free_at) + later
+        return leaves_at - plan.formed_at
 
 
 def distserve_batch(plan: StepPlan) -> BatchFeatures:

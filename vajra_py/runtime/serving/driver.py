@@ -542,7 +542,7 @@ class Driver(Generic[R]):
         for request in one.replica.take_newly_held():
             hand_offs.begin(request, one)
         if has_freed:
-            hand_offs.freed(one)
+            hand_offs.freed(one, at_boundary=True)
         self._end_drains(one.replica.replicaset)
 
     # Policies are woken

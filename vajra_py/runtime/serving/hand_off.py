@@ -345,9 +345,9 @@ class HandOffs(Generic[R]):
         if not self._one_at_a_time and replica_id in self._asked_while_busy:
             self._reserve(one)
 
-    def freed(self, one: R) -> None:
-        """Blocks of a replica may have become free: let those come that wait for them."""
-        if not self._one_at_a_time:
+    def freed(self, one: R, *, at_boundary: bool = False) -> None:
+        """Blocks of a replica may have become free: let those come that wait for them. `at_boundary`: right after that was called."""
+        if not (at_boundary and self._one_at_a_time):
             self._reserve(one)
         self.place_again()
 

@@ -1,0 +1,227 @@
+"""Moves of requests between replicas: of waiting ones at once, of running ones live, in stages.
+
+A running request goes on computing while full blocks of its KV are copied; only the last stage, when few are left, stops it. Until
+it has arrived its source holds everything, so that a migration that is called off leaves the source as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic
+
+from vajra_py.config.hand_off import MigrationConfig
+from vajra_py.contract import Move
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.hand_off import HandOffDriver, HandOffs
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.support.clock import to_seconds
+
+_MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
+
+
+@dataclass(eq=False, slots=True)
+class Migration(Generic[R]):
+    """One running request whose KV is copied while it goes on computing."""
+
+    request: Request
+    source: R
+    target: R
+    admitted_index: int
+    """Its admission at the source; another one means that it was preempted meanwhile."""
+    num_copied: int = 0
+    """Leading tokens whose KV is at the target, or on its way."""
+    num_stages: int = 0
+    has_reserved: bool = False
+    is_copying: bool = False
+    """True while a stage's KV is on its way."""
+
+    @property
+    def is_current(self) -> bool:
+        """True if the request still runs at the source under the same admission."""
+        return self.request.state is RequestState.RUNNING and self.request.admitted_index == self.admitted_index
+
+
+class Migrations(Generic[R]):
+    """Moves of the requests of one replicaset."""
+
+    def __init__(
+        self, replicaset: Replicaset, hand_offs: HandOffs[R], driver: HandOffDriver[R], rules: MigrationConfig
+    ) -> None:
+        self._replicaset = replicaset
+        self._hand_offs = hand_offs
+        self._driver = driver
+        self._rules = rules
+        self._of: dict[Request, Migration[R]] = {}
+        self._num_at: Counter[int] = Counter()
+        """By replica, migrations from and to it."""
+        hand_offs.on_stage_copied = self._copied
+        hand_offs.on_stopped = self._stopped
+
+    # Moves
+
+    def move(self, move: Move) -> None:
+        """Carry out what the replicaset scheduler asks for. Raises `PolicyError` for a move that makes no sense."""
+        request = move.request
+        if not isinstance(request, Request) or request.replicaset != self._replicaset.name:
+            raise PolicyError(
+                self._replicaset.scheduler_name, f"moves what is no request of its replicaset ({request!r})"
+            )
+        if request.state is RequestState.ENDED:
+            raise self._wrong(request, "moves a request that has ended")
+        if move.target is not None:
+            self._check_target(request, move.target)
+        if request.state is not RequestState.RUNNING:
+            self.gone(request)  # it was preempted while it moved
+        if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
+            self._move_waiting(request, move.target)
+        elif request.state is RequestState.RUNNING and move.target is not None:
+            self._begin(request, move.target)
+        elif move.target is None:
+            raise self._wrong(request, f"calls back a request that does not wait ({request.state.value})")
+
+    def _wrong(self, request: Request, message: str) -> PolicyError:
+        return PolicyError(self._replicaset.scheduler_name, message, request_id=request.request_id)
+
+    def _check_target(self, request: Request, target: object) -> None:
+        up = [
+            one.replica_id for one in self._replicaset.bounds.holders(request) if self._replicaset.is_up(one.replica_id)
+        ]
+        if target not in up:
+            raise self._wrong(
+                request, f"moves a request to replica {target!r}. Replicas that are up and can run it: {up}"
+            )
+        if target == request.replica_id:
+            raise self._wrong(request, f"moves a request to replica {target!r}, where it is")
+
+    def _move_waiting(self, request: Request, target: int | None) -> None:
+        replicaset, now = self._replicaset, to_seconds(self._driver.now)
+        if request in replicaset.shared:
+            if target is None:
+                return
+            replicaset.shared.remove(request)
+        else:
+            source = self._driver.replica(replicaset.name, request.replica_id)
+            self._driver.touch(source)
+            replicaset.unbind(request)
+        for observer in replicaset.observers:
+            observer.on_assigned(request, target, now)
+        replica = replicaset.bind(request, target, now)
+        self._driver.announce(
+            request, None if replica is None else self._driver.replica(replicaset.name, replica.replica_id)
+        )
+
+    def _begin(self, request: Request, target_id: int) -> None:
+        source = self._driver.replica(self._replicaset.name, request.replica_id)
+        most = self._rules.max_per_replica
+        if request in self._of or self._num_at[source.replica.replica_id] >= most or self._num_at[target_id] >= most:
+            return  # it may be asked for again
+        target = self._driver.replica(self._replicaset.name, target_id)
+        one = Migration(request, source, target, request.admitted_index)
+        self._of[request] = one
+        self._num_at[source.replica.replica_id] += 1
+        self._num_at[target_id] += 1
+        self._next_stage(one)
+
+    # Stages
+
+    def _next_stage(self, one: Migration[R]) -> None:
+        self._driver.touch(one.source)
+        if not one.is_current:
+            self._call_off(one)
+            return
+        size = one.source.replica.memory.block_size
+        num_full = one.request.num_computed_tokens // size * size
+        if one.source.replica.num_in_flight:
+            num_full = max(0, num_full - size)  # a step that writes the last block may not have come back
+        one.num_stages += 1
+        num_left = (num_full - one.num_copied) // size
+        if one.num_stages >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:
+            self._hand_offs.stop_between_steps(one, one.source)
+            return
+        if not self._reserve(one, num_full):
+            self._call_off(one)
+            return
+        start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
+        one.is_copying = True
+        self._hand_offs.copy_stage(one, one.request, (one.source, one.target), one.num_copied - start)
+
+    def _reserve(self, one: Migration[R], num_tokens: int) -> bool:
+        """Set blocks aside at the target for so many leading tokens."""
+        self._driver.touch(one.target)
+        replica = one.target.replica
+        if one.has_reserved:
+            return replica.memory.grow(one.request, num_tokens)
+        if num_tokens < 1:
+            return True
+        hit = replica.reserve(one.request, num_tokens)
+        if hit is None:
+            return False
+        one.has_reserved, one.num_copied = True, max(one.num_copied, hit)
+        return True
+
+    def _copied(self, stage: object) -> None:
+        """The KV of a stage has arrived."""
+        assert isinstance(stage, Migration)
+        stage.is_copying = False
+        self._next_stage(stage)
+
+    def _stopped(self, stage: object) -> None:
+        """The source is between two steps: stop the request, and send what is left."""
+        assert isinstance(stage, Migration)
+        one = stage
+        if self._of.get(one.request) is not one:
+            return
+        request = one.request
+        if not one.is_current or not self._replicaset.is_up(one.target.replica.replica_id):
+            self._call_off(one)
+            return
+        if not self._reserve(one, request.num_computed_tokens):
+            self._call_off(one)
+            return
+        self._forget(one)
+        one.source.replica.stop(request)
+        self._hand_offs.send_last(request, (one.source, one.target), one.num_copied)
+
+    # Ends before the time
+
+    def _forget(self, one: Migration[R]) -> None:
+        del self._of[one.request]
+        self._num_at[one.source.replica.replica_id] -= 1
+        self._num_at[one.target.replica.replica_id] -= 1
+
+    def _call_off(self, one: Migration[R]) -> None:
+        """Give back what the target has set aside; the source goes on as if nothing had been."""
+        self._forget(one)
+        if one.is_copying:
+            self._hand_offs.cancel_stage(one)
+        if one.has_reserved and one.target.replica.memory.is_registered(one.request):
+            one.target.replica.unreserve(one.request)
+        for observer in self._replicaset.observers:
+            observer.on_migration_aborted(
+                one.request, one.source.replica.replica_id, one.target.replica.replica_id, to_seconds(self._driver.now)
+            )
+        self._hand_offs.freed(one.target)
+        self._driver.wake(one.target)
+
+    def gone(self, request: Request) -> None:
+        """Call off the migration of a request that has ended."""
+        one = self._of.get(request)
+        if one is not None:
+            self._call_off(one)
+
+    def lose(self, lost: R) -> None:
+        """Call off what a replica takes part in; before its memory is cleared."""
+        for one in list(self._of.values()):
+            if one.source is lost or one.target is lost:
+                self._call_off(one)
+
+    def clear(self) -> None:
+        """Forget every migration; memories are cleared by others."""
+        for one in list(self._of.values()):
+            if one.is_copying:
+                self._hand_offs.cancel_stage(one)
+        self._of.clear()
+        self._num_at.clear()
