@@ -171,9 +171,7 @@ class ServerStats(Observer):
         self.sets[swap.replicaset].swaps[swap.layer.value] += 1
         self._note("swap", f"{swap.replicaset} {swap.layer.value}: {swap.old_policy} → {swap.policy}")
 
-    def on_admission_decision(
-        self, request: RequestView, policy: str, decision: AdmissionDecision, now: float
-    ) -> None:
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         """Count it."""
         admission = cast(Request, request).admission
         if admission is not None:
