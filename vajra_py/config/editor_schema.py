@@ -40,6 +40,9 @@ def json_schema(registry: Registry) -> Schema:
                 *_policy_variants(registry.policies(layer), definitions),
             ],
         }
+    scheduler = definitions["SchedulingConfig"]["properties"][Layer.REPLICA_SCHEDULER.value]
+    own_scheduler: Schema = definitions["PoolConfig"]["properties"]
+    own_scheduler["replica_scheduler"] = _in_place_of(own_scheduler["replica_scheduler"], scheduler)
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
     properties["scheduling"] = _with_admission(properties["scheduling"], registry, definitions)
     simulator: Schema = definitions["SimulatorConfig"]["properties"]

@@ -21,6 +21,7 @@ class Refusal(Enum):
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
     NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
+    LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 
@@ -121,7 +122,8 @@ class BatchBuilder(Protocol):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
 
-        0 for a running request, without a prefix cache, and for a request that is swapped.
+        0 for a running request, without a prefix cache, and for a request that is swapped. For one that came from another replica
+        with its KV: the tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:

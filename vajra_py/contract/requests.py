@@ -22,7 +22,7 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer than it allowed."""
     REJECTED = "rejected"
-    """It was refused at the door (it can never fit, an admission policy shed it, or the queues are full), or a scheduler dropped it while it waited."""
+    """It was refused on arrival (it can never fit, an admission policy shed it, or the queues are full), or a scheduler dropped it."""
     FAILED = "failed"
     """The replica that ran it failed."""
 
@@ -162,4 +162,4 @@ class RequestView(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str | int | float]:
-        """Whatever else the workload or the client attached."""
+        """Other facts that the workload or the client attached."""

@@ -27,7 +27,7 @@ class _Row:
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
-    """By KV-parallel group, leading entries of its block table there."""
+    """Leading entries of its block table in each KV-parallel group."""
     sampling_group: int | None = None
     """The KV-parallel group that holds its newest tokens, and samples."""
     allows_lookahead: bool = True
@@ -90,12 +90,12 @@ class EngineExecutor:
         self._steps: deque[_Step] = deque()
         """Steps under way, in order."""
         self._pool_rows: _PoolRows | None = None
-        """Of the last step."""
+        """Pool rows of the last step."""
 
     # What the mechanism asks
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """After how many tokens the request ends, where its submission says so."""
+        """Number of tokens after which the request ends, if its submission states it."""
         return self._submissions[request].num_output_tokens
 
     def release(self, request: Request) -> None:

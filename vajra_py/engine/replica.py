@@ -35,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """Somebody wants another policy; `done` is told what came of it, in the loop's thread."""
+    """Request to swap a policy; `done` is called with the result, in the loop's thread."""
 
     change: PolicyChange
     done: Callable[[Swapped | VajraError], None]

@@ -72,9 +72,9 @@ class DecodeFastForward:
         if replica.run_ends is not None:
             self._sync(replica, goes_on=replica.replica.repeats.ignores_arrivals(replica.plan))
 
-    def interrupt(self, replica: SimReplica) -> None:
+    def interrupt(self, replica: SimReplica, *, up_to_now: bool = True) -> None:
         """See `FastForward`."""
-        self._sync(replica, goes_on=False)
+        self._sync(replica, goes_on=False, up_to_now=up_to_now)
 
     def interrupt_all(self, replicaset: str) -> None:
         """See `FastForward`."""

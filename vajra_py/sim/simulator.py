@@ -227,6 +227,9 @@ class Simulator(Backend[SimReplica]):
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
         """See `Backend`; one executor knows every request."""
 
+    def on_transfer(self, request: Request, source: SimReplica, target: SimReplica) -> None:
+        """See `Backend`; its end is an event of the network's model."""
+
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; a request whose last parent was among them arrives after its think time."""
         for request, _ in ended:

@@ -79,22 +79,22 @@ class HarnessOptions:
     bytes_per_block: int = 0
     watermark_blocks: int = 0
     reserve_prompt: bool = True
-    """Whether admission takes blocks for the whole known sequence, or for the first step's tokens alone."""
+    """True if admission takes blocks for the whole known sequence; False: for the first step's tokens alone."""
     prefix_cache: PrefixCacheOptions | None = None
     cache_at_schedule: bool = True
-    """Whether a full block can be hit once its step is formed, or once the step has come back."""
+    """True if a full block can be hit once its step is formed; False: once the step has come back."""
     reserves_growth: bool = False
-    """Whether decodes that grow together take their blocks as a number first, as in a simulation; block tables lag behind then."""
+    """True if decodes that grow together reserve blocks as a number first, as in a simulation; block tables lag behind then."""
     holds_ended_slots: bool = False
-    """Whether a request that ends with a step keeps slot and blocks for the next one, as under asynchronous scheduling."""
+    """True if a request that ends keeps slot and blocks for one more step, as under async scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
     """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
     seed: int = 0
     check_conservation: bool = True
-    """Whether requests and KV blocks are counted after every step."""
+    """True if requests and KV blocks are counted after every step."""
     keeps_steps: bool = True
-    """Whether `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
+    """True if `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
     `fast_forward`; without it, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds of real time breaks the contract, in `run` and `steps_until_idle`."""
@@ -129,7 +129,7 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one replica decided for one step, and when the step ran."""
+    """Decisions of one replica for one step, and the step's times."""
 
     replica_id: int
     formed_at: float
@@ -362,7 +362,7 @@ class Harness:
         return self.replicaset.replicas[replica_id]
 
     def waiting(self, replica_id: int = 0) -> list[str]:
-        """What the replica could admit now, most urgent first."""
+        """Ids of the requests that the replica could admit now, most urgent first."""
         running_set = self.replica(replica_id).running_set
         own = [request.request_id for request in running_set.queue.ordered(self.now)]
         return [*own, *(request.request_id for request in running_set.shared.pulled(self.now))]
@@ -433,6 +433,6 @@ class Harness:
 
 
 def _listeners(*policies: Any) -> Listeners:
-    """Who is told of requests, each object once, whatever layers it serves."""
+    """Return the listeners among the policies, each object once, whatever layers it serves."""
     distinct = {id(one): one for one in policies}
     return listeners_among((one, type(one).__name__) for one in distinct.values())

@@ -361,6 +361,10 @@ class Mechanism(Backend[_VllmReplica]):
         payload.request = request
         self._submissions[request] = payload
 
+    def on_transfer(self, request: Request, source: _VllmReplica, target: _VllmReplica) -> None:
+        """See `Backend`; there is one replica."""
+        raise RuntimeError("KV moves between replicas, of which there is one")
+
     def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
         """See `Backend`."""
 

@@ -69,7 +69,7 @@ class Recording:
     config: SystemConfig
     inputs: Sequence[Input]
     outputs: Mapping[int, RecordedOutput]
-    """By the request's index."""
+    """Recorded outputs by the request's index."""
     durations: Mapping[tuple[str, int], Mapping[int, int]]
     """Ticks of each step, by (replicaset, replica) and step index."""
     stage_ends: Mapping[tuple[str, int], Mapping[int, int]]

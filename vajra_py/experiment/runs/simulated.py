@@ -9,7 +9,7 @@ from typing import Any
 from vajra_py.config import ExperimentConfig, TypedChoice
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.experiment.device_figures import latency_models
+from vajra_py.experiment.device_figures import latency_models, model_key
 from vajra_py.experiment.runs.backend import Outcome, Run, WriteTables
 from vajra_py.experiment.runs.results import write_results
 from vajra_py.latency import (
@@ -80,7 +80,7 @@ class SimulatedRun:
         self._simulator = Simulator(
             self.controller,
             executor,
-            lambda replica: timers[replica.replicaset](replica),
+            lambda replica: timers.get(model_key(replica.replicaset, replica.parts.pool), timers[replica.replicaset])(replica),
             options,
             _counting(run, len(run.workload)),
         )
@@ -121,7 +121,14 @@ def _by_replicaset(
         where = f"backend.simulator.replicasets.{name}"
         has_own = own.latency is not None or own.predictions is not None
         asked = _predictions(latencies[name], own.predictions, run.registry, where) if has_own else predictions
-        models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
+        pools = {}
+        for pool, of_pool in own.pools.items():
+            latency = latencies.get(model_key(name, pool), latencies[name])
+            is_other = of_pool.latency is not None or of_pool.predictions is not None
+            place = f"{where}.pools.{pool}"
+            told = _predictions(latency, of_pool.predictions, run.registry, place) if is_other else asked
+            pools[pool] = ReplicasetModel(told, model_facts(latency))
+        models[name] = ReplicasetModel(asked, model_facts(latencies[name]), pools)
     return models
 
 

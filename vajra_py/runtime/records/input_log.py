@@ -156,7 +156,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class PolicyViolation:
-    """A breach of contract by a policy, which put its replicaset out of service: an outcome, which a replay reaches by itself."""
+    """A violation of the contract by a policy, which put its replicaset out of service: an outcome, which a replay reaches by itself."""
 
     tick: int
     replicaset: str

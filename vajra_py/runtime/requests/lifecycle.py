@@ -14,6 +14,11 @@ from vajra_py.runtime.support.clock import to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
 
+MOVED = "moved"
+"""Kind of a chunk by which a request that came with its KV begins to run on its replica."""
+_KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
+"""Kinds of a request's first chunk after it has got memory, by its state before; of others "resumed"."""
+
 
 class Lifecycle:
     """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""
@@ -27,14 +32,16 @@ class Lifecycle:
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
-        """Record that a waiting request has got memory; returns "admitted" or "resumed"."""
+        """Record that a waiting request has got memory; returns the kind of its first chunk."""
         running_set = self._running_set
-        resumed = request.state is not _WAITING
+        kind = _KINDS.get(request.state, "resumed")
         if request in running_set.queue:
             running_set.queue.remove(request)
         else:
             running_set.shared.take(request)
             request.replica_id = self.replica_id
+        if kind is MOVED:
+            del running_set.arrived[request]
         request.move_to(_RUNNING)
         running_set.admit(request)
         if request.admitted_at is None:
@@ -46,7 +53,7 @@ class Lifecycle:
             tell(request, self.replica_id, now)
         if running_set.queue.is_volatile:
             running_set.read_keys_again()
-        return "resumed" if resumed else "admitted"
+        return kind
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
         """Take a running request's device memory and let it wait again; returns the number of blocks that move to the host."""
@@ -69,6 +76,20 @@ class Lifecycle:
             observer.on_preempted(request, mode.value, now)
         self._tell_preempted(request, now)
         return num_moved
+
+    def give_up_kv(self, request: Request, now: float) -> None:
+        """Let a waiting request that came with its KV compute it here, so that others can run."""
+        running_set = self._running_set
+        del running_set.arrived[request]
+        running_set.queue.remove(request)
+        running_set.memory.free(request, request.num_computed_tokens)
+        request.set_computed(0)
+        request.move_to(RequestState.PREEMPTED)
+        request.num_preemptions += 1
+        self._wait_again(request, now)
+        for observer in self.observers:
+            observer.on_preempted(request, PreemptionMode.RECOMPUTE.value, now)
+        self._tell_preempted(request, now)
 
     def lose_memory(self, request: Request, now: float) -> None:
         """Let a running request whose KV is void wait again with nothing computed; it counts as no preemption."""
@@ -126,7 +147,7 @@ class Lifecycle:
         running_set = self._running_set
         if request in running_set.queue:
             running_set.queue.remove(request)
-        else:
+        elif request.state is _RUNNING:
             running_set.drop(request)
         if request.state is not _WAITING:
             request.set_computed(0)
@@ -141,7 +162,17 @@ class Lifecycle:
         running_set.queue.remove(request)
         if request.state is RequestState.SWAPPED:
             running_set.memory.drop_swapped(request)
+        elif request.state is RequestState.ARRIVED:
+            del running_set.arrived[request]
+            running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+        elif request in running_set.loading:
+            del running_set.loading[request]
+            running_set.memory.free(request, 0, for_good=True)
         self._end(request, reason, detail, now)
+
+    def end_held(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        """End a request that was on its way to another replica."""
+        self._tell_end(request, reason, detail, now)
 
     def drop(self, request: Request, detail: str, now: float) -> None:
         """End a request that waits in the replica's own queue or in the shared one, on behalf of a scheduler."""

@@ -34,6 +34,12 @@ class RequestState(Enum):
     """Waiting again, its KV given up."""
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
+    HELD = "held"
+    """Its prompt is computed, and it leaves its replica, which holds its KV until another one has it."""
+    REMOTE = "remote"
+    """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
+    ARRIVED = "arrived"
+    """Waiting, the KV that it came with in its replica's memory."""
     ENDED = "ended"
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
@@ -45,9 +51,24 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
     RequestState.DEFERRED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
+    ),
     RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.HELD: frozenset(
+        {
+            RequestState.RUNNING,
+            RequestState.REMOTE,
+            RequestState.ARRIVED,
+            RequestState.PREEMPTED,
+            RequestState.ENDED,
+        }
+    ),
+    RequestState.REMOTE: frozenset(
+        {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
+    ),
+    RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 

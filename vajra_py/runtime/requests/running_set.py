@@ -7,6 +7,7 @@ prefills, or in flight (part of a step that has not come back, under pipeline pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, cast
 
 from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
@@ -40,6 +41,10 @@ class RunningSet:
         self.skipped: dict[Request, None] = {}
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
+        self.arrived: dict[Request, None] = {}
+        """Waiting requests that came with their KV: they hold blocks, and are offered before the others, lest these wait for them."""
+        self.loading: dict[Request, None] = {}
+        """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
         self.num_running = 0
         """Requests that hold KV blocks."""
         self.num_admissions = 0
@@ -136,6 +141,8 @@ class RunningSet:
         self.skipped.clear()
         self.partial.clear()
         self.in_flight.clear()
+        self.arrived.clear()
+        self.loading.clear()
         self.num_running = 0
         self.has_spare_blocks = False
         self.barred.clear()
@@ -230,6 +237,13 @@ class StateView:
         return self._in_order()
 
     def _in_order(self) -> Iterator[RequestView]:
+        arrived, loading = self._running_set.arrived, self._running_set.loading
+        if not arrived and not loading:
+            return self._in_queue_order()
+        first = sorted(arrived, key=self.urgency)
+        return chain(first, (one for one in self._in_queue_order() if one not in arrived and one not in loading))
+
+    def _in_queue_order(self) -> Iterator[RequestView]:
         running_set, now = self._running_set, self.now
         if not running_set.shared.queue.num_requests:
             return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())

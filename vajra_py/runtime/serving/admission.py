@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vajra_py.config import DEFAULT_POOL
 from vajra_py.contract import (
     Accept,
     AdmissionDecision,
@@ -32,7 +33,6 @@ from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners, listeners_among
 from vajra_py.runtime.requests.rejections import SHED
 from vajra_py.runtime.requests.request import Admission, Request, RequestFacts, RequestState
-from vajra_py.runtime.serving.load import DEFAULT_POOL
 from vajra_py.runtime.serving.policy_swap import bind_all
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds, to_ticks

@@ -77,6 +77,9 @@ class Backend(Protocol[S]):
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
         """Note that the request waits, and may run on any of these replicas."""
 
+    def on_transfer(self, request: Request, source: S, target: S) -> None:
+        """The KV of the request's computed tokens goes from one replica to blocks that are set aside on another."""
+
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Note that these requests have left for good."""
 
@@ -96,8 +99,11 @@ class FastForward(Protocol[S]):
     def on_queued(self, replica: S) -> None:
         """Apply, and end the run unless it does not depend on the replica's own queue, which a request has joined."""
 
-    def interrupt(self, replica: S) -> None:
-        """Apply, and end the run with the step in flight, since the replica's requests are about to change."""
+    def interrupt(self, replica: S, *, up_to_now: bool = True) -> None:
+        """Apply, and end the run with the step in flight, since the replica's requests are about to change.
+
+        `up_to_now`: also apply a step that ends now; it precedes what happens now.
+        """
 
     def interrupt_all(self, replicaset: str) -> None:
         """Do as `interrupt` for every replica of a replicaset."""

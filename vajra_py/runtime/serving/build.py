@@ -7,8 +7,16 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.contract import AdmissionPolicy, Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
+from vajra_py.contract import (
+    AdmissionPolicy,
+    Layer,
+    PolicyContext,
+    PoolRole,
+    ReplicaLimits,
+    ReplicaScheduler,
+    SharedState,
+)
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
@@ -16,6 +24,7 @@ from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
 from vajra_py.plugins import Registry, build_admission_policy, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
@@ -24,8 +33,8 @@ from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
-from vajra_py.runtime.serving.replica import Replica, ReplicaParts
-from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.serving.replica import FirstToken, Replica, ReplicaParts
+from vajra_py.runtime.serving.replicaset import AdmissionLimits, HandOffRules, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
 from vajra_py.runtime.support.seeds import SeedTree
@@ -49,6 +58,8 @@ class ReplicasetModel:
 
     latency: LatencyModel
     facts: ModelFacts
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """By pool, where they are not all of one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,8 @@ class Services:
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models by replicaset, where they differ; they replace `latency` and `facts`."""
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """Models by pool of one replicaset, where they differ."""
     served_models: Mapping[str, object] | None = None
     """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
@@ -79,6 +92,11 @@ class Services:
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
         own = self.models.get(replicaset)
+        return self if own is None else replace(self, latency=own.latency, facts=own.facts, pools=own.pools)
+
+    def of_pool(self, pool: str) -> Services:
+        """Return the services for one pool of the replicaset."""
+        own = self.pools.get(pool)
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
@@ -215,13 +233,20 @@ class ReplicaPlan:
     latency: LatencyModel
     scheduler: PolicyChoice
     """Its replica scheduler."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
     """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
-    limits = replica_limits(settings.replica, services.latency, services.facts)
-    scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
-    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * settings.num_replicas
+    plans: list[ReplicaPlan] = []
+    for name, pool in settings.effective_pools.items():
+        own = services.of_pool(name)
+        limits = replica_limits(pool.replica, own.latency, own.facts)
+        scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name))
+        plans += [plan] * pool.num_replicas
+    return plans
 
 
 def build_replicaset(
@@ -263,7 +288,9 @@ def build_replicaset(
         return _prefill_tables(in_force, schedulers)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
-    policies = Policies(choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict)
+    is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
+    schedulers = [plan.scheduler for plan in plans]
+    policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
     policies.shared = shared
     replicaset = Replicaset(
         name,
@@ -274,10 +301,31 @@ def build_replicaset(
         settings.view_interval_s,
     )
     replicaset.policies = policies
+    replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+    if is_split or replicaset.places_itself:
+        replicaset.hand_off = _hand_off_rules(name, settings, plans)
+        for replica in replicaset.replicas:
+            replica.first_token = FirstToken(settings.hand_off.first_token)
     return replicaset
+
+
+def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> HandOffRules:
+    """Return the rules by which requests move. Raises `ConfigError` where they do not go together with the replicas."""
+    where = f"replicasets.{name}"
+    links = LinkOptions.of(settings.links)
+    num_bytes = settings.hand_off.kv_bytes_per_token
+    if num_bytes is None:
+        num_bytes = max(plan.limits.bytes_per_block // plan.limits.block_size for plan in plans)
+    if not num_bytes and (links.bandwidth is not None or links.shared_bandwidth is not None):
+        message = "is not given, and the latency model does not know how much KV a token has"
+        raise ConfigError(Problem(f"{where}.hand_off.kv_bytes_per_token", message, "A number of bytes"))
+    if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
+        message = "KV that is spread over KV-parallel groups does not move between replicas"
+        raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
+    return HandOffRules(settings.hand_off, links, num_bytes)
 
 
 def _build_replica(
@@ -298,6 +346,8 @@ def _build_replica(
             executor=services.executor_of(replicaset, replica_id),
             listeners=policies.listeners_of(replica_id),
             slack=policies.slack(),
+            pool=plan.pool,
+            role=plan.role,
         )
     )
 

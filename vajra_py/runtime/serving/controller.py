@@ -349,6 +349,9 @@ class Controller:
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
+        if request.state is RequestState.HELD:
+            message = f"places nobody whose prompt is computed {remain}"
+            return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
         if replica is None:
@@ -374,7 +377,7 @@ class Controller:
         if request.state is RequestState.DEFERRED:
             return False
         replica = self.replica_of(request)
-        if replica is None:
+        if replica is None or request.state is RequestState.HELD:
             return True
         is_running = request.state is RequestState.RUNNING
         return replica.forms_steps and (is_running or replica.running_set.admits)
@@ -386,10 +389,11 @@ class Controller:
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
         waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
         running = sum(replica.running_set.num_running for replica in self.replicas())
+        leaving = sum(one.state is RequestState.HELD for one, _ in self._alive.values())
         deferred = 0 if self.gate is None else len(self.gate)
-        if waiting + running + deferred != len(self._alive):
-            others = "" if self.gate is None else f" ({deferred} are deferred)"
-            raise RuntimeError(f"{waiting} requests wait and {running} run, but {len(self._alive)} are alive{others}")
+        if waiting + running + leaving + deferred != len(self._alive):
+            found = f"{waiting} requests wait, {running} run, {leaving} move and {deferred} are deferred"
+            raise RuntimeError(f"{found}, but {len(self._alive)} are alive")
         states = Counter(request.state for request in self.alive())
         if states[RequestState.DEFERRED] != deferred:
             raise RuntimeError(f"{deferred} requests are deferred, but {states[RequestState.DEFERRED]} say so")

@@ -44,6 +44,7 @@ from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
+from vajra_py.runtime.serving.hand_off import HandOff, HandOffs, is_leaving
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -123,6 +124,8 @@ class Driver(Generic[R]):
         self._idlers: dict[int, Sleeper] = {}
         """By rank, those whose scheduler left them idle on purpose at some time."""
         self._num_fruitless_wakes = 0
+        self._completing = -1
+        """Rank of the replica whose step is being completed among the ends of this tick; -1: none."""
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:
@@ -131,6 +134,11 @@ class Driver(Generic[R]):
             self._replicas[name].append(one)
             self._idle[name][one.replica.replica_id] = one
         controller.on_ended = backend.on_requests_ended
+        self._hand_offs: dict[str, HandOffs[R]] = {
+            name: HandOffs(one, one.hand_off, _Floor(self))
+            for name, one in controller.replicasets.items()
+            if one.hand_off is not None
+        }
         self._asks_timeless = False
         """Whether requests that were deferred until something changes are asked about in this tick."""
         if controller.gate is not None:
@@ -203,6 +211,8 @@ class Driver(Generic[R]):
             self.abort(payload)
         elif phase is Phase.WAKE:
             self._ring(payload)
+        elif phase is Phase.TRANSFER:
+            self._hand_offs[payload].transfers_due()
         else:
             self._backend.on_policy_change(payload)
 
@@ -252,6 +262,9 @@ class Driver(Generic[R]):
             backend.on_placed(request, (one,))
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
+            if replicaset.newly_held_back:
+                self._hold_back(replicaset.name)
+                return
             self._wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
@@ -326,6 +339,13 @@ class Driver(Generic[R]):
     def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
+        if is_leaving(request) or request in self.controller.replicasets[request.replicaset].held_back:
+            hand_offs = self._hand_offs[request.replicaset]
+            hand_off = hand_offs.find(request)
+            if hand_off is not None:
+                self._interrupt(request.replicaset)
+                hand_offs.end(hand_off, reason, detail)
+                return
         if self.fast_forward is not None:
             if request.replicaset in self._looks_at_departures:
                 self.fast_forward.sync_all(request.replicaset)
@@ -337,6 +357,9 @@ class Driver(Generic[R]):
             self._isolate(request.replicaset, error)
             return
         if has_ended and one is not None:
+            if self._hand_offs:
+                self._forget_hand_offs(one, ((request, reason),))
+                self._move_on(one)
             self._wake(one)
 
     # Steps
@@ -345,16 +368,23 @@ class Driver(Generic[R]):
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica = one.replica
+        replica, outer = one.replica, self._completing
+        if at_once or outer >= 0:
+            self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
             self.fast_forward.sync_before(one)
         try:
             ended = replica.complete_step(plan, result, self.now)
             if ended:
                 self.controller.settle(ended, self.now)
+            if self._hand_offs:
+                self._forget_hand_offs(one, ended)
+                self._move_on(one, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
             return
+        finally:
+            self._completing = outer
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:
             self.controller.check_conservation()
@@ -427,7 +457,11 @@ class Driver(Generic[R]):
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
-                self.controller.settle(one.replica.take_dropped(), self.now)
+                dropped = one.replica.take_dropped()
+                self.controller.settle(dropped, self.now)
+                self._forget_hand_offs(one, dropped)
+            if one.replica.builder.loads:
+                self._hand_offs[one.replica.replicaset].load(one)
         except PolicyError as error:
             self._isolate(one.replica.replicaset, error)
             return
@@ -436,6 +470,9 @@ class Driver(Generic[R]):
                 self._set_idle(one, is_idle=True)
             if one.replica.builder.idle_at is not None:
                 self._ask_again_at(one, one.replica.builder.idle_at)
+            hand_offs = self._hand_offs.get(one.replica.replicaset) if self._hand_offs else None
+            if hand_offs is not None and hand_offs.nothing_ran(one):
+                self._wake(one, at_once=False)
             return
         if one.is_idle:
             self._set_idle(one, is_idle=False)
@@ -451,6 +488,33 @@ class Driver(Generic[R]):
             idle[one.replica.replica_id] = one
         else:
             del idle[one.replica.replica_id]
+
+    # KV goes from one replica to another
+
+    def _hold_back(self, name: str) -> None:
+        """Look for targets of requests whose prompt waits for blocks of another replica."""
+        try:
+            self._hand_offs[name].hold_back()
+        except PolicyError as error:
+            self._isolate(name, error)
+
+    def _forget_hand_offs(self, one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """Requests of a replica have ended by themselves."""
+        hand_offs = self._hand_offs.get(one.replica.replicaset)
+        if hand_offs is not None:
+            for request, _ in ended:
+                hand_offs.gone(request)
+
+    def _move_on(self, one: R, *, has_freed: bool = True) -> None:
+        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
+        hand_offs = self._hand_offs.get(one.replica.replicaset)
+        if hand_offs is None:
+            return
+        hand_offs.at_boundary(one)
+        for request in one.replica.take_newly_held():
+            hand_offs.begin(request, one)
+        if has_freed:
+            hand_offs.freed(one)
 
     # Policies are woken
 
@@ -557,6 +621,8 @@ class Driver(Generic[R]):
         if layer is Layer.REQUEST_PRIORITIZER:
             for one in self._replicas[name]:
                 one.replica.running_set.read_keys_again()
+        if layer is Layer.REPLICASET_SCHEDULER and name in self._hand_offs:
+            self._hand_offs[name].place_again()
         for one in list(self._idle[name].values()):
             self._wake(one)
         if len(replicaset.shared):
@@ -580,6 +646,8 @@ class Driver(Generic[R]):
             return
         self.controller.restore_replica(one.replica, self.now)
         self._call_off(one)
+        if self._hand_offs:
+            self._move_on(one)
         self._wake(one)
 
     def _control(self, what: Control) -> None:
@@ -593,8 +661,13 @@ class Driver(Generic[R]):
         if isinstance(what, Gate):
             one.replica.set_gate(what)
         else:
+            hand_offs = self._hand_offs.get(what.replicaset)
+            if hand_offs is not None:
+                hand_offs.lose(one)
             try:
                 self.controller.reset_cache(one.replica, self.now)
+                if hand_offs is not None:
+                    hand_offs.place_again()
             except PolicyError as error:
                 self._isolate(what.replicaset, error)
                 return
@@ -603,8 +676,13 @@ class Driver(Generic[R]):
     def _lose(self, one: R, what: Failure) -> None:
         self._interrupt(what.replicaset)
         self._call_off(one, is_lost=True)
+        hand_offs = self._hand_offs.get(what.replicaset)
+        if hand_offs is not None:
+            hand_offs.lose(one)
         try:
             losses = self.controller.lose_replica(one.replica, what, self.now)
+            if hand_offs is not None:
+                hand_offs.place_again()
         except PolicyError as error:
             self._isolate(what.replicaset, error)
             return
@@ -617,11 +695,16 @@ class Driver(Generic[R]):
     def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
         self._interrupt(change.replicaset)
+        hand_offs = self._hand_offs.get(change.replicaset)
+        if hand_offs is not None and change.layer is Layer.REPLICASET_SCHEDULER:
+            hand_offs.recall()
         swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()
         choice = change.choice
         self._tell(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
         self._tell_placed(change.replicaset, swapped.moved)
+        if hand_offs is not None:
+            self._hold_back(change.replicaset)
         for one in self._replicas[change.replicaset]:
             self._wake(one)
         return swapped
@@ -640,6 +723,8 @@ class Driver(Generic[R]):
         self._backend.on_isolated(name, error)
         self._interrupt(name)
         replicaset = self.controller.replicasets[name]
+        if name in self._hand_offs:
+            self._hand_offs[name].clear()
         self.controller.take_out_of_service(replicaset, error, self.now)
         for one in self._replicas[name]:
             self._call_off(one, is_lost=one.replica.replica_id in replicaset.lost)
@@ -668,6 +753,50 @@ class Driver(Generic[R]):
         listening = frozenset(name for name, one in replicasets if one.listeners != NOBODY)
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold any of its requests."""
+
+
+class _Floor(Generic[R]):
+    """`HandOffDriver` over a driver."""
+
+    def __init__(self, driver: Driver[R]) -> None:
+        self._driver = driver
+
+    @property
+    def now(self) -> int:
+        """The present tick."""
+        return self._driver.now
+
+    def replica(self, replicaset: str, replica_id: int) -> R:
+        """See `HandOffDriver`."""
+        return self._driver._replicas[replicaset][replica_id]
+
+    def touch(self, one: R) -> None:
+        """See `HandOffDriver`."""
+        driver = self._driver
+        if driver.fast_forward is not None:
+            ends_later = 0 <= driver._completing < one.rank
+            driver.fast_forward.interrupt(one, up_to_now=not ends_later)
+
+    def wake(self, one: R) -> None:
+        """See `HandOffDriver`."""
+        self._driver._wake(one, at_once=False)
+
+    def placed(self, request: Request, one: R) -> None:
+        """See `HandOffDriver`."""
+        self._driver._backend.on_placed(request, (one,))
+
+    def copy(self, hand_off: HandOff[R]) -> None:
+        """See `HandOffDriver`."""
+        assert hand_off.target is not None
+        self._driver._backend.on_transfer(hand_off.request, hand_off.source, hand_off.target)
+
+    def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """See `HandOffDriver`."""
+        self._driver.controller.settle(ended, self._driver.now)
+
+    def schedule(self, tick: int, replicaset: str) -> None:
+        """See `HandOffDriver`."""
+        self._driver.events.push(max(tick, self._driver.now), Phase.TRANSFER, replicaset)
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:

@@ -19,16 +19,18 @@ class Phase(IntEnum):
     """A replica is lost, comes back, or is waited for no longer."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
-    ARRIVAL = 3
-    ADMISSION = 4
+    TRANSFER = 3
+    """KV on its way between replicas may have arrived."""
+    ARRIVAL = 4
+    ADMISSION = 5
     """The admission policy is asked again about requests that it has deferred."""
-    EXPIRY = 5
-    ABORT = 6
-    POLICY = 7
+    EXPIRY = 6
+    ABORT = 7
+    POLICY = 8
     """A policy takes another's place."""
-    WAKE = 8
+    WAKE = 9
     """A policy is woken at a time that it asked for."""
-    FORM = 9
+    FORM = 10
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

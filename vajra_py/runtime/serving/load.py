@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaState, RequestView
+from vajra_py.contract import ReplicaLimits, ReplicaState, RequestView
 from vajra_py.runtime.serving.replica import Replica
-
-DEFAULT_POOL = "default"
-"""Name of the only pool of a replicaset without `pools:`."""
 
 
 class LiveLoad:
@@ -29,11 +26,11 @@ class LiveLoad:
         "state",
     )
 
-    def __init__(self, replica: Replica, pool: str = DEFAULT_POOL, role: PoolRole = PoolRole.MIXED) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.replica_id = replica.replica_id
-        self.pool = pool
-        self.role = role.value
+        self.pool = replica.parts.pool
+        self.role = replica.parts.role.value
         self.limits = replica.limits
         self.set_state(ReplicaState.UP)
         self.num_blocks = replica.memory.num_blocks

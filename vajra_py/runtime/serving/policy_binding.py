@@ -14,6 +14,7 @@ from typing import Any, cast
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
     Layer,
+    PlacesAfterPrompt,
     PredictsSlack,
     ReplicaScheduler,
     ReplicasetScheduler,
@@ -68,9 +69,12 @@ class Policies:
         make: MakePolicy,
         prefill_time: ReplicasetPrefillTime,
         predict: Predict,
+        *,
+        is_split: bool = False,
     ) -> None:
         """`choices`: of prioritizer and replicaset scheduler; `scheduler_choices`: of each replica's scheduler."""
         self._num_replicas = len(scheduler_choices)
+        self._is_split = is_split
         self._make = make
         self._predict = predict
         self.prefill_time = prefill_time
@@ -90,15 +94,18 @@ class Policies:
         if layer is Layer.REPLICA_SCHEDULER:
             replicas = range(self._num_replicas)
             return LayerPolicies((choice,) * len(replicas), [self._make(layer, choice, one) for one in replicas])
-        return LayerPolicies((choice,), [self._make(layer, choice, None)])
+        made = [self._make(layer, choice, None)]
+        if layer is Layer.REPLICASET_SCHEDULER and self._is_split and not isinstance(made[0], PlacesAfterPrompt):
+            made.append(self._make(layer, choice, None))
+        return LayerPolicies((choice,) * len(made), made)
 
     def make_again(self, layer: Layer) -> LayerPolicies:
         """Build new policies from the choices in force. They are not in force."""
         choices = self._layers[layer].choices
-        replicas = range(self._num_replicas) if layer is Layer.REPLICA_SCHEDULER else (None,)
-        return LayerPolicies(
-            choices, [self._make(layer, choice, one) for one, choice in zip(replicas, choices, strict=True)]
-        )
+        if layer is not Layer.REPLICA_SCHEDULER:
+            return self.make(layer, choices[0])
+        made = [self._make(layer, choice, one) for one, choice in enumerate(choices)]
+        return LayerPolicies(choices, made)
 
     def put(self, layer: Layer, policies: LayerPolicies) -> None:
         """Put these policies in force."""
@@ -136,6 +143,12 @@ class Policies:
     def replicaset_scheduler(self) -> ReplicasetScheduler:
         """The scheduler of the replicaset."""
         return cast(ReplicasetScheduler, self._layers[Layer.REPLICASET_SCHEDULER].made[0])
+
+    @property
+    def decode_scheduler(self) -> ReplicasetScheduler | None:
+        """Second instance of a plain replicaset scheduler, for requests whose prompt is computed; None: it needs none."""
+        made = self._layers[Layer.REPLICASET_SCHEDULER].made
+        return cast(ReplicasetScheduler, made[1]) if len(made) > 1 else None
 
     @property
     def schedulers(self) -> Sequence[ReplicaScheduler]:

@@ -145,9 +145,12 @@ def _take_out(replicaset: Replicaset, request: Request) -> None:
     if request in replicaset.shared:
         replicaset.shared.remove(request)
         return
-    replica = replicaset.replicas[request.replica_id]
-    replica.queue.remove(request)
-    replica.memory.forget(request)
+    if request in replicaset.held_back:
+        del replicaset.held_back[request]
+    else:
+        replica = replicaset.replicas[request.replica_id]
+        replica.queue.remove(request)
+        replica.memory.forget(request)
     request.replica_id = -1
 
 

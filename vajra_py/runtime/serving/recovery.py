@@ -41,7 +41,11 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
     losses = Losses()
     to_end = dict(replica.to_end)
     held = [*replica.running_set.running(), *replica.running_set.in_flight]
-    left = [*held, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
+    leaving = [one for one in replica.held if one.state is RequestState.HELD]
+    left = [*held, *leaving, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
+    for request in [one for one in replicaset.held_back if one.replica_id == replica.replica_id]:
+        del replicaset.held_back[request]
+        left.append(request)
     for request in held:
         request.num_losses += failure.guilty is None or request.request_id in failure.guilty
         request.num_preemptions += 1
@@ -69,8 +73,16 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     if replica.num_in_flight:
         raise RuntimeError(f"a step of replica {replica.replica_id} is in flight, and its memory cannot be emptied")
     held = list(reversed(replica.running_set.running()))
+    leaving = [one for one in replica.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
+    for request in [*leaving, *replica.running_set.arrived]:  # whose KV was here, on its way from or to another replica
+        request.set_computed(0)
+        request.move_to(RequestState.PREEMPTED)
+    for request in leaving:
+        replica.queue.add(request, now)
+    replica.held.clear()
+    replica.running_set.arrived.clear()
     replica.memory.clear()
     for waiting in replica.queue:
         request = cast(Request, waiting)
@@ -95,6 +107,8 @@ def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: s
         observer.on_out_of_service(replicaset.name, why, seconds)
     policies = replicaset.policies
     assert policies is not None
+    replicaset.held_back.clear()
+    replicaset.newly_held_back.clear()
     replicaset.share(policies.new_queue())
     for replica in replicaset.replicas:
         replica.bind_policy(replace(replica.parts, queue=policies.new_queue()))

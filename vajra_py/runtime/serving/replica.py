@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias, cast
 
-from vajra_py.contract import EndedStep, Layer, PreemptionMode, ReplicaLimits, ReplicaScheduler
+from vajra_py.config import DEFAULT_POOL
+from vajra_py.contract import EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
@@ -29,8 +31,18 @@ from vajra_py.runtime.step.plan import Executor, PlannedChunk, StepPlan, StepRes
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
-_RUNNING = RequestState.RUNNING
+_RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
+
+
+class FirstToken(Enum):
+    """Treatment of the token that a prompt's last step samples, where the request leaves with its KV."""
+
+    SOURCE = "source"
+    """The client gets it at once (SGLang, DistServe, Splitwise)."""
+    RECOMPUTE = "recompute"
+    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM, Dynamo)."""
+
 
 MAX_EMPTY_STEPS = 1000
 """Number of steps in a row that may preempt without running anything before the policy is held to be stuck."""
@@ -58,6 +70,8 @@ class ReplicaParts:
     listeners: Listeners = NOBODY
     slack: SlackReader | None = None
     """Slack by the prioritizer; None when it predicts none."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 class Replica:
@@ -86,6 +100,15 @@ class Replica:
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
+        self.hands_off = parts.role is PoolRole.PREFILL
+        """True if requests leave, or may leave, when their prompt is computed."""
+        self.first_token = FirstToken.SOURCE
+        """Treatment of the token that the last step of a prompt samples, where the request leaves."""
+        self.held: dict[Request, None] = {}
+        """Requests that have left the running set and whose KV lies here until another replica has it."""
+        self._newly_held: list[Request] = []
+        self.expects_kv = False
+        """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -126,6 +149,85 @@ class Replica:
         self.memory.register(request, request.hashes)
         self.queue.add(request, now)
 
+    # KV comes and goes
+
+    def take_newly_held(self) -> list[Request]:
+        """Return the requests that have become `held` since this was last called, in order of admission."""
+        held = self._newly_held
+        if held:
+            self._newly_held = []
+        return held
+
+    def release_held(self, request: Request) -> None:
+        """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
+        del self.held[request]
+        self._output_limits.pop(request, None)
+        self.memory.free(request, request.num_computed_tokens, for_good=True)
+        self.memory.forget(request)
+
+    def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
+        """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
+        del self.held[request]
+        request.move_to(_RUNNING)
+        self.running_set.admit(request)
+        if not request.num_remaining_tokens and request.add_output(now) == 1:
+            self.lifecycle.first_token(request, now)
+        num_left = self._output_limit(request) - request.num_output_tokens
+        if num_left <= 0:
+            reason = self._end_reason(request, StepResult())
+            self._finish(request, reason, to_seconds(now))
+            return [(request, reason)]
+        del self.running_set.partial[request]
+        self.running_set.pool.join(request, num_left)
+        return []
+
+    def reserve(self, request: Request, num_tokens: int) -> int | None:
+        """Set blocks aside for a request that is to come with the KV of its first tokens.
+
+        Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
+        """
+        memory = self.memory
+        memory.register(request, request.hashes)
+        hit = memory.allocate(request, num_tokens)
+        if hit is None:
+            memory.forget(request)
+            return None
+        return min(hit, num_tokens)
+
+    def unreserve(self, request: Request) -> None:
+        """Give back what was set aside for a request that does not come."""
+        self.memory.free(request, 0, for_good=True)
+        self.memory.forget(request)
+
+    def arrived(self, request: Request, now: float) -> None:
+        """The KV of a request for which blocks were set aside is here; it waits to run."""
+        is_queued = request.state is RequestState.REMOTE
+        request.move_to(RequestState.ARRIVED)
+        request.replica_id = self.replica_id
+        if request.hashes is not None:
+            self.memory.cache_blocks(request, request.num_computed_tokens)
+        self.running_set.arrived[request] = None
+        if is_queued:
+            del self.running_set.loading[request]
+        else:
+            self.queue.add(request, now)
+
+    def expect(self, request: Request, now: float) -> None:
+        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
+        request.move_to(RequestState.REMOTE)
+        request.replica_id = self.replica_id
+        self.memory.register(request, request.hashes)
+        self.queue.add(request, now)
+
+    def expect_no_more(self, request: Request) -> None:
+        """Undo `expect`; what was set aside for the request is free."""
+        self.queue.remove(request)
+        if request in self.running_set.loading:
+            del self.running_set.loading[request]
+            self.memory.free(request, 0, for_good=True)
+        self.memory.forget(request)
+        request.move_to(RequestState.HELD)
+
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """Abort a request of this replica; False when its step has to come back first."""
         if request.state is not _RUNNING:
@@ -148,8 +250,11 @@ class Replica:
             self._finish(request, reason, now, detail)
         for request in queued:
             self.abort(request, reason, now, detail)
+        leaving = [one for one in self.held if one.state is not _ENDED and one.replica_id == self.replica_id]
+        for request in leaving:
+            self.lifecycle.end_held(request, reason, now, detail)
         self.clear()
-        return [(request, reason) for request in (*held, *queued)]
+        return [(request, reason) for request in (*held, *queued, *leaving)]
 
     def set_gate(self, gate: Gate) -> None:
         """Apply the executing side's limit on what the replica may do."""
@@ -168,6 +273,8 @@ class Replica:
         self._output_limits.clear()
         self._to_abort.clear()
         self._inherited = []
+        self.held.clear()
+        self._newly_held = []
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
@@ -176,6 +283,8 @@ class Replica:
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
+        if self.parts.role is PoolRole.PREFILL:  # which leaves before it grows
+            return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     @property
@@ -209,7 +318,7 @@ class Replica:
             if plan is None and builder.slots_held:
                 plan = self._form_after_held_slots(now)
             if plan is None:
-                if builder.idle_at is not None or not self._inherited or not self._give_way(now):
+                if builder.idle_at is not None or not (self._give_way(now) or self._give_up_kv(now)):
                     return None
                 builder.count_preempted(1)
                 continue
@@ -237,6 +346,16 @@ class Replica:
                 self.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, to_seconds(now))
                 return True
         return False
+
+    def _give_up_kv(self, now: int) -> bool:
+        """The policy can run nobody, and nobody runs: let the least urgent of those that came with their KV give it up."""
+        running_set = self.running_set
+        if len(running_set.arrived) < 1 or running_set.num_running or self.num_in_flight:
+            return False
+        seconds = to_seconds(now)
+        last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
+        self.lifecycle.give_up_kv(last, seconds)
+        return True
 
     def form_step(self, now: int) -> StepPlan | None:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
@@ -303,7 +422,7 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
-        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
@@ -411,6 +530,9 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
+            if self.hands_off and request not in self._to_abort:
+                self._hold(request, now, done)
+                continue
             num_outputs = request.add_output(now)
             if num_outputs == 1:
                 self.lifecycle.first_token(request, now)
@@ -421,6 +543,19 @@ class Replica:
                 del running_set.partial[request]
                 running_set.pool.join(request, num_left)
         return done
+
+    def _hold(self, request: Request, now: int, done: list[Request]) -> None:
+        """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
+        if self.first_token is FirstToken.SOURCE:
+            if request.add_output(now) == 1:
+                self.lifecycle.first_token(request, now)
+            if request.num_output_tokens >= self._output_limit(request):
+                done.append(request)
+                return
+        self.running_set.drop(request)
+        request.move_to(RequestState.HELD)
+        self.held[request] = None
+        self._newly_held.append(request)
 
     def _land(self, request: Request) -> None:
         del self.running_set.in_flight[request]

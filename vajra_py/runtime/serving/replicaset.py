@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import cast
+from typing import Any, cast
 
+from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.contract import (
     Layer,
+    PlacesAfterPrompt,
+    PoolRole,
     QueueView,
     RefusesRequests,
     ReplicaLimits,
@@ -19,6 +22,7 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -30,6 +34,20 @@ from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.support.clock import to_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffRules:
+    """Rules by which requests go from one replica to another with their KV; see `HandOffConfig`."""
+
+    settings: HandOffConfig
+    links: LinkOptions
+    bytes_per_token: int
+
+    @property
+    def reserves_first(self) -> bool:
+        """True if a prompt is computed only when blocks of its target are set aside."""
+        return self.settings.reserve == "before_prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +159,12 @@ class Replicaset:
         self.around: Around | None = None
         self.policies: Policies | None = None
         """Its policies; None: it was put together by hand, and its policies stay."""
+        self.hand_off: HandOffRules | None = None
+        """Rules by which requests leave with their KV; None: they do not."""
+        self.held_back: dict[Request, None] = {}
+        """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
+        self.newly_held_back: list[Request] = []
+        """Those of them for which no target was looked for yet."""
         self.out_of_service = ""
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
@@ -153,6 +177,7 @@ class Replicaset:
         load = LiveLoad(replica)
         access.view = load
         self.replicas.append(replica)
+        replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.append(load)
@@ -169,12 +194,27 @@ class Replicaset:
         """Replace the replicaset scheduler."""
         self.scheduler, self.scheduler_name = scheduler, name
         assign, around = scheduler.assign, self.around
-        self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
+        layer = Layer.REPLICASET_SCHEDULER
+        self._assign_call = assign if around is None else around(self.name, layer, name, assign)
+        self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
+        """True if the scheduler sees the replicas of all pools and is asked where a computed prompt goes."""
+        if isinstance(scheduler, PlacesAfterPrompt):
+            place: Callable[..., Any] = scheduler.place_after_prompt
+        else:
+            second = None if self.policies is None else self.policies.decode_scheduler
+            place = assign if second is None else second.assign
+        self._place_method = place
+        self._place_call = place if around is None else around(self.name, layer, name, place)
+        for replica in self.replicas:
+            replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+        self._eligible.clear()
 
     def on_schedulers_bound(self) -> None:
         """Read from the replica schedulers in force which of them are asked about arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
-        self._differs = not self.bounds.are_equal or (self.may_refuse and not self._are_schedulers_alike())
+        self._differs = (
+            not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
+        )
         self._eligible.clear()
 
     def _are_schedulers_alike(self) -> bool:
@@ -200,7 +240,8 @@ class Replicaset:
             found = [
                 one
                 for one in self.bounds.holders(request)
-                if refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
+                if (self.places_itself or one.parts.role is not PoolRole.DECODE)
+                and refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
                 is None
             ]
             self._eligible[request] = found
@@ -234,6 +275,12 @@ class Replicaset:
         ended = self.replicas[replica_id].lose(detail, now)
         for request in self._stranded(now):
             self.shared.remove(request)
+            end_request(request, EndReason.FAILED, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, EndReason.FAILED, detail, now)
+            ended.append((request, EndReason.FAILED))
+        for request in [one for one in self.held_back if one.replica_id == replica_id]:
+            del self.held_back[request]
             end_request(request, EndReason.FAILED, detail, now)
             for observer in self.observers:
                 observer.on_ended(request, EndReason.FAILED, detail, now)
@@ -289,7 +336,7 @@ class Replicaset:
                 f"{bounds.max_request_tokens} tokens here"
             )
         holders = bounds.holders(request)
-        if not holders:
+        if not self.bounds.can_serve(request, holders):
             return (
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
@@ -329,12 +376,13 @@ class Replicaset:
     @property
     def num_queued(self) -> int:
         """Requests that wait, in the shared queue and the replicas' own."""
-        return len(self.shared) + sum(len(replica.queue) for replica in self.replicas)
+        return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be computed."""
-        return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
+        held_back = sum(one.num_remaining_tokens for one in self.held_back)
+        return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
@@ -356,7 +404,12 @@ class Replicaset:
             self._queued_by_id[request.request_id] = request
             return None
         replica = self.replicas[replica_id]
-        replica.enqueue(request, now)
+        if self.hand_off is not None and self.hand_off.reserves_first and replica.parts.role is PoolRole.PREFILL:
+            request.replica_id = replica_id
+            self.held_back[request] = None
+            self.newly_held_back.append(request)
+        else:
+            replica.enqueue(request, now)
         return replica
 
     def _may_assign(self, request: Request, now: float) -> bool:
@@ -364,27 +417,47 @@ class Replicaset:
         return self._is_runnable(request, now) if self._differs else self.num_up > 0
 
     def _assign(self, request: Request, now: float) -> int | None:
-        views: Sequence[ReplicaLoadView] = self._views
-        if self._view_interval_s > 0:
-            views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        views = self._views_at(now)
         if self._differs:
             views = [views[one.replica_id] for one in self.eligible(request, now)]
-        try:
-            chosen = self._assign_call(request, views, now)
-        except VajraError:
-            raise
-        except POLICY_EXCEPTIONS as error:
-            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+        chosen = self._ask(self._assign_call, request, views, now)
         if chosen is None:
             return None
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
             return chosen
-        answer: object = chosen  # a plug-in may return anything
-        up = [one.replica_id for one in self.eligible(request, now) if self.is_up(one.replica_id)]
-        if not isinstance(answer, Integral) or int(answer) not in up:
+        return self._checked(chosen, self.eligible(request, now), request, self.scheduler.assign)
+
+    def place_after_prompt(self, request: Request, now: float) -> int | None:
+        """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now."""
+        candidates = [one for one in self.bounds.decoders(request) if self.is_up(one.replica_id)]
+        if not candidates:
+            return None
+        views = self._views_at(now)
+        chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
+        return None if chosen is None else self._checked(chosen, candidates, request, self._place_method)
+
+    def _views_at(self, now: float) -> Sequence[ReplicaLoadView]:
+        if self._view_interval_s > 0:
+            return [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        return self._views
+
+    def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        try:
+            return call(request, views, now)
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+
+    def _checked(
+        self, chosen: object, candidates: Sequence[Replica], request: Request, method: Callable[..., Any]
+    ) -> int:
+        """Return a scheduler's answer, whatever its type of integer. Raises `PolicyError` unless it is one of the candidates that are up."""
+        up = [one.replica_id for one in candidates if self.is_up(one.replica_id)]
+        if not isinstance(chosen, Integral) or int(chosen) not in up:
             which = "that are up and can run it" if self._differs else "that are up"
             message = f"assigned a request to replica {chosen!r}. Replicas {which}: {up}"
-            place = place_of_definition(self.scheduler.assign)
+            place = place_of_definition(method)
             raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
         return int(chosen)
 

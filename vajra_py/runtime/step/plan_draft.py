@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
+from vajra_py.runtime.requests.lifecycle import MOVED
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
@@ -27,6 +28,7 @@ class PlanDraft:
         "_max_tokens",
         "_members",
         "_memory",
+        "_num_moved",
         "_one_group",
         "_options",
         "_pipelined",
@@ -118,6 +120,7 @@ class PlanDraft:
         self.tokens_left = self._max_tokens
         self.num_tokens = 0
         self._swap_bytes = self.swap_bytes_due
+        self._num_moved = 0
         self._features: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
@@ -168,7 +171,13 @@ class PlanDraft:
         if self._one_group:
             context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
-                features = [features_of(self.chunks.values(), len(decodes), context, self._swap_bytes)]
+                num_decodes, chunks = len(decodes), list(self.chunks.values())
+                if self._num_moved:  # of those who came with their KV the first token here is a decode's
+                    moved = [one for one in chunks if one.kind == MOVED and one.num_tokens == 1]
+                    num_decodes += len(moved)
+                    context += sum(one.num_computed_before for one in moved)
+                    chunks = [one for one in chunks if one.kind != MOVED or one.num_tokens > 1]
+                features = [features_of(chunks, num_decodes, context, self._swap_bytes)]
             else:
                 features = [BatchFeatures(len(decodes), context)]
         else:
@@ -188,7 +197,10 @@ class PlanDraft:
         self.slots_left -= 1
         self.tokens_left -= num_tokens
         self.num_tokens += num_tokens
-        if self._features is not None:
+        if kind == MOVED:
+            self._num_moved += 1
+            self._features = None
+        elif self._features is not None:
             self._features = self._group_features.with_chunk(self._features, request, num_tokens, computed)
         if not self._one_group:
             self._count_in_groups(request, num_tokens, computed)
