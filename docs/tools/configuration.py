@@ -321,7 +321,14 @@ def policies() -> str:
             for one in parameters:
                 parts = row(offer.spec.config, one.name, one.limits, one.description)
                 lines.append(f"| {layer.value} | `{name}` {parts}")
-    return "\n".join(lines) + "\n"
+    for name, admission in registry.admission_policies.items():
+        if admission.package == OWN_PACKAGE:
+            for one in parameters_of(admission.spec.config):
+                parts = row(admission.spec.config, one.name, one.limits, one.description)
+                lines.append(f"| admission | `{name}` {parts}")
+    own = [one.spec.config for one in registry.admission_policies.values() if one.package == OWN_PACKAGE]
+    nested = [section(model) for model in reachable(own) if model not in own]
+    return "\n".join([*lines, "", *nested]) + ("" if nested else "\n")
 
 
 def facts() -> str:

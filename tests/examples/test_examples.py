@@ -185,3 +185,15 @@ def test_the_long_context_example_runs_on_the_engine(tmp_path: Path) -> None:
     rows = [line.split("|") for line in done.stdout.splitlines()[2:]]
     assert [row[2].strip() for row in rows] == ["engine", "simulator"] * 3
     assert all(float(value) > 0 for row in rows for value in row[3:-1])
+
+
+def test_the_admission_example_protects_the_urgent_and_limits_the_greedy(tmp_path: Path) -> None:
+    runs = vajra.sweep(load_example("admission.yaml", tmp_path), workers=1).runs
+    chosen = [(run.config["scheduling"].get("admission") or {}).get("policy") for run in runs]
+    assert chosen == [None, "token_bucket", "priority_holdback"]
+    plain, limited, held = (run.summary for run in runs)
+    attained = [one.value("overall.slo.overall.attainment_fraction") for one in (plain, limited, held)]
+    assert attained[0] < 0.3 < attained[1] < 0.9 < attained[2]
+    assert limited.value("fairness.jain_index") > 0.95 > plain.value("fairness.jain_index")
+    assert limited.value("admission.rejected.shed") == limited.value("overall.counts.rejected") > 50
+    assert held.value("overall.counts.completed") == plain.value("overall.counts.completed") == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from vajra_policies.admission.mooncake import Mooncake, MooncakeConfig
 from vajra_policies.admission.priority_holdback import HoldbackConfig, holdback_ceilings
 from vajra_policies.admission.saturation import SaturationConfig, saturation_of
 from vajra_policies.admission.soft_reflective_ceiling import opening_period
+from vajra_py.config import config_from_mapping
 from vajra_py.contract import ACCEPT, Refuse
 from vajra_py.contract.observer import EndReason
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AffineModel
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
@@ -486,3 +489,42 @@ def test_the_prediction_damps_the_swing_of_plain_early_rejection() -> None:
     assert predicted.max() <= 50
     assert predicted.min() >= 0.9 * 50
     assert predicted.std() < 0.1 * plain.std()
+
+
+def decodes_in_simulation(rule: str, folder: Path) -> tuple[np.ndarray[Any, Any], int]:
+    """Decodes over time on the replica that decodes, of a simulated overload, and how many requests were served."""
+    sizes = {"prompt_tokens": {"type": "constant", "value": 2000}, "output_tokens": {"type": "constant", "value": 150}}
+    mapping = {
+        "version": 1,
+        "scheduling": {
+            "admission": {"policy": "mooncake", "params": {"rule": rule, "tbt_slo_s": 0.022, "decode_s": 3.0}},
+            "request_prioritizer": "fcfs",
+            "replicaset_scheduler": "least_loaded",
+            "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 200}},
+        },
+        "pools": {"prefill": {"num_replicas": 24}, "decode": {"num_replicas": 1}},
+        "replica": {"max_batch_size": 256, "memory": {"num_blocks": 40_000}},
+        "workload": {
+            "type": "synthetic",
+            "num_requests": 1000,
+            "arrivals": {"type": "poisson", "rate": 20},
+            **sizes,
+        },
+        "backend": {"simulator": {"latency": {"type": "affine", "base_s": 0.01, "per_token_s": 0.0003}}},
+        "output": {"decision_log": False, "steps": False},
+    }
+    rows = run_experiment(config_from_mapping(mapping), folder=folder).requests().to_pylist()
+    served = [row for row in rows if row["reason"] in ("length", "stop")]
+    firsts, ends = (np.array([row[name] for row in served])[:, None] for name in ("first_token_at", "ended_at"))
+    times = np.arange(10.0, 45.0, 0.05)
+    return ((firsts <= times) & (times < ends)).sum(axis=0), len(served)
+
+
+def test_the_prediction_damps_the_swing_of_simulated_pools(tmp_path: Path) -> None:
+    plain, num_plain = decodes_in_simulation("load", tmp_path / "plain")
+    predicted, num_predicted = decodes_in_simulation("predicted_load", tmp_path / "predicted")
+    assert plain.std() / plain.mean() > 0.25
+    assert predicted.std() / predicted.mean() < 0.12
+    assert (plain.min(), plain.max()) == pytest.approx((10, 60), abs=5)
+    assert predicted.min() > 2 * plain.min()
+    assert num_predicted > num_plain

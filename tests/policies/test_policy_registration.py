@@ -74,3 +74,26 @@ def test_the_page_describes_every_parameter_with_its_default(name: str, reposito
         assert row, f"{name} has a parameter {parameter.name}, which the page does not mention"
         documented = row[1].strip().strip("`")
         assert documented in (str(parameter.default), str(parameter.default).lower(), "as above")
+
+
+ADMISSION = {spec.name: spec for spec in vajra_policies.vajra_admission_policies()}
+
+
+@pytest.mark.parametrize("name", ADMISSION)
+def test_the_page_describes_every_parameter_of_an_admission_policy(name: str, repository_root: Path) -> None:
+    spec = ADMISSION[name]
+    assert load_registry().admission_policy(name).package == "vajra-py"
+    assert spec.summary.endswith(".")
+    assert spec.source
+    page = (repository_root / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    assert section, f"no section on {name}"
+    assert f"[`{name}`](#{name})" in page
+    assert f"(reference/policies.md#{name})" in (repository_root / "docs" / "admission.md").read_text(encoding="utf-8")
+    shared = page.partition("\n## Admission policies\n")[2].partition("\n### token_bucket\n")[0]
+    for parameter in parameters_of(spec.config):
+        assert parameter.description
+        row = re.search(rf"^\|[^|]*`{parameter.name}`[^|]*\|([^|]*)\|", section + "\n" + shared, re.MULTILINE)
+        assert row, f"{name} has a parameter {parameter.name}, which the page does not mention"
+        default = "none" if parameter.default is None else str(parameter.default)
+        assert row[1].strip().strip("`") == default, (name, parameter.name)
