@@ -22,10 +22,11 @@ def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     assert said.code == 0
     heads = [line.split()[0] for line in said.out.splitlines() if "──" not in line]
     assert heads[0] == "layer"
-    assert set(heads[1:]) == {"scaling", *(layer.value for layer in Layer)}
+    assert set(heads[1:]) == {"admission", "scaling", *(layer.value for layer in Layer)}
     listed = json.loads(vajra("policies", "--json").out)
     registry = load_registry()
-    assert len(listed) == sum(len(registry.policies(layer)) for layer in Layer) + len(registry.scalers)
+    others = len(registry.admission_policies) + len(registry.scalers)
+    assert len(listed) == sum(len(registry.policies(layer)) for layer in Layer) + others
     assert {"layer", "name", "package", "version", "summary"} == set(listed[0])
 
 
