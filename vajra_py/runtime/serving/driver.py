@@ -51,7 +51,7 @@ from vajra_py.runtime.serving.hand_off import HandOff, HandOffs, is_leaving
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
-from vajra_py.runtime.serving.scaling import Start
+from vajra_py.runtime.serving.scaling import Start, place_shared
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
@@ -717,6 +717,7 @@ class Driver(Generic[R]):
             if state is ReplicaState.UP:
                 self._call_off(one)
                 self._move_on(one)
+                self._bind_shared(name)
         except PolicyError as error:
             self._isolate(name, error)
             return
@@ -728,6 +729,16 @@ class Driver(Generic[R]):
             self._ask_soon(name)
         elif state is ReplicaState.DOWN:
             self._call_off(one, is_lost=True)
+
+    def _bind_shared(self, name: str) -> None:
+        """Place what waits in the shared queue where prompts wait for blocks of their target. Raises `PolicyError`.
+
+        A replica that pulls a prompt would compute it without such blocks, and requests with and without them could wait for each other.
+        """
+        replicaset = self.controller.replicasets[name]
+        if replicaset.hand_off is not None and replicaset.hand_off.reserves_first and len(replicaset.shared):
+            self._wake_placed(name, place_shared(replicaset, self.now))
+            self._hand_offs[name].hold_back()
 
     def _drain(self, one: R) -> None:
         """Let a replica take no more requests; those that have not begun go elsewhere. Raises `PolicyError`."""

@@ -199,3 +199,11 @@ def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple
     for request in moving:
         replicaset.unbind(request)
     return [(request, replicaset.place(request, now)) for request in moving]
+
+
+def place_shared(replicaset: Replicaset, now: int) -> list[tuple[Request, Replica | None]]:
+    """Place the requests of the shared queue like arrivals. Return them like `place_anew`. Raises `PolicyError`."""
+    moving = [one for one in replicaset.shared.ordered(to_seconds(now)) if isinstance(one, Request)]
+    for request in moving:
+        replicaset.unbind(request)
+    return [(request, replicaset.place(request, now)) for request in moving]
