@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vajra_py.config import load_config
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, RoutingPartKind
 from vajra_py.latency import load_device, load_model
 from vajra_py.plugins import load_registry
 
@@ -43,6 +43,23 @@ def test_every_policy_can_be_shown(name: str, vajra: Vajra) -> None:
     assert said.out.startswith(name)
     assert "  source: " in said.out
     assert "  parameters:" in said.out
+
+
+PARTS = sorted({name for kind in RoutingPartKind for name in load_registry().routing_parts(kind)})
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_routing_part_can_be_shown(name: str, vajra: Vajra) -> None:
+    said = vajra("policies", "show", name)
+    assert said.code == 0
+    assert said.out.startswith(f"{name}, routing ")
+    assert "  source: " in said.out
+
+
+def test_an_unknown_routing_part_is_guessed(vajra: Vajra) -> None:
+    said = vajra("policies", "show", "queue-scorers")
+    assert said.code == 2
+    assert "Did you mean 'queue-scorer'?" in said.err
 
 
 def test_a_parameter_has_limits_unit_and_default(vajra: Vajra) -> None:
@@ -113,3 +130,44 @@ def test_a_new_plugin_is_written_once(vajra: Vajra, tmp_path: Path) -> None:
     assert vajra("new-plugin", "no name!").code == 2
     assert vajra("new-plugin", "my-policies", "--directory", "elsewhere").code == 0
     assert (tmp_path / "elsewhere" / "my-policies" / "pyproject.toml").exists()
+
+
+LLM_D = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {type: queue-scorer}
+- {type: lora-affinity-scorer}
+"""
+
+
+SIMULATED = "backend: {simulator: {latency: {type: roofline, model: llama-3.1-8b, device: a100-80gb-sxm}}}\n"
+
+
+def test_a_file_of_llm_d_becomes_yaml_that_runs(vajra: Vajra, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "epp.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(LLM_D)
+    said = vajra("check", "--llm-d", str(theirs))
+    assert said.code == 0
+    assert "lora-affinity-scorer has no meaning here: there are no adapters" in said.out
+    ours.write_text(f"version: 1\n{said.out}{SIMULATED}")
+    assert vajra("check", str(ours)).code == 0
+
+
+def test_a_broken_file_of_llm_d_is_told_with_lines(vajra: Vajra, tmp_path: Path) -> None:
+    broken = tmp_path / "epp.yaml"
+    broken.write_text(LLM_D.replace("queue-scorer", "queue-scorers"))
+    said = vajra("check", "--llm-d", str(broken))
+    assert (said.code, said.out) == (2, "")
+    assert f"{broken}:4: plugins.0.type: is no plug-in that is known here" in said.err
+    assert "Did you mean 'queue-scorer'?" in said.err
+    assert vajra("check", "--llm-d", "--effective", str(broken)).code == 2
+
+
+@pytest.mark.parametrize("kind", ["scorer", "filter", "picker", "decider"])
+def test_a_new_routing_part_is_written(kind: str, vajra: Vajra, tmp_path: Path) -> None:
+    said = vajra("new-plugin", "my-lab", "--kind", kind, "--directory", str(tmp_path))
+    assert said.code == 0
+    package = tmp_path / "my-lab" / "src" / "my_lab"
+    assert {one.name for one in package.iterdir()} == {"__init__.py", f"{kind}.py", "py.typed"}
+    assert vajra("new-plugin", "other", "--kind", "scorers", "--directory", str(tmp_path)).code == 2

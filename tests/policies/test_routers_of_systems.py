@@ -188,12 +188,12 @@ def test_expected_outputs_count() -> None:
 
 def test_a_hot_prefix_moves_when_its_holder_is_too_heavy() -> None:
     made = router("preble_e2", context(num_blocks=64), min_requests_per_replica=2, default_output_tokens=0)
-    hot = prompt("a", blocks=8)
+    hot = prompt("a", blocks=40)
     assert made.assign(hot, idle(2), 0.0) == 0
     for size in (16, 16):
         assert made.assign(Request(size), idle(2), 0.0) == 1
-    chosen = [made.assign(prompt("a", blocks=8), idle(2), 0.0) for _ in range(12)]
+    chosen = [made.assign(prompt("a", blocks=40), idle(2), 0.0) for _ in range(12)]
     assert set(chosen) == {0, 1}
     still = router("preble_e2", context(num_blocks=64), min_requests_per_replica=1000)
     assert still.assign(hot, idle(2), 0.0) == 0
-    assert [still.assign(prompt("a", blocks=8), idle(2), 0.0) for _ in range(12)] == [0] * 12
+    assert [still.assign(prompt("a", blocks=40), idle(2), 0.0) for _ in range(12)] == [0] * 12

@@ -1,0 +1,146 @@
+"""Does the conformance suite notice what a routing part does wrong, and do the installed parts pass it?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from vajra_py.contract import PolicyConfig, RoutingPartKind, RoutingPartSpec
+from vajra_py.testing import check_routing_part, routing_parts_under_test
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "utilization-filter": {
+        "conditions": [{"metric": "waiting-queue", "max_value": 1}, {"metric": "active-requests", "max_value": 3}]
+    },
+    "by-label": {"label": "pool", "valid_values": ["default"]},
+    "endpoint-attribute-scorer": {"attribute_key": "num_running", "algorithm": {"type": "linear_lower_is_better"}},
+    "endpoint-attribute-filter": {
+        "attribute": "num_waiting",
+        "algorithm": {"threshold": {"operator": "LessThan", "value": 2}},
+    },
+}
+"""Parameters of parts that have no defaults for all."""
+STATEFUL = {"inflight-load-producer", "no-hit-lru-scorer", "prefix-cache-scorer", "weighted-random-picker"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=f"{spec.kind.value}-{spec.name}", marks=() if spec.name in STATEFUL else pytest.mark.slow)
+        for spec in routing_parts_under_test()
+    ],
+)
+def test_installed_parts_keep_the_contract(spec: RoutingPartSpec) -> None:
+    check_routing_part(spec, PARAMS.get(spec.name))
+
+
+class Part:
+    """A part of any kind that is right."""
+
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        return [None if one.num_running else 1.0 for one in replicas]
+
+    def keeps(self, request: Any, replicas: Sequence[Any], now: float) -> Sequence[Any]:
+        return [one for one in replicas if one.num_waiting < 4]
+
+    def pick(self, request: Any, replicas: Sequence[Any], scores: Sequence[float], now: float) -> int:
+        return int(replicas[-1].replica_id)
+
+    def disaggregates(self, request: Any, decode: Any, now: float) -> bool:
+        return bool(request.num_prompt_tokens > 50)
+
+
+class Short(Part):
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        return [1.0]
+
+
+class Infinite(Part):
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        return [float("inf") for _ in replicas]
+
+
+class Fickle(Part):
+    def __init__(self) -> None:
+        self.count = itertools.count()
+
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        return [float(next(self.count)) for _ in replicas]
+
+    def disaggregates(self, request: Any, decode: Any, now: float) -> bool:
+        return bool(next(self.count) % 2)
+
+
+class Writes(Part):
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        for one in replicas:
+            one.num_running = 0
+        return [1.0 for _ in replicas]
+
+
+class Peeks(Part):
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        return [float(one.replica.memory.num_blocks > 0) for one in replicas]
+
+
+class Reverses(Part):
+    def keeps(self, request: Any, replicas: Sequence[Any], now: float) -> Sequence[Any]:
+        return list(reversed(replicas))
+
+
+class Empties(Part):
+    def keeps(self, request: Any, replicas: Any, now: float) -> Sequence[Any]:
+        kept = list(replicas)
+        replicas.clear()
+        return kept
+
+
+class PicksAnyId(Part):
+    def pick(self, request: Any, replicas: Sequence[Any], scores: Sequence[float], now: float) -> int:
+        return 99
+
+
+class Says(Part):
+    def disaggregates(self, request: Any, decode: Any, now: float) -> Any:
+        return "yes"
+
+
+class Hoards(Part):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def scores(self, request: Any, replicas: Sequence[Any], now: float) -> list[float | None]:
+        if request not in self.seen:
+            self.seen.append(request)
+        return [1.0 for _ in replicas]
+
+
+def spec(kind: RoutingPartKind, make: Callable[[], Any]) -> RoutingPartSpec:
+    return RoutingPartSpec("under-test", kind, PolicyConfig, lambda config, context: make(), "Under test.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "message"),
+    [
+        (RoutingPartKind.SCORER, Short, "numbers for 2 replicas"),
+        (RoutingPartKind.SCORER, Infinite, "are not finite numbers or None"),
+        (RoutingPartKind.SCORER, Fickle, "and asked again"),
+        (RoutingPartKind.SCORER, Writes, "num_running"),
+        (RoutingPartKind.SCORER, Peeks, "reads replica view.replica, which is not there for it to read"),
+        (RoutingPartKind.SCORER, Hoards, "still holds"),
+        (RoutingPartKind.FILTER, Reverses, "not some of them in their order"),
+        (RoutingPartKind.FILTER, Empties, "changes the sequence"),
+        (RoutingPartKind.PICKER, PicksAnyId, "is 99; candidates: "),
+        (RoutingPartKind.DECIDER, Says, "is 'yes'; expected True or False"),
+        (RoutingPartKind.DECIDER, Fickle, "and asked again"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+@pytest.mark.filterwarnings("ignore::vajra_py.testing.ConformanceWarning")
+def test_what_breaks_the_contract_is_told(kind: RoutingPartKind, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message) as caught:
+        check_routing_part(spec(kind, make))
+    assert str(caught.value).startswith(f"{kind.value} 'under-test' breaks the contract:")
