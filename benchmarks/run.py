@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import queues  # noqa: E402
+import routing  # noqa: E402
 import simulate  # noqa: E402
 import startup  # noqa: E402
 import steps  # noqa: E402
@@ -32,6 +33,7 @@ TARGETS: Mapping[str, tuple[float, str]] = {
     "step_lrs_x_fcfs_waiting_100000": (2.0, "100,000 waiting behind a full batch: LRS over FCFS"),
     "step_admitting_lrs_x_fcfs_waiting_100000": (2.0, "100,000 waiting, one admitted a step: LRS over FCFS"),
     "abort_us_waiting_100000": (20.0, "abort one of 100,000 waiting, microseconds"),
+    "placement_us_four_scorers_1000_replicas": (500.0, "placement by four scorers among 1,000 replicas, microseconds"),
     "sim_1_replica_2000_cpu_s": (0.15, "2,000 requests on 1 replica, CPU seconds"),
     "sim_8_replicas_16000_cpu_s": (1.2, "16,000 requests on 8 replicas, CPU seconds"),
     "sim_1000_replicas_1000000_cpu_s": (600.0, "1,000,000 requests on 1,000 replicas, CPU seconds"),
@@ -59,6 +61,7 @@ def main() -> int:
     for name, measure in (
         ("steps", steps.measure),
         ("queues", queues.measure),
+        ("routing", routing.measure),
         ("simulation", lambda: simulate.measure(options.large)),
         ("startup", startup.measure),
     ):

@@ -182,7 +182,7 @@ class LoadColumns(Protocol):
     """
 
     def column(self, name: str) -> Sequence[int]:
-        """A figure by its name in `ReplicaLoadView`, a whole number for each replica, in their order."""
+        """A figure by its name in `ReplicaLoadView`, a whole number for each replica, in their order; to be read only."""
 
 
 class PoolView(Protocol):

@@ -29,6 +29,7 @@ __all__ = [
     "Kind",
     "Offer",
     "OutputLengthInputs",
+    "OwnSpec",
     "Parameter",
     "PluginSource",
     "Registry",

@@ -90,7 +90,7 @@ def _column(replicas: Sequence[ReplicaLoadView], name: str, kind: Any) -> Any:
     if found is None:
         source = replicas.source
         values = _READERS[name](replicas) if source is None else source.column(name)
-        found = replicas.columns[name] = np.fromiter(values, kind, len(replicas))
+        found = replicas.columns[name] = np.asarray(values, dtype=kind)
     return found
 
 

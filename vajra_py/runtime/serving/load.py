@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vajra_py.contract import ReplicaLimits, ReplicaState, RequestView
 from vajra_py.runtime.serving.replica import Replica
 
@@ -82,14 +85,35 @@ _COLUMNS: dict[str, Callable[[list[Replica]], list[int]]] = {
 }
 
 
+_FIXED = frozenset({"replica_id", "num_blocks", "max_batch_size"})
+"""Figures that do not change during a run."""
+
+
 class LiveLoads(list[LiveLoad]):
     """`LoadColumns` of live loads: figures are read from the replicas, without a call for each view."""
 
-    def column(self, name: str) -> list[int]:
-        """A figure of all replicas, in their order."""
-        if name in _COLUMNS:
-            return _COLUMNS[name]([one.replica for one in self])
-        return [getattr(one, name) for one in self]
+    def __init__(self) -> None:
+        super().__init__()
+        self._replicas: list[Replica] = []
+        self._fixed: dict[str, NDArray[np.int64]] = {}
+
+    def add(self, load: LiveLoad) -> None:
+        """Add the load of another replica."""
+        self.append(load)
+        self._replicas.append(load.replica)
+        self._fixed.clear()
+
+    def column(self, name: str) -> Any:
+        """A figure of all replicas, in their order: a list, or an array where it does not change."""
+        read = _COLUMNS.get(name)
+        if read is not None:
+            return read(self._replicas)
+        if name not in _FIXED:
+            return [getattr(one, name) for one in self]
+        if name not in self._fixed:
+            self._fixed[name] = np.array([getattr(one, name) for one in self], dtype=np.int64)
+            self._fixed[name].setflags(write=False)
+        return self._fixed[name]
 
 
 class LoadOnDemand:

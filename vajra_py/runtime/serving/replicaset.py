@@ -185,7 +185,7 @@ class Replicaset:
         replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
-        self._live.append(load)
+        self._live.add(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
 
