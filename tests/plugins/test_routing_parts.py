@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
+import vajra_py as vajra
 from tests.policies.routing_views import context
+from vajra_py.config import json_schema, load_config
 from vajra_py.contract import (
     DeciderChoice,
     FilterChoice,
+    Layer,
+    LoadColumns,
     PickerChoice,
     PolicyConfig,
     RoutingContext,
@@ -20,7 +27,8 @@ from vajra_py.contract import (
     ScorerChoice,
 )
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError
-from vajra_py.plugins import load_registry, routing_part_builder
+from vajra_py.plugins import load_registry, routing_part_builder, write_plugin
+from vajra_py.testing import Harness, HarnessOptions, check_routing_part
 
 
 class Flat:
@@ -96,8 +104,6 @@ def test_a_broken_offer_is_refused(changed: dict[str, Any], message: str) -> Non
 
 
 def test_parameters_must_be_a_policys() -> None:
-    from pydantic import BaseModel, ConfigDict
-
     class Plain(BaseModel):
         model_config = ConfigDict(extra="forbid")
 
@@ -158,3 +164,78 @@ def test_wrong_parameters_and_failures_are_told_apart() -> None:
 def test_a_choice_may_be_a_name_alone() -> None:
     choice = ScorerChoice.model_validate("queue-scorer")
     assert (choice.name, choice.weight, choice.params) == ("queue-scorer", 1.0, {})
+
+
+def test_editors_complete_parts_and_their_parameters() -> None:
+    registry = load_registry().with_policies([spec()])
+    definitions = json_schema(registry)["$defs"]
+    by_name, *variants = definitions["ScorerChoice"]["oneOf"]
+    assert {"flat-scorer", "queue-scorer"} <= set(by_name["enum"])
+    assert "endpoint-attribute-scorer" not in by_name["enum"], "it has parameters without defaults"
+    flat = next(one for one in variants if one["title"] == "flat-scorer")
+    assert set(flat["properties"]) == {"scorer", "weight", "params"}
+    assert flat["properties"]["params"]["properties"]["height"]["default"] == 0.5
+    attribute = next(one for one in variants if one["title"] == "endpoint-attribute-scorer")
+    assert attribute["required"] == ["scorer", "params"]
+
+
+@pytest.mark.parametrize("kind", ["scorer", "filter", "picker", "decider"])
+def test_the_template_of_a_part_runs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_plugin(f"my-{kind}-lab", tmp_path, kind)
+    monkeypatch.syspath_prepend(str(folder / "src"))
+    (own,) = importlib.import_module(f"my_{kind}_lab").vajra_routing_parts()
+    assert own.name == f"my-{kind}-lab-{kind}"
+    registry = load_registry().with_policies([own])
+    config = load_config(folder / "experiment.yaml", registry=registry)
+    choice = config.scheduling.choice(Layer.REPLICASET_SCHEDULER)
+    assert own.name in str(choice.params)
+    check_routing_part(own)
+
+
+def test_a_part_without_a_package_is_given_to_a_run() -> None:
+    experiment = {
+        "version": 1,
+        "name": "tried",
+        "scheduling": {
+            "request_prioritizer": "fcfs",
+            "replicaset_scheduler": {"policy": "endpoint_picker", "params": {"scorers": ["flat-scorer"]}},
+            "replica_scheduler": "fixed_chunk",
+        },
+        "num_replicas": 2,
+        "workload": {"type": "profile", "profile": "azure2023_conv", "num_requests": 20, "rate": 6},
+        "backend": {"simulator": {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}},
+    }
+    own = [spec()]
+    run = vajra.run(vajra.load(experiment, policies=own), policies=own)
+    assert run.summary.value("overall.ttft_s.mean") > 0
+
+
+def test_figures_of_all_replicas_at_once_are_those_of_each() -> None:
+    harness = Harness("fcfs", "endpoint_picker", "fixed_chunk", HarnessOptions(num_replicas=5, num_blocks=64))
+    for index in range(30):
+        harness.submit(f"r{index}", 20 + 7 * index, 9)
+    for replica_id in (0, 2, 3):
+        harness.step(replica_id)
+    seen: list[Any] = []
+    harness.replicaset.bind_policy(Peek(seen), "peek")
+    harness.submit("last", 10)
+    (replicas,) = seen
+    assert isinstance(replicas, LoadColumns)
+    figures = ("num_running", "num_waiting", "num_pending_tokens", "num_context_tokens", "free_blocks", "num_blocks")
+    for name in (*figures, "replica_id", "max_batch_size"):
+        assert list(replicas.column(name)) == [getattr(one, name) for one in replicas], name
+    assert len({one.num_waiting for one in replicas}) > 1
+
+
+class Peek:
+    """Keeps the replicas that it is shown."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def assign(self, request: Any, replicas: Any, now: float) -> int:
+        self._seen.append(replicas)
+        return 0
+
+    def pull(self, replica: Any, queued: Any, now: float) -> Any:
+        return ()

@@ -13,6 +13,7 @@ from vajra_py.config.load import EXPERIMENT_KEYS
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import AdmissionSpec, Layer, PolicySpec
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
+from vajra_py.contract.routing import PART_CHOICES
 from vajra_py.plugins import ADMISSION, SCALER, Offer, Registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -67,6 +68,7 @@ def json_schema(registry: Registry) -> Schema:
     for definition in (*backend["properties"].values(), *definitions.values()):
         own: Schema = definition.get("properties", {})
         own.update({key: _in_place_of(own[key], typed[key]) for key in typed if "TypedChoice" in str(own.get(key))})
+    _name_routing_parts(registry, definitions)
     for name in ("PolicyChoice", "TypedChoice"):
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "SystemSchedulingConfig", "ReplicasetConfig"):
@@ -114,6 +116,29 @@ def _policy_variants(
             "required": required,
             "additionalProperties": False,
         }
+
+
+def _name_routing_parts(registry: Registry, definitions: Schema) -> None:
+    """Let each choice of a routing part name the installed ones, with their parameters."""
+    for choice in PART_CHOICES:
+        general = definitions.get(choice.__name__)
+        if general is None:
+            continue
+        kind, offers = choice.kind.value, registry.routing_parts(choice.kind)
+        variants = [_short(name for name, offer in offers.items() if not _has_required(offer.spec.config))]
+        for name, offer in offers.items():
+            own = {"params": _embedded(TypeAdapter(offer.spec.config), definitions), kind: {"const": name}}
+            variants.append(
+                {
+                    "type": "object",
+                    "title": name,
+                    "description": _summary(offer.spec.summary, offer.package, offer.version),
+                    "properties": {**general["properties"], **own},
+                    "required": [kind, "params"] if _has_required(offer.spec.config) else [kind],
+                    "additionalProperties": False,
+                }
+            )
+        definitions[choice.__name__] = {"description": general.get("description", ""), "oneOf": variants}
 
 
 def _in_place_of(general: Schema, typed: Schema) -> Schema:

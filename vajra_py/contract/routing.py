@@ -209,6 +209,16 @@ class DeciderChoice(RoutingPartChoice):
     decider: str = Field(description="Name of a decider.")
 
 
+PART_CHOICES: tuple[type[RoutingPartChoice], ...] = (
+    ProducerChoice,
+    FilterChoice,
+    ScorerChoice,
+    PickerChoice,
+    DeciderChoice,
+)
+"""The choice of each kind."""
+
+
 class GetProducer(Protocol):
     """Looks up the producers of a router."""
 
