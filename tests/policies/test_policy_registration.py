@@ -22,6 +22,10 @@ OWN = {
         "power_of_two",
         "random",
         "prefix_affinity",
+        "endpoint_picker",
+        "dynamo_kv_router",
+        "sglang_cache_aware",
+        "preble_e2",
     },
     Layer.REPLICA_SCHEDULER: {"fixed_chunk", "dynamic_chunk", "space_sharing"},
 }
