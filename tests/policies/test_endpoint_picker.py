@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from tests.policies.routing_views import Replica, Request, context, prompt, replicas, seeded
 from tests.sim.split_pools import settings, simulate
+from vajra_policies.routers import figures
 from vajra_policies.routers.endpoint_picker import EndpointPickerPolicyConfig
 from vajra_policies.routers.picking import EndpointPicker, build
 from vajra_py.contract import (
@@ -21,6 +22,7 @@ from vajra_py.contract import (
     PlacesAfterPrompt,
     PolicyConfig,
     PolicyContext,
+    ReplicaState,
     RoutingPartKind,
     RoutingPartSpec,
 )
@@ -331,20 +333,22 @@ def test_parts_learn_both_placements() -> None:
 POOLS: dict[str, Any] = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2}}
 
 
-def ways(order: str, decider: Any = None, count: int = 6) -> Any:
+def ways(order: str, decider: Any = None, count: int = 6, reserve: str = "after_prompt") -> Any:
     how = {"order": order, **({} if decider is None else {"decider": decider})}
     params = {"profiles": PROFILES, "disaggregation": how}
     scheduling = {**settings()["scheduling"], "replicaset_scheduler": {"policy": "endpoint_picker", "params": params}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "reserve": reserve}
     specs = [RequestSpec(f"r{index}", 0.05 * index, 100, 5) for index in range(count)]
-    return simulate(settings(scheduling=scheduling, pools=POOLS), specs).ways
+    return simulate(settings(scheduling=scheduling, pools=POOLS, hand_off=hand_off), specs).ways
 
 
 @pytest.mark.parametrize(
     ("order", "decider"),
     [("decode-first", "always-disagg-pd-decider"), ("prefill-first", None), ("decode-after-prompt", None)],
 )
-def test_pools_split_prompts_and_decodes_in_a_run(order: str, decider: Any) -> None:
-    found = ways(order, decider)
+@pytest.mark.parametrize("reserve", ["before_prompt", "after_prompt", "at_admission"])
+def test_pools_split_prompts_and_decodes_in_a_run(order: str, decider: Any, reserve: str) -> None:
+    found = ways(order, decider, reserve=reserve)
     assert {way.assigned[0] for way in found.values()} <= {0, 1}
     assert {way.target for way in found.values()} <= {2, 3}
     assert all(way.ended is not None and way.arrived is not None for way in found.values())
@@ -381,6 +385,21 @@ def test_decode_replicas_compute_what_the_decider_keeps_there_in_a_run() -> None
 def test_wrong_compositions_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EndpointPickerPolicyConfig.model_validate(params)
+
+
+def test_profiles_need_kv_that_can_move() -> None:
+    with pytest.raises(ValueError, match="KV-parallel groups"):
+        router({"profiles": PROFILES}, context(kv_parallel_groups=2, kv_group_tokens=320))
+
+
+def test_mixed_replicas_hand_over_too() -> None:
+    params = {"profiles": PROFILES, "disaggregation": {"decider": "always-disagg-pd-decider"}}
+    scheduling = {**settings()["scheduling"], "replicaset_scheduler": {"policy": "endpoint_picker", "params": params}}
+    mapping = settings(scheduling=scheduling, num_replicas=3)
+    del mapping["pools"]
+    found = simulate(mapping, [RequestSpec(f"r{index}", 0.01 * index, 100, 5) for index in range(6)]).ways
+    assert any(way.target is not None for way in found.values())
+    assert all(way.ended is not None for way in found.values())
 
 
 def test_a_producer_is_given_once() -> None:
@@ -444,3 +463,21 @@ def test_it_is_offered_with_its_source() -> None:
 def test_contexts_without_parts_say_so() -> None:
     with pytest.raises(ValueError, match="no routing parts here"):
         router(services=replace(context(), build_part=no_routing_parts))
+
+
+def test_figures_are_right_whoever_is_down() -> None:
+    params: Any = {"scorers": ["queue-scorer", "running-requests-size-scorer", "kv-cache-utilization-scorer"]}
+    harness = Harness("fcfs", ("endpoint_picker", params), "fixed_chunk", HarnessOptions(num_replicas=6, num_blocks=64))
+    for index in range(40):
+        harness.submit(f"r{index}", 10 + 11 * index % 300, 9)
+    for replica_id in (0, 2, 3):
+        harness.step(replica_id)
+    for down in ((), (1,), (0, 5)):
+        for replica_id in range(6):
+            state = ReplicaState.DOWN if replica_id in down else ReplicaState.UP
+            harness.replicaset.set_state(replica_id, state)
+        fast, plain = (figures.those_up(views) for views in (harness.replicaset._live, [*harness.replicaset._live]))
+        assert [one.replica_id for one in fast] == [one.replica_id for one in plain]
+        for read in (figures.ids, figures.waiting, figures.running, figures.kv_usage, figures.pending_tokens):
+            assert read(fast).tolist() == read(plain).tolist()
+        assert len(set(figures.waiting(fast).tolist())) > 1

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import PolicyConfig, RoutingPartKind, RoutingPartSpec
-from vajra_py.testing import check_routing_part, routing_parts_under_test
+from vajra_py.contract import Layer, PolicyConfig, RoutingPartKind, RoutingPartSpec
+from vajra_py.plugins import load_registry
+from vajra_py.testing import check_policy, check_routing_part, routing_parts_under_test
 
 PARAMS: dict[str, dict[str, Any]] = {
     "utilization-filter": {
@@ -144,3 +145,40 @@ def test_what_breaks_the_contract_is_told(kind: RoutingPartKind, make: Callable[
     with pytest.raises(AssertionError, match=message) as caught:
         check_routing_part(spec(kind, make))
     assert str(caught.value).startswith(f"{kind.value} 'under-test' breaks the contract:")
+
+
+ROUTERS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "endpoint_picker",
+        {
+            "producers": [{"producer": "approx-prefix-cache-producer", "params": {"min_block_size_tokens": 16}}],
+            "filters": ["utilization-detector", "prefix-cache-affinity-filter"],
+            "scorers": ["token-load-scorer", "no-hit-lru-scorer", {"scorer": "prefix-cache-scorer", "weight": 3}],
+            "picker": "weighted-random-picker",
+        },
+    ),
+    (
+        "endpoint_picker",
+        {
+            "profiles": {
+                "prefill": {"filters": ["prefill-filter"], "scorers": ["active-request-scorer"]},
+                "decode": {"filters": ["decode-filter"], "scorers": ["latency-scorer", "session-affinity-scorer"]},
+            },
+            "disaggregation": {"decider": {"decider": "prefix-based-pd-decider", "params": {"non_cached_tokens": 40}}},
+        },
+    ),
+    ("dynamo_kv_router", {"use_kv_events": False, "router_temperature": 0.3, "router_track_output_blocks": True}),
+    ("sglang_cache_aware", {"balance_abs_threshold": 0, "max_tree_size": 200}),
+    ("preble_e2", {"window_s": 0.1, "min_requests_per_replica": 0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        pytest.param(*one, id=f"{one[0]}-{index}", marks=() if index < 2 else pytest.mark.slow)
+        for index, one in enumerate(ROUTERS)
+    ],
+)
+def test_routers_keep_the_contract_with_other_parameters(name: str, params: dict[str, Any]) -> None:
+    check_policy(load_registry().policy(Layer.REPLICASET_SCHEDULER, name).spec, params)

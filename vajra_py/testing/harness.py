@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias, cast
 
+from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, RequestView, SchedulingPolicy
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
@@ -30,6 +31,7 @@ from vajra_py.plugins import (
 )
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
@@ -40,7 +42,7 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
-from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.serving.replicaset import AdmissionLimits, HandOffRules, Replicaset
 from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import StepResult
@@ -266,6 +268,8 @@ class Harness:
         self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
+        if self.replicaset.places_itself:
+            self.replicaset.hand_off = HandOffRules(HandOffConfig(), LinkOptions(), 0)
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
         if admission is not None:
             name = type(self.admission).__name__

@@ -33,6 +33,7 @@ _METHODS = (
     "admit",
     "assign",
     "pull",
+    "place_after_prompt",
     "schedule",
     "solo_chunk_size",
     "refuses",
@@ -101,6 +102,10 @@ class StrictViews:
         def admit(request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> Any:
             return policy.admit(self.request(request), [StrictReplicasetView(self, one) for one in replicasets], now)
 
+        def place_after_prompt(request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Any:
+            views = [StrictReplicaView(self, replica) for replica in replicas]
+            return policy.place_after_prompt(self.request(request), views, now)
+
         def pull(replica: ReplicaLoadView, queued: QueueView, now: float) -> Any:
             return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
 
@@ -123,6 +128,7 @@ class StrictViews:
                 "admit": admit,
                 "assign": assign,
                 "pull": pull,
+                "place_after_prompt": place_after_prompt,
                 "schedule": schedule,
                 "refuses": lambda request, replica, now: policy.refuses(
                     self.request(request), StrictReplicaView(self, replica), now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,21 +18,26 @@ Integers: TypeAlias = NDArray[np.int64]
 class Candidates(list[ReplicaLoadView]):
     """Replicas of one placement, with the figures that were read of them so far.
 
-    `source`: the sequence that these are all of, if it may have a faster way to read figures.
+    `source`: the sequence that these are from, if it may have a faster way to read figures; `mask`: which of it they are, if not all.
     """
 
-    __slots__ = ("columns", "source")
+    __slots__ = ("columns", "mask", "source")
 
-    def __init__(self, replicas: Iterable[ReplicaLoadView], source: object = None) -> None:
+    def __init__(
+        self, replicas: Iterable[ReplicaLoadView], source: object = None, mask: Sequence[bool] | None = None
+    ) -> None:
         super().__init__(replicas)
         self.columns: dict[str, Any] = {}
         self.source: LoadColumns | None = source if isinstance(source, LoadColumns) else None
+        self.mask = None if mask is None else np.array(mask, dtype=np.bool_)
 
 
 def those_up(replicas: Sequence[ReplicaLoadView]) -> Candidates:
     """The replicas that take requests."""
-    up = [one for one in replicas if one.is_up]
-    return Candidates(up, replicas if len(up) == len(replicas) else None)
+    is_up = [one.is_up for one in replicas]
+    if all(is_up):
+        return Candidates(replicas, replicas)
+    return Candidates(compress(replicas, is_up), replicas, is_up)
 
 
 def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
@@ -89,8 +95,10 @@ def _column(replicas: Sequence[ReplicaLoadView], name: str, kind: Any) -> Any:
     found = replicas.columns.get(name)
     if found is None:
         source = replicas.source
-        values = _READERS[name](replicas) if source is None else source.column(name)
-        found = replicas.columns[name] = np.asarray(values, dtype=kind)
+        found = np.asarray(_READERS[name](replicas) if source is None else source.column(name), dtype=kind)
+        if source is not None and replicas.mask is not None:
+            found = found[replicas.mask]
+        replicas.columns[name] = found
     return found
 
 

@@ -162,6 +162,8 @@ def build(config: EndpointPickerPolicyConfig, context: PolicyContext) -> Endpoin
         assert config.picker is not None
         profile = _profile(config.filters, config.scorers, config.picker, parts)
         return EndpointPicker(parts, profile, num_batches)
+    if context.limits.kv_parallel_groups > 1:
+        raise ValueError("profiles move requests with their KV, which is spread over KV-parallel groups here")
     profiles: dict[str, Profile] = {
         name: _profile(one.filters, one.scorers, one.picker, parts) for name, one in config.profiles.items()
     }
