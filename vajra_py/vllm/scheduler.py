@@ -34,6 +34,7 @@ from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
+from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
@@ -83,8 +84,7 @@ class Scheduler(WithoutExtras):
         self.config = experiment_of(sizes, options, vllm_config.scheduler_config, registry)
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
-        group = kv_cache_config.kv_cache_groups[0]
-        bytes_per_token = group.kv_cache_spec.page_size_bytes * len(group.layer_names) // block_size
+        bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
         self.mechanism: Mechanism = make_mechanism(
             self.config, registry, self._clock, self._max_model_len, bytes_per_token
         )
@@ -179,7 +179,7 @@ class Scheduler(WithoutExtras):
 
     def _forget_at_workers(self, record: Record) -> None:
         if record.is_known:
-            self._messages.finished.add(record.request_id)
+            self._messages.next.finished.add(record.request_id)
             record.is_known = False
 
     def finish_requests(
@@ -242,7 +242,7 @@ class Scheduler(WithoutExtras):
                 self._num_idle = 0
         for name in self.mechanism.take_preempted():
             if name in self._records:
-                self._messages.preempted.add(name)
+                self._messages.next.preempted.add(name)
                 if self.log_stats:
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
@@ -318,7 +318,7 @@ class Scheduler(WithoutExtras):
                 self._held.append(record)
                 continue
             if record.is_known:
-                self._messages.preempted.add(record.request_id)
+                self._messages.next.preempted.add(record.request_id)
             self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.intake)
 
     def _told(self, plan: StepPlan) -> SchedulerOutput:
@@ -432,7 +432,7 @@ class Scheduler(WithoutExtras):
 
     def has_finished_requests(self) -> bool:
         """True while workers or clients have not received an end."""
-        return bool(self._messages.finished) or self._endings.is_pending
+        return bool(self._messages.next.finished) or self._endings.is_pending
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
