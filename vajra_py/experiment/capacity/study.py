@@ -18,7 +18,8 @@ from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
 from vajra_py.config.sweeps import values_of_label
 from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
-from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint, plain_values
+from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint
+from vajra_py.experiment.capacity.plain_values import plain_values
 from vajra_py.experiment.capacity.rate import RateQuestion, search_rate
 from vajra_py.experiment.capacity.search import Answer, Probe, Search, Setting, Slacks, search_replicas
 from vajra_py.experiment.device_figures import devices_of, latency_models
