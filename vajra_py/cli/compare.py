@@ -60,7 +60,7 @@ def compare(  # noqa: PLR0913 - one argument for each option
     """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
     from vajra_py.experiment.runs.folder import find_all_runs
     from vajra_py.metrics.comparison.comparison import compare as compare_runs
-    from vajra_py.metrics.runs.run_data import load_runs
+    from vajra_py.metrics.runs.naming import load_runs
 
     loaded = load_runs(find_all_runs(runs))
     primary = _names(metrics)
