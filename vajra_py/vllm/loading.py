@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vajra_py.engine.compute import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.model.inspect import free_host_bytes, readable_bytes
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.vllm.config import VllmOptions
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, model_facts_of
+from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from vajra_py.engine.compute import (
 )
 from vajra_py.engine.compute.interface import needs_prompt
 from vajra_py.errors import ExecutorError
-from vajra_py.vllm.config import VllmOptions
+from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
