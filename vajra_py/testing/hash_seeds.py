@@ -7,17 +7,24 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import cloudpickle
 
-from vajra_py.contract import PolicySpec
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.testing import scenarios
+from vajra_py.testing.subject import UNCOUNTED, Subject
 
 HASH_SEEDS = (0, 1, 2)
 TIMEOUT_S = 300.0
 """Real time after which a process is given up."""
+
+_SCENARIOS = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
+_MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
+"""So many that the first of a set of replicas is seldom the same one twice."""
 
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 
@@ -26,7 +33,7 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:
-    """What the policy does under each of `HASH_SEEDS`, each in a process of its own; the processes run side by side.
+    """Return what the policy does under each of `HASH_SEEDS`, each in a process of its own; the processes run side by side.
 
     Raises `pickle.PicklingError` or another error of pickling where the policy cannot be handed to another process, and
     `RuntimeError` with the process's last line where one fails.
@@ -92,6 +99,15 @@ def _child(task: str, result: str) -> None:
     with Path(task).open("rb") as file:
         sys.path[:] = pickle.load(file)
         spec, params = pickle.load(file)
-    from vajra_py.testing.conformance import rows_of  # after the path is set, and never in the other direction
+    Path(result).write_bytes(pickle.dumps(_rows_of(spec, params)))
 
-    Path(result).write_bytes(pickle.dumps(rows_of(spec, params)))
+
+def _rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
+    """Return every decision and every end, in words, of a policy in some scenarios, as this process's hash seed has them."""
+    subject = Subject(spec, params)
+    rules = replace(UNCOUNTED, num_replicas=_MANY_REPLICAS[spec.layer])
+    outcomes = {one.name: subject.run(one, None, rules) for one in _SCENARIOS if subject.suits(one)}
+    return {
+        name: [*(f"step {row}" for row in one.decisions), *(f"end {row}" for row in one.ends)]
+        for name, one in outcomes.items()
+    }
