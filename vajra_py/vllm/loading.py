@@ -44,8 +44,8 @@ class VllmWorkers:
     """The workers of one vLLM, in this process or, with several shards, in processes of vLLM's own.
 
     Attributes:
-        facts: what they loaded.
-        is_cpu: whether this vLLM computes on a CPU.
+        facts: of the model that they loaded.
+        is_cpu: True if this vLLM computes on a CPU.
     """
 
     def __init__(self, options: VllmOptions, version: str) -> None:
@@ -148,7 +148,7 @@ class VllmWorkers:
             raise ExecutorError(f"vllm: {num_blocks} KV blocks cannot be made ({_line(error)}).") from error
 
     def execute(self, message: Any) -> Any:
-        """What vLLM's model runner puts out for one `SchedulerOutput`."""
+        """Return the output of vLLM's model runner for one `SchedulerOutput`."""
         output = self._executor.execute_model(message)
         return self._executor.sample_tokens(None) if output is None else output
 
@@ -237,5 +237,5 @@ def _eos_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Return an error's text, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -14,7 +14,7 @@ from vajra_py.engine.compute import RunnerOptions
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions(RunnerOptions):
-    """What a runner on vLLM's workers loads, besides what every runner is told.
+    """Options of a runner on vLLM's workers, besides those of every runner.
 
     Attributes:
         max_batch_size: most requests of one step.

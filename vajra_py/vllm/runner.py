@@ -61,15 +61,14 @@ class _Row:
     """Request in its slot, as far as the workers know it.
 
     Attributes:
-        sampling: how its tokens are sampled, in vLLM's terms.
-        keeps: whether the workers know it from its first chunk to its end.
+        keeps: True if the workers know it from its first chunk to its end.
         tokens: as far as they are known here; of one that keeps, all until it is told.
         blocks: its block table.
-        name: what the workers call it; empty: they do not know it.
+        name: its name at the workers; empty: they do not know it.
         num_told: leading entries of its block table that they have.
         num_computed: tokens in KV memory.
         num_sampled: tokens that they sampled under this name.
-        is_moved: whether its block table is another one than they have.
+        is_moved: True if its block table is another one than they have.
     """
 
     new: NewRow
@@ -86,7 +85,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """What a step gave, by slot, while its parts come back: see `StepOutput`."""
+    """Results of a step, by slot, while its parts come back: see `StepOutput`."""
 
     sampled: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -115,13 +115,13 @@ class Scheduler(WithoutExtras):
         """Requests that the mechanism is to get with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
         self._num_idle = 0
-        """How many times in a row nothing was scheduled although somebody waited."""
+        """Number of times in a row that nothing was scheduled although a request waited."""
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
         self._pause = PauseState.UNPAUSED
         self._forgets = False
-        """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
+        """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
         init_logger("vllm.vajra").info(described(self.config, options, is_async=self._is_async))
@@ -344,7 +344,7 @@ class Scheduler(WithoutExtras):
                 self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """What the grammars of a step's requests allow."""
+        """Return what the grammars of a step's requests allow."""
         return self._grammars.bitmask(scheduler_output, self.requests)
 
     # Tokens
@@ -352,7 +352,7 @@ class Scheduler(WithoutExtras):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take a step's tokens in; what every client is to be told."""
+        """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
         outputs: dict[int, list[EngineCoreOutput]] = {}
         if model_runner_output.sampled_token_ids:
@@ -427,7 +427,7 @@ class Scheduler(WithoutExtras):
         return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a client waits for this request's end."""
+        """Return true if a client waits for this request's end."""
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
@@ -466,7 +466,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def pause_state(self) -> PauseState:
-        """Whether steps are formed."""
+        """State that decides which steps are formed."""
         return self._pause
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -197,7 +197,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
 
 
 def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) -> tuple[tuple[float, ...], str]:
-    """What a replica of each kind costs, and the unit of it; nothing where a rate is searched.
+    """Return the cost of a replica of each kind, and its unit; nothing where a rate is searched.
 
     Costs that are not given are the devices' prices; where one of those is not known, all replicas cost the same.
     """
