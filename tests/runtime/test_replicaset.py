@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.contract import KeyMotion
+from vajra_py.contract import KeyMotion, ReplicaState
 from vajra_py.contract.observer import EndReason, Observer, StepRun
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
@@ -59,12 +59,12 @@ def test_a_numpy_integer_is_as_good() -> None:
 
 def test_a_replica_that_is_down() -> None:
     bench = harness(Chooser(lambda request, replicas, now: min(one.replica_id for one in replicas if one.is_up)))
-    bench.replicaset.set_up(0, False)
+    bench.replicaset.set_state(0, ReplicaState.DOWN)
     assert bench.submit("a", 4).replica_id == 1
-    bench.replicaset.set_up(0, True)
+    bench.replicaset.set_state(0, ReplicaState.UP)
     assert bench.submit("b", 4).replica_id == 0
     stubborn = harness(Chooser(lambda *_: 0))
-    stubborn.replicaset.set_up(0, False)
+    stubborn.replicaset.set_state(0, ReplicaState.DOWN)
     with pytest.raises(PolicyError, match=r"Replicas that are up: \[1\]"):
         stubborn.submit("r", 4)
 
@@ -212,7 +212,7 @@ def test_a_request_is_refused_when_no_replica_that_is_up_would_run_it() -> None:
     bench.steps_until_idle(0)
     assert bench.submit("d", 8).end_reason is None  # replica 0 would run it
     bench.steps_until_idle(0)
-    bench.replicaset.set_up(0, False)
+    bench.replicaset.set_state(0, ReplicaState.DOWN)
     assert bench.submit("e", 8).detail == f"RefusesWhileBusy: replica 1 is busy at {bench.now} s"
 
 

@@ -69,9 +69,11 @@ class PluginParts:
         """Check every part."""
         replicasets = _mapping(self.data.get("replicasets"))
         self._scheduling((), self.data, optional=bool(replicasets))
+        self._pools((), self.data)
         for name, replicaset in replicasets.items():
             if isinstance(replicaset, dict):
                 self._scheduling(("replicasets", name), replicaset)
+                self._pools(("replicasets", name), replicaset)
         self._backend()
         observers = self.data.get("observers")
         if isinstance(observers, list):
@@ -103,6 +105,14 @@ class PluginParts:
             for key in [each for each in scheduling if each not in known]:
                 self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
             section["scheduling"] = None
+
+    def _pools(self, path: KeyPath, section: dict[str, Any]) -> None:
+        """Complete the replica scheduler of each pool that has one."""
+        key = Layer.REPLICA_SCHEDULER.value
+        for name, pool in _mapping(section.get("pools")).items():
+            if isinstance(pool, dict) and pool.get(key) is not None:
+                choice = self._policy(Layer.REPLICA_SCHEDULER, (*path, "pools", name, key), pool[key])
+                pool[key] = choice or PolicyChoice(policy=STAND_IN)
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice; None if it is wrong."""
@@ -197,6 +207,15 @@ class PluginParts:
         for name, own in _mapping(simulator.get("replicasets")).items():
             self._predictions((*path, "replicasets", name), own)
             self._known_replicaset((*path, "replicasets", name))
+            pools = _mapping(_mapping(self._replicaset(name)).get("pools"))
+            for pool, section in _mapping(_mapping(own).get("pools")).items():
+                self._predictions((*path, "replicasets", name, "pools", pool), section)
+                if pool not in pools:
+                    self._found((*path, "replicasets", name, "pools", pool), "no such pool", did_you_mean(pool, pools))
+
+    def _replicaset(self, name: str) -> Any:
+        replicasets = _mapping(self.data.get("replicasets"))
+        return replicasets.get(name) if replicasets else self.data
 
     def _known_replicaset(self, path: KeyPath) -> None:
         known = list(_mapping(self.data.get("replicasets"))) or ["default"]

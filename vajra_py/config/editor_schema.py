@@ -35,6 +35,9 @@ def json_schema(registry: Registry) -> Schema:
             "description": described,
             "oneOf": [_short(registry.policy_names(layer)), *_policy_variants(layer, registry, definitions)],
         }
+    scheduler = definitions["SchedulingConfig"]["properties"][Layer.REPLICA_SCHEDULER.value]
+    own_scheduler: Schema = definitions["PoolConfig"]["properties"]
+    own_scheduler["replica_scheduler"] = _in_place_of(own_scheduler["replica_scheduler"], scheduler)
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
     simulator: Schema = definitions["SimulatorConfig"]["properties"]
     latency = _typed(registry.latency_models, definitions, simulator["latency"])

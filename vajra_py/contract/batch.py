@@ -105,6 +105,13 @@ class BatchBuilder(Protocol):
         `IN_FLIGHT` can be refused.
         """
 
+    def idle_until(self, time_s: float) -> None:
+        """Run nothing on purpose: with an empty batch, ask again at `time_s`, or when anything happens before.
+
+        Seconds on the run's clock, after `now`. No effect if the batch is not empty in the end. Raises `ValueError` for a time that
+        is not after now.
+        """
+
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request for good, now: it is reported as rejected, with the policy's name and this reason.
 
@@ -114,7 +121,8 @@ class BatchBuilder(Protocol):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
 
-        0 for a running request, without a prefix cache, and for a request that is swapped.
+        0 for a running request, without a prefix cache, and for a request that is swapped. For one that came from another replica
+        with its KV: the tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:

@@ -44,6 +44,34 @@ def emit_nothing(name: str, value: float, now: float, request: RequestView | Non
     """Record nothing; the default of `PolicyContext.emit`."""
 
 
+class WakeUps(Protocol):
+    """Asks the mechanism to come back at a time: for batching windows, periodic rebalancing, planners.
+
+    Everything else of that tick happens first. Then `on_wake` is called, where the policy has it (`HandlesWakes`), and its layer is
+    asked again: a replica scheduler for its replica's next step, unless one is in flight; the other two for all idle replicas. A
+    wake-up alone does not keep a run going: it ends when no request is left.
+    """
+
+    def at(self, time_s: float, key: str = "") -> None:
+        """Wake this policy at `time_s`, seconds on the run's clock (now, if that has passed).
+
+        A policy has one wake-up under each key; asking again moves it. Raises `ValueError` for a time that is not finite.
+        """
+
+    def cancel(self, key: str = "") -> None:
+        """Forget the wake-up of this key, if there is one."""
+
+
+class NoWakeUps:
+    """The default of `PolicyContext.wake`: outside a run nobody is woken."""
+
+    def at(self, time_s: float, key: str = "") -> None:
+        """Do nothing."""
+
+    def cancel(self, key: str = "") -> None:
+        """Do nothing."""
+
+
 T = TypeVar("T")
 
 
@@ -91,3 +119,5 @@ class PolicyContext:
     """State that the policies of the replicaset share."""
     emit: EmitFigure = emit_nothing
     """Records a figure of the policy's own."""
+    wake: WakeUps = field(default_factory=NoWakeUps)
+    """Wakes the policy at a time."""

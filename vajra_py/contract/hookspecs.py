@@ -54,9 +54,9 @@ class Preset:
     summary: str
     source: str
     scheduling: Mapping[str, Any]
-    """As under `scheduling:` in YAML, all three layers."""
+    """Contents of `scheduling:` in YAML, all three layers."""
     replica: Mapping[str, Any] = field(default_factory=dict)
-    """As under `replica:` in YAML: batch limits, memory and prefix-cache options."""
+    """Contents of `replica:` in YAML: batch limits, memory and prefix-cache options."""
 
 
 @dataclass(frozen=True, slots=True)

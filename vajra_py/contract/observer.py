@@ -71,7 +71,7 @@ class StepRun:
     replica_id: ReplicaId
     first_step_index: int
     formed_at: float
-    """Of the first step; each further one was formed when the one before it ended."""
+    """Time at which the first step was formed, seconds; each further step was formed when the one before it ended."""
     ended_at: Sequence[float]
     num_decodes: int
     first_context_tokens: int
@@ -118,6 +118,20 @@ class Observer:
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
         """A running request lost its memory or was swapped out."""
+
+    def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request's prompt is computed, and it leaves this replica, which holds its KV until another one has it."""
+
+    def on_transfer(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
+    ) -> None:
+        """Blocks of the target are set aside, and KV of so many tokens is on its way to them."""
+
+    def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The target has the KV of a request, which waits there to run."""
+
+    def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """The source of a request has given back the blocks that it held for it."""
 
     def on_first_token(self, request: RequestView, now: float) -> None:
         """A request's client saw its first token."""

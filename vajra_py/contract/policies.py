@@ -74,7 +74,7 @@ class PredictsSlack(Protocol):
         """Seconds that the request can still lose at `now` before it is late; negative when it is late already."""
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """The same as part of the time that the request is allowed in all, from arrival to deadline; at most 1."""
+        """Slack as a fraction of the time that the request is allowed in all, from arrival to deadline; at most 1."""
 
 
 @runtime_checkable
@@ -92,6 +92,44 @@ class ReplicasetScheduler(Protocol):
 
         Asked each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
         the replica's scheduler really admits it.
+        """
+
+
+@runtime_checkable
+class PlacesAfterPrompt(Protocol):
+    """Optional method of a replicaset scheduler for replicasets whose pools split prompts and decodes.
+
+    A scheduler without it is used unchanged: one instance assigns arrivals to replicas that compute prompts, a second one of the same
+    kind assigns requests whose prompt is computed to replicas that decode; each sees its own replicas alone. With it, `assign` sees
+    the replicas of all pools, and may choose any of them.
+    """
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """Replica that goes on with a request whose prompt has just been computed, or that a replica scheduler hands off.
+
+        None lets it stay where it is. Asked again, when something has changed, while the chosen replica cannot take it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request is to go to another replica."""
+
+    request: RequestView
+    target: ReplicaId | None
+    """None calls a waiting request back into the shared queue."""
+
+
+@runtime_checkable
+class MovesRequests(Protocol):
+    """Optional method of a replicaset scheduler that moves waiting and running requests between replicas."""
+
+    def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
+        """Requests to move now; running ones take their KV along while they go on computing.
+
+        Asked when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
         """
 
 
@@ -149,18 +187,18 @@ class SchedulerTraits:
     """
 
     repeats_decodes: frozenset[SteadyState] = frozenset()
-    """Of a replica scheduler: the situations in which a step of all decodes is followed by equal ones.
+    """Situations in which a step of all decodes is followed by equal ones; for replica schedulers.
 
     After such a step every further one is decided the same way, whatever the time, until a request arrives (with
     `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then works such steps out at once.
     """
     reads_load: bool = True
-    """Of a replicaset scheduler; False: `assign` reads nothing of the replicas but `replica_id` and `is_up`.
+    """False: `assign` reads nothing of the replicas but `replica_id` and `is_up`; for replicaset schedulers.
 
     A simulator then need not bring every replica up to date at each arrival.
     """
     needs_slack: bool = False
-    """Of a replica scheduler: it reads slack, and is refused beside a prioritizer without `PredictsSlack`, when policies are built."""
+    """True if a replica scheduler reads slack: it is refused beside a prioritizer without `PredictsSlack`, when policies are built."""
     is_work_conserving: bool = False
     """No replica idles while there is work that it could do.
 
@@ -221,6 +259,14 @@ class ListensToRequests(Protocol):
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
+
+
+@runtime_checkable
+class HandlesWakes(Protocol):
+    """Optional method of any policy that asks to be woken (`PolicyContext.wake`)."""
+
+    def on_wake(self, key: str, now: float) -> None:
+        """The time that was asked for under this key has come."""
 
 
 SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

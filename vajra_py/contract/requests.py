@@ -22,11 +22,11 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer than it allowed."""
     REJECTED = "rejected"
-    """It was refused at the door (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
+    """It was refused on arrival (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
     FAILED = "failed"
     """The replica that ran it failed."""
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 class RequestView(Protocol):
@@ -158,4 +158,4 @@ class RequestView(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str | int | float]:
-        """Whatever else the workload or the client attached."""
+        """Other facts that the workload or the client attached."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, TypeAlias
 
 from vajra_py.contract.requests import ReplicaId, RequestView
@@ -30,6 +31,29 @@ class ReplicaLimits:
     """Tokens of one request that one KV-parallel group may hold; None without KV parallelism."""
     bytes_per_block: int = 0
     host_blocks: int = 0
+
+
+class PoolRole(Enum):
+    """Kind of work that the replicas of a pool take: the values are those of `role:` in YAML."""
+
+    MIXED = "mixed"
+    """Prompts and decodes."""
+    PREFILL = "prefill"
+    """Requests leave with their KV once their prompt is computed."""
+    DECODE = "decode"
+    """Requests come with the KV of their prompt."""
+
+
+class ReplicaState(Enum):
+    """Life of a replica."""
+
+    STARTING = "starting"
+    """Takes no requests yet."""
+    UP = "up"
+    DRAINING = "draining"
+    """Takes no more requests; goes down when it has none left."""
+    DOWN = "down"
+    """Does not compute: lost, or scaled away."""
 
 
 class LocalReplicaView(Protocol):
@@ -88,7 +112,7 @@ class LocalReplicaView(Protocol):
         """Seconds that the request can still lose before it is late (`PredictsSlack`); None when the prioritizer predicts none."""
 
     def slack_fraction(self, request: RequestView) -> float | None:
-        """The same as part of the time that it is allowed in all; None when the prioritizer predicts none."""
+        """Slack as a fraction of the time from arrival to deadline; None when the prioritizer predicts none."""
 
 
 class ReplicaLoadView(Protocol):
@@ -99,12 +123,20 @@ class ReplicaLoadView(Protocol):
         """Number of the replica in its replicaset, from 0."""
 
     @property
+    def pool(self) -> str:
+        """Name of its pool; "default" in a replicaset without pools."""
+
+    @property
     def role(self) -> str:
-        """Kind of work it serves: "mixed" unless the replicaset is disaggregated."""
+        """Value of its pool's `PoolRole`: "mixed" unless the replicaset is disaggregated."""
+
+    @property
+    def state(self) -> ReplicaState:
+        """Stage of its life."""
 
     @property
     def is_up(self) -> bool:
-        """True if it takes requests."""
+        """True if it takes requests (`ReplicaState.UP`)."""
 
     @property
     def num_running(self) -> int:
@@ -140,6 +172,58 @@ class ReplicaLoadView(Protocol):
     @property
     def age_s(self) -> float:
         """Age of these figures, seconds; 0 for a live view."""
+
+
+class PoolView(Protocol):
+    """One pool of a replicaset, as admission policies and scalers see it."""
+
+    @property
+    def name(self) -> str:
+        """Its name in YAML; "default" in a replicaset without pools."""
+
+    @property
+    def role(self) -> str:
+        """Value of its `PoolRole`."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas in any state, by id."""
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for one of its replicas: in their own queues, and in the shared queue where it may pull from that."""
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of these that are left to compute."""
+
+
+class ReplicasetView(Protocol):
+    """A replicaset as admission policies see it: live figures."""
+
+    @property
+    def name(self) -> str:
+        """Its name in YAML; "default" when the file names none."""
+
+    @property
+    def pools(self) -> Sequence[PoolView]:
+        """Its pools in the order of the file; one without `pools:`."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaLoadView]:
+        """Replicas of all pools, by id."""
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting requests of all queues; deferred ones are not among them."""
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of these that are left to compute."""
+
+    @property
+    def num_deferred(self) -> int:
+        """Requests for it that admission has put off."""
 
 
 class QueueView(Protocol):

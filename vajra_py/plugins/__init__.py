@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vajra_py.plugins.build import (
-    Truth,
+    OutputLengthInputs,
     build_latency_model,
     build_observer,
     build_output_lengths,
@@ -18,10 +18,10 @@ from vajra_py.plugins.scaffold import write_plugin
 
 __all__ = [
     "Offer",
+    "OutputLengthInputs",
     "Parameter",
     "PluginSource",
     "Registry",
-    "Truth",
     "build_latency_model",
     "build_observer",
     "build_output_lengths",

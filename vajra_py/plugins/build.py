@@ -40,12 +40,13 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_preemption": 3,
     "on_step_end": 1,
     "on_departures": 2,
+    "on_wake": 2,
 }
-"""Optional methods of policies of any layer that notify them about requests."""
+"""Optional methods of policies of any layer that notify them about requests and wake-ups."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
-    Layer.REPLICASET_SCHEDULER: {},
+    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
@@ -104,7 +105,7 @@ def build_latency_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class OutputLengthInputs:
     """Inputs for building an output-length predictor: random streams by name, and the true lengths (for oracles)."""
 
     random_stream: Callable[[str], Any]
@@ -112,14 +113,14 @@ class Truth:
 
 
 def build_output_lengths(
-    name: str, params: Mapping[str, Any] | BaseModel, truth: Truth, registry: Registry | None = None
+    name: str, params: Mapping[str, Any] | BaseModel, inputs: OutputLengthInputs, registry: Registry | None = None
 ) -> OutputLengthPredictor:
     """Build the output-length predictor of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).output_length(name)
     where = "output_length"
     config = validated_params(offer, params, where)
     predictor: OutputLengthPredictor = _built(
-        offer, where, lambda: offer.spec.build(config, truth.random_stream, truth.output_tokens)
+        offer, where, lambda: offer.spec.build(config, inputs.random_stream, inputs.output_tokens)
     )
     _check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
     return predictor

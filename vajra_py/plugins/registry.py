@@ -63,7 +63,7 @@ Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """Everything that the installed plug-ins provide, by name.
+    """Offers of the installed plug-ins, by name.
 
     `lazy` calls a hook of every plug-in, at most once for each kind that is used.
     """

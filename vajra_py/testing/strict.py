@@ -40,7 +40,7 @@ _METHODS = (
     "on_departures",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
-"""What a replicaset scheduler with the trait `reads_load=False` may read."""
+"""Attributes that a replicaset scheduler with the trait `reads_load=False` may read."""
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
@@ -54,7 +54,7 @@ def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> An
 
 
 def public_names(protocol: type) -> frozenset[str]:
-    """What a Protocol of the contract offers."""
+    """Return the public names of a Protocol of the contract."""
     return frozenset(name for name in dir(protocol) if not name.startswith("_"))
 
 
@@ -243,7 +243,7 @@ class StrictBatch(_View):
         return self._verb(found) if callable(found) else found
 
     def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """The same verb for strict views: the mechanism gets the requests behind them, the policy a view back."""
+        """Wrap a verb of the builder for strict views: the mechanism gets the requests behind them, the policy a view back."""
         views = self._views
 
         def called(*given: Any, **named: Any) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
+from vajra_py.contract import HandlesWakes, Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import POLICY_EXCEPTIONS, RunError, check_is_own_fault
 from vajra_py.experiment.device_figures import latency_models
@@ -74,6 +74,11 @@ def why_together(
     """
     policies = replicaset.policies
     assert policies is not None  # it was built from settings
+    if replicaset.hand_off is not None:
+        return "requests go from one of its replicas to another"
+    for layer in Layer:
+        if any(isinstance(one, HandlesWakes) for one in policies.layer(layer).made):
+            return f"{policies.name(layer)} may be woken while some of its replicas have nothing left"
     scheduler = policies.make_again(Layer.REPLICASET_SCHEDULER).made[0]
     name, admission = policies.name(Layer.REPLICASET_SCHEDULER), config.admission
     if traits_of(scheduler).reads_load:

@@ -36,6 +36,7 @@ from vajra_py.runtime.records.input_log import (
     RecordedOutput,
     StageEnd,
     Swap,
+    WakeUp,
     read_inputs,
     read_rows,
 )
@@ -66,7 +67,7 @@ class Recording:
     config: SystemConfig
     inputs: Sequence[Input]
     outputs: Mapping[int, RecordedOutput]
-    """By the request's index."""
+    """Recorded outputs by the request's index."""
     durations: Mapping[tuple[str, int], Mapping[int, int]]
     """Ticks of each step, by (replicaset, replica) and step index."""
     stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
@@ -252,6 +253,7 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
         tenant_salt=any(one.tenant_salt for one in memories),
         fast_forward=not recording.knows_tokens,  # by which every step may publish blocks
         expires=False,
+        wakes=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
     simulator = Simulator(
@@ -270,6 +272,8 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
+        elif isinstance(one, WakeUp):
+            simulator.inject(one.tick, Phase.WAKE, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator

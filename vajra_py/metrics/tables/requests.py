@@ -64,7 +64,7 @@ class RequestRow(StatedFacts):
     """Submission order over the whole run."""
     replicaset: str
     replica_id: int
-    """Where it ran last; -1 if it never got to a replica."""
+    """Replica on which it ran last; -1 if it never reached one."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
@@ -337,7 +337,7 @@ def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
-    """These columns of a requests table; where it is older than a fact, nobody stated it."""
+    """Return these columns of a requests table; facts that are newer than the table count as not stated."""
     import pyarrow as pa
 
     schema = RequestsBuilder().schema()

@@ -1,4 +1,4 @@
-"""Take requests in and account for each until it ends.
+"""Accept requests and account for each until it ends.
 
 Invariant, at every step: submitted = waiting + running + ended, and every request ends exactly once.
 """
@@ -15,6 +15,7 @@ from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.alarms import AlarmClock
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
@@ -22,7 +23,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
 OUT_OF_SERVICE = "out of service"
-"""How the detail of requests begins whose policies broke the contract."""
+"""Beginning of a request's `detail` when its policies broke the contract."""
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""
@@ -38,29 +39,32 @@ class Controller:
         observers: Sequence[Observer] = (),
         *,
         diary: PolicyDiary | None = None,
+        alarms: AlarmClock | None = None,
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
-        """Which replicaset takes a request. Raises `ConfigError` when none does."""
+        """Choice of the replicaset that takes a request. Raises `ConfigError` when none does."""
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
-        """What the policies leave for the results of the run."""
+        """Results that the policies of the run produce."""
+        self.alarms = AlarmClock() if alarms is None else alarms
+        """Wake-ups that policies ask for."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Gives a request its index; None: they are counted. For a run of which this controller sees a part."""
+        """Function that gives a request its index; None: a counter. For a controller that sees a part of a run."""
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
-        """Told of accepted requests that have left for good, once each, before any policy is."""
+        """Callback with accepted requests that have left for good, once for each, before any policy is notified."""
         self._alive: dict[str, tuple[Request, Replicaset]] = {}
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything from now on; before the first request."""
+        """Notify these observers of everything from now on; before the first request."""
         self._observers = observers
         for replicaset in self.replicasets.values():
             replicaset.watch(observers)
 
     def unwatch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see nothing any more; not while one of them is being told."""
+        """Stop notifying these observers; not while one of them is being notified."""
         self.watch([one for one in self._observers if not any(one is other for other in observers)])
 
     @property
@@ -69,17 +73,17 @@ class Controller:
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Requests accepted and not ended, by submission; also when an error came between an end and its settlement."""
-        entries = list(self._alive.values())  # at once: other threads may ask too
+        """Requests accepted and not ended, by submission; right also after an error between an end and its settlement."""
+        entries = list(self._alive.values())  # copied in one operation, since other threads may call this
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
 
     def find(self, request_id: str) -> Request | None:
-        """The living request of this id."""
+        """Return the living request of this id."""
         entry = self._alive.get(request_id)
         return None if entry is None else entry[0]
 
     def replica_of(self, request: Request) -> Replica | None:
-        """The replica that a living request is bound to; None for one in a shared queue."""
+        """Return the replica that a living request is bound to; None for one in a shared queue."""
         if request.replica_id < 0:
             return None
         _, replicaset = self._alive[request.request_id]
@@ -90,7 +94,7 @@ class Controller:
         return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
 
     def only_replica(self) -> Replica:
-        """The replica of a run that has one alone. Raises `ConfigError` where there are others."""
+        """Return the replica of a run with a single one. Raises `ConfigError` where there are others."""
         replicas = self.replicas()
         if len(replicas) != 1:
             sizes = {name: len(one.replicas) for name, one in self.replicasets.items()}
@@ -113,7 +117,7 @@ class Controller:
         now: int,
         arrived_at: float | None = None,
     ) -> tuple[Request, Replica | None]:
-        """Take a request in; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
+        """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
         `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and says what identifies the prompt's
         blocks. `arrived_at` is when the client sent it, in seconds, where that was before now (an engine that was busy takes
@@ -124,7 +128,7 @@ class Controller:
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
-        else:  # counted before a policy is asked, whatever that does
+        else:  # counted before a policy is called, which may raise
             self._alive[facts.request_id] = (request, replicaset)
             detail = replicaset.refusal(request, seconds)
             if detail is not None:
@@ -144,7 +148,7 @@ class Controller:
         return request, replicaset.accept(request, now)
 
     def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
-        """A request as it is submitted to a replicaset, not yet accounted for."""
+        """Return a request as it is submitted to a replicaset, not yet accounted for."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
@@ -163,27 +167,27 @@ class Controller:
         return False
 
     def lose_replica(self, replica: Replica, failure: Failure, now: int) -> Losses:
-        """A replica is lost: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
+        """Handle a lost replica: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
         losses = lose_replica(replicaset, replica, failure, now)
         self.settle(losses.ended, now)
         return losses
 
     def restore_replica(self, replica: Replica, now: int) -> None:
-        """A replica that was lost computes again, with nothing in its memory."""
+        """Let a lost replica compute again, with empty memory."""
         self.replicasets[replica.replicaset].restore(replica.replica_id)
         for observer in self._observers:
             observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
 
     def reset_cache(self, replica: Replica, now: int) -> None:
-        """Empty a replica's KV memory and prefix cache; who ran there waits to be computed again."""
+        """Empty a replica's KV memory and prefix cache; its running requests wait to be computed again."""
         seconds = to_seconds(now)
         held = reset_cache(replica, seconds)
         for observer in self._observers:
             observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
-        """No replica of it is up, and none will be in time: what waits for one ends."""
+        """End the requests that wait for a replica of this replicaset, since none will be up in time."""
         ended = abandon(replicaset, why, now)
         self.settle(ended, now)
         return ended
@@ -199,7 +203,7 @@ class Controller:
     def take_out_of_service(
         self, replicaset: Replicaset, error: PolicyError, now: int
     ) -> list[tuple[Request, EndReason]]:
-        """A policy broke the contract: what its replicaset served ends; policies are told nothing of it."""
+        """End all requests of a replicaset whose policy broke the contract; policies are not notified."""
         ended = take_out_of_service(replicaset, self._alive_of(replicaset), f"{OUT_OF_SERVICE}: {error}", now)
         for request, reason in ended:
             del self._alive[request.request_id]
@@ -213,7 +217,7 @@ class Controller:
         return [request for request, one in self._alive.values() if one is replicaset]
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
-        """Count requests that have ended, and tell of it: `on_ended`, then the policies that listen."""
+        """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
         if not ended:
             return
         to_tell = []
@@ -230,7 +234,7 @@ class Controller:
                 tell((request,), to_seconds(now))
 
     def stall(self, now: int) -> PolicyError | None:
-        """Whose policy leaves requests standing when no step runs and none was formed; None when no request is left."""
+        """Return the error of a policy that leaves requests waiting while no step runs; None when no request is left."""
         standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
             return None
@@ -239,6 +243,9 @@ class Controller:
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
+        if request.state is RequestState.HELD:
+            message = f"places nobody whose prompt is computed {remain}"
+            return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
         if replica is None:
@@ -252,9 +259,9 @@ class Controller:
         return error.at(replica.replica_id, replica.num_steps)
 
     def _is_let_in(self, request: Request) -> bool:
-        """Whether a replica may run the request, as far as whoever executes its steps is concerned."""
+        """Return True if the executing side lets a replica run the request."""
         replica = self.replica_of(request)
-        if replica is None:
+        if replica is None or request.state is RequestState.HELD:
             return True
         is_running = request.state is RequestState.RUNNING
         return replica.forms_steps and (is_running or replica.running_set.admits)
@@ -266,8 +273,10 @@ class Controller:
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
         waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
         running = sum(replica.running_set.num_running for replica in self.replicas())
-        if waiting + running != len(self._alive):
-            raise RuntimeError(f"{waiting} requests wait and {running} run, but {len(self._alive)} are alive")
+        leaving = sum(one.state is RequestState.HELD for one, _ in self._alive.values())
+        if waiting + running + leaving != len(self._alive):
+            found = f"{waiting} requests wait, {running} run and {leaving} move"
+            raise RuntimeError(f"{found}, but {len(self._alive)} are alive")
         states = Counter(request.state for request in self.alive())
         if states[RequestState.RUNNING] != running:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
@@ -277,7 +286,7 @@ class Controller:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """What the batch builder refused in the last step that the replica's policy was asked to form."""
+    """Return a sentence about the builder's refusals in the last step that the replica's policy was asked to form."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

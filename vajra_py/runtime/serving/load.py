@@ -6,23 +6,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.contract import RequestView
+from vajra_py.contract import ReplicaLimits, ReplicaState, RequestView
 from vajra_py.runtime.serving.replica import Replica
 
 
 class LiveLoad:
     """`ReplicaLoadView` that reads the replica as it is."""
 
-    __slots__ = ("_replica", "age_s", "is_up", "max_batch_size", "num_blocks", "replica_id", "role")
+    __slots__ = (
+        "_replica",
+        "age_s",
+        "is_up",
+        "limits",
+        "max_batch_size",
+        "num_blocks",
+        "pool",
+        "replica_id",
+        "role",
+        "state",
+    )
 
-    def __init__(self, replica: Replica, role: str = "mixed") -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.replica_id = replica.replica_id
-        self.role = role
-        self.is_up = True
+        self.pool = replica.parts.pool
+        self.role = replica.parts.role.value
+        self.limits = replica.limits
+        self.set_state(ReplicaState.UP)
         self.num_blocks = replica.memory.num_blocks
         self.max_batch_size = replica.limits.max_batch_size
         self.age_s = 0.0
+
+    def set_state(self, state: ReplicaState) -> None:
+        """Let the replica be at this stage of its life."""
+        self.state = state
+        self.is_up = state is ReplicaState.UP
 
     @property
     def num_running(self) -> int:
@@ -56,7 +74,7 @@ class LiveLoad:
 
 
 class LoadOnDemand:
-    """`ReplicaLoadView` that has the steps that ended applied before a figure is read."""
+    """`ReplicaLoadView` that applies the steps that have ended before a figure is read."""
 
     __slots__ = ("_live", "_sync")
 
@@ -71,13 +89,16 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` of some time ago: what a router sees that polls its replicas. Prefix hits are read live."""
+    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are read live."""
 
     live: LiveLoad
     replica_id: int
+    pool: str
     role: str
+    limits: ReplicaLimits
     num_blocks: int
     max_batch_size: int
+    state: ReplicaState = ReplicaState.UP
     is_up: bool = True
     num_running: int = 0
     num_waiting: int = 0
@@ -89,13 +110,14 @@ class SnapshotLoad:
 
     @classmethod
     def of(cls, live: LiveLoad) -> SnapshotLoad:
-        """A snapshot that has not been taken yet."""
-        return cls(live, live.replica_id, live.role, live.num_blocks, live.max_batch_size)
+        """Return a snapshot without figures yet."""
+        return cls(live, live.replica_id, live.pool, live.role, live.limits, live.num_blocks, live.max_batch_size)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
-        """Take the figures again if they are older than the interval; the snapshot with its age set."""
+        """Read the figures again if they are older than the interval; returns the snapshot with its age set."""
         live = self.live
-        self.is_up = live.is_up  # a request that is sent to a replica that is down comes back at once
+        # Read live: requests sent to a replica that is down come back at once.
+        self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running
             self.num_waiting = live.num_waiting

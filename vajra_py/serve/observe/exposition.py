@@ -103,7 +103,7 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: names are this collector's own."""
+        """Return nothing: the registry need not know the names in advance."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

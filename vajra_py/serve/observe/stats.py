@@ -108,11 +108,11 @@ class SetStats:
         self.num_decodes = 0
         self.prefill_tokens = 0
         self.num_prompt_tokens = 0
-        """Of requests whose first token has come."""
+        """Prompt tokens of requests whose first token has come."""
         self.num_output_tokens = 0
-        """That have come, as of the last `count_output_tokens`."""
+        """Output tokens as of the last `count_output_tokens`."""
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
-        """By replica: decodes, prompts and prompt tokens of its last step."""
+        """Decodes, prompts and prompt tokens of the last step, by replica."""
 
 
 class ServerStats(Observer):
@@ -230,7 +230,7 @@ class ServerStats(Observer):
                 self._latency[replica] = None
 
     def on_formed(self, replicaset: str, seconds: float) -> None:
-        """A step was formed, which took so long."""
+        """Count the time that forming a step took."""
         self.sets[replicaset].forming.add(seconds)
 
     def _note(self, kind: str, text: str) -> None:
