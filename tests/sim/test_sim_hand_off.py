@@ -96,6 +96,38 @@ def test_at_step_boundaries_a_busy_target_takes_kv_when_its_step_ends() -> None:
         assert (abs(steps - round(steps)) < 1e-6) is on_boundary
 
 
+def test_a_prompt_waits_for_blocks_of_its_target_where_they_are_taken_first() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 8}}}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt"}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)]
+    ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
+    assert ways["a"].held == pytest.approx(prompt_s(100))
+    assert ways["b"].held == pytest.approx(ways["a"].ended + prompt_s(100))
+    assert ways["b"].sent == ways["b"].held  # blocks are there already
+
+
+def test_a_request_waits_in_its_targets_queue_where_blocks_are_taken_at_admission() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"max_batch_size": 1}}}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)]
+    ways = simulate(
+        settings(pools=pools, hand_off={"preset": "vllm-pd", "kv_bytes_per_token": 1_000_000}), requests
+    ).ways
+    held = prompt_s(200)
+    # Both are loaded at once: loading takes no place in the batch, computing does.
+    assert [ways[name].sent for name in "ab"] == [pytest.approx(held)] * 2
+    assert ways["a"].first_token == pytest.approx(held + 0.02 + DECODE_S)
+    assert ways["b"].first_token == pytest.approx(ways["a"].ended + DECODE_S)
+
+
+def test_a_load_that_finds_no_blocks_waits_for_them_at_the_head_of_the_queue() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 10}}}}
+    hand_off = {"preset": "vllm-pd", "kv_bytes_per_token": 1_000_000}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20), RequestSpec("small", 0.0, 20, 2)]
+    ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
+    assert ways["b"].sent == pytest.approx(ways["a"].ended)
+    assert ways["small"].sent == ways["b"].sent
+
+
 def test_tokens_in_the_targets_prefix_cache_are_not_moved_again() -> None:
     from vajra_py.workload import PromptContent
 
@@ -111,7 +143,7 @@ def test_tokens_in_the_targets_prefix_cache_are_not_moved_again() -> None:
     assert [ways[name].num_moved for name in "ab"] == [100, 100]
 
 
-@pytest.mark.parametrize("preset", ["dynamo-pd", "distserve", "splitwise"])
+@pytest.mark.parametrize("preset", ["vllm-pd", "sglang-pd", "dynamo-pd", "distserve", "splitwise"])
 def test_results_do_not_depend_on_whether_repeated_steps_are_worked_out_at_once(preset: str) -> None:
     pools = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2, "replica": {"memory": {"num_blocks": 40}}}}
     mapping = settings(pools=pools, hand_off={"preset": preset, "kv_bytes_per_token": 1_000_000})

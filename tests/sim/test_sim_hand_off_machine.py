@@ -42,7 +42,7 @@ def requests(draw: st.DrawFn) -> list[RequestSpec]:
 HAND_OFF = st.fixed_dictionaries(
     {
         "kv_bytes_per_token": st.just(1_000_000),
-        "reserve": st.just("after_prompt"),
+        "reserve": st.sampled_from(["before_prompt", "after_prompt", "at_admission"]),
         "reservations": st.sampled_from(["all_that_fit", "one_at_a_time"]),
         "when_full": st.sampled_from(["wait", "hold", "drop"]),
         "first_token": st.sampled_from(["source", "recompute"]),

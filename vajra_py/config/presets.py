@@ -17,6 +17,9 @@ from vajra_py.plugins import Registry
 
 CHOICES: Sequence[KeyPath] = tuple(("backend", "simulator", key) for key in ("latency", "predictions", "output_length"))
 
+ADMISSION_KEY = "admission"
+"""Key of the admission policy under `scheduling` at the top, which replicasets do not inherit."""
+
 REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
 
@@ -29,6 +32,7 @@ def long_forms(root: Entries) -> Entries:
     policies: list[KeyPath] = [
         *layers,
         *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers),
+        ("scheduling", ADMISSION_KEY),
     ]
     policies += [
         (*path, "pools", pool, Layer.REPLICA_SCHEDULER.value)
@@ -101,8 +105,10 @@ def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
         if key not in root or (key == "num_replicas" and "pools" in own) or (key == "pools" and "num_replicas" in own):
             continue
         above, place = root[key], root.place_of(key)
-        if key == "scheduling" and isinstance(above, Entries) and get(own, "scheduling", "preset") is not None:
-            above = above.without("preset")
+        if key == "scheduling" and isinstance(above, Entries):
+            above = above.without(ADMISSION_KEY)
+            if get(own, "scheduling", "preset") is not None:
+                above = above.without("preset")
         if key in own:
             above, place = _completed(own[key], above, registry), own.place_of(key)
         own = own.replaced(key, above, place)
@@ -143,6 +149,9 @@ def _completed(over: Any, under: Any, registry: Registry) -> Any:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
             under = under.without(layer.value)
+    admission = get(over, ADMISSION_KEY, "policy")
+    if admission is not None and admission != get(under, ADMISSION_KEY, "policy") and ADMISSION_KEY in under:
+        under = under.without(ADMISSION_KEY)
     return merged(over, under)
 
 

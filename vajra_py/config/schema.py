@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
@@ -473,8 +483,31 @@ class SystemConfig(Section):
     output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
 
+    _admission_policy: PolicyChoice | None = PrivateAttr(None)
+    """See `admission_policy`."""
     _source: Any = PrivateAttr(None)
     """Tree from which the experiment was built; the points of a sweep are built from it too."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take `scheduling.admission` out: it is of the whole system, and the layers' policies are of a replicaset."""
+        scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
+        if not isinstance(scheduling, Mapping) or "admission" not in scheduling:
+            return handler(value)
+        layers = {key: one for key, one in scheduling.items() if key != "admission"}
+        choice = scheduling["admission"]
+        made = handler({**value, "scheduling": layers or None})
+        made._admission_policy = None if choice is None else PolicyChoice.model_validate(choice)
+        return made
+
+    @model_serializer(mode="wrap")
+    def _written_admission_policy(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        choice = self._admission_policy
+        if choice is not None and "scheduling" in data:
+            data["scheduling"] = {**(data["scheduling"] or {}), "admission": choice.model_dump(mode="json")}
+        return data
 
     @field_validator("replicasets")
     @classmethod
@@ -498,6 +531,11 @@ class SystemConfig(Section):
     def __eq__(self, other: object) -> bool:
         """True for one run: neither a sweep nor replications."""
         return type(other) is type(self) and self.model_dump() == other.model_dump()
+
+    @property
+    def admission_policy(self) -> PolicyChoice | None:
+        """Admission policy of the system (`scheduling.admission`); None: every request is accepted."""
+        return self._admission_policy
 
     @property
     def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:

@@ -21,6 +21,7 @@ class Refusal(Enum):
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
     NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
+    LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 

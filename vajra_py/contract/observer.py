@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vajra_py.contract.admission import AdmissionDecision
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
@@ -108,7 +109,13 @@ class Observer:
     wants_step_ends: bool = True
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """A request was accepted."""
+        """A request was submitted; what cannot be taken in ends at once (`on_ended`)."""
+
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
+        """The admission policy degraded, refused or deferred a request, or let in one that it had deferred.
+
+        A request that is accepted as it is when it arrives is not told of.
+        """
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
         """A request was bound to a replica's queue, or left in the shared queue (None)."""

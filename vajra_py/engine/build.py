@@ -170,7 +170,8 @@ class Engine:
         sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
         executors = {key: _executor(maker.options[key[0]]) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
-        controller = build_controller(config, replace(all_services, records_copies=True))
+        served = config.backend.settings.served_models(replicasets)
+        controller = build_controller(config, replace(all_services, records_copies=True, served_models=served))
         replicas = {
             key: EngineReplica(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()

@@ -5,7 +5,7 @@ Importing this loads no tensor library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -237,6 +237,10 @@ class ModelBackendConfig(Section):
     def of(self, replicaset: str) -> Self:
         """The settings of one replicaset."""
         return self
+
+    def served_models(self, replicasets: Iterable[str]) -> dict[str, str]:
+        """Return the model of each replicaset; a prompt's tokens are those of one model."""
+        return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
         """Return the settings of replicasets that this backend cannot carry out, without loading a model."""

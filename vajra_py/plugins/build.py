@@ -10,7 +10,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulerTraits, SchedulingPolicy, SteadyState
+from vajra_py.contract import (
+    AdmissionPolicy,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    SchedulerTraits,
+    SchedulingPolicy,
+    SteadyState,
+)
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -25,7 +33,7 @@ from vajra_py.errors import (
     did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import Offer, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, Offer, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -50,6 +58,9 @@ OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
+
+ADMISSION_METHODS: Mapping[str, int] = {"admit": 3}
+"""Methods required of an admission policy."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
@@ -89,6 +100,21 @@ def build_policy(
     config = _validated(offer.spec.config, params, f"{where}.params")
     policy: SchedulingPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
     check_policy_shape(layer, policy, f"policy {offer.spec.name!r}", str(offer.source))
+    return policy
+
+
+def build_admission_policy(
+    name: str,
+    params: Mapping[str, Any] | BaseModel,
+    context: PolicyContext,
+    registry: Registry | None = None,
+) -> AdmissionPolicy:
+    """Build the admission policy of this name; raises like `build_policy`."""
+    offer = (registry or load_registry()).admission_policy(name)
+    where = "scheduling.admission"
+    config = _validated(offer.spec.config, params, f"{where}.params")
+    policy: AdmissionPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
+    check_admission_shape(policy, f"{ADMISSION} {offer.spec.name!r}", str(offer.source))
     return policy
 
 
@@ -167,6 +193,29 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
+
+
+def check_admission_shape(policy: object, what: str, plugin: str) -> None:
+    """Check that an object is an admission policy. Raises `PluginError` like `check_policy_shape`."""
+    if isinstance(policy, type):
+        raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
+    _check_methods(policy, ADMISSION_METHODS, what, plugin)
+    present = {name: count for name, count in LISTENING_METHODS.items() if getattr(policy, name, None) is not None}
+    _check_methods(policy, present, what, plugin)
+    hooks = admission_hooks()
+    own = frozenset().union(*map(hooks_of, _layers_served(policy)))
+    for name in dir(policy):
+        if name.startswith("_") or name in own or name in hooks:
+            continue
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
+        if name.startswith("on_") or (near and not hasattr(policy, near[0])):
+            allowed = did_you_mean(name, hooks)
+            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+
+
+def admission_hooks() -> frozenset[str]:
+    """Return all attribute names of an admission policy that the mechanism calls."""
+    return frozenset((*ADMISSION_METHODS, *LISTENING_METHODS))
 
 
 def hooks_of(layer: Layer) -> frozenset[str]:

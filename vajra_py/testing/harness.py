@@ -20,13 +20,14 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import build_policy, check_policy_shape
+from vajra_py.plugins import build_admission_policy, build_policy, check_admission_shape, check_policy_shape
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
@@ -220,7 +221,10 @@ class Harness:
         replicaset_scheduler: PolicySource,
         replica_scheduler: PolicySource,
         options: HarnessOptions | None = None,
+        *,
+        admission: PolicySource | None = None,
     ) -> None:
+        """`admission`: an admission policy; None: every request is accepted."""
         self.options = options = options or HarnessOptions()
         self._limits = limits = options.limits()
         self._now = 0
@@ -249,10 +253,15 @@ class Harness:
         self.replicaset = Replicaset(
             _NAME, self.replicaset_scheduler, "replicaset scheduler", make_queue(self.prioritizer), AdmissionLimits()
         )
-        self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers)
+        self.admission: Any = None if admission is None else self._admission_policy(admission)
+        self._beside = [] if admission is None else [self.admission]
+        self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
+        if admission is not None:
+            name = type(self.admission).__name__
+            self.controller.gate = AdmissionGate(lambda: self.admission, name, self.controller.replicasets)
         self._recorder = _StepRecorder(keeps_steps=options.keeps_steps)
         self.controller.watch((self._recorder,))
 
@@ -267,6 +276,19 @@ class Harness:
             is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
             policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
             check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
+        sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
+        return policy
+
+    def _admission_policy(self, source: PolicySource) -> Any:
+        sleeper = Sleeper("", ADMISSION_SLOT, source if isinstance(source, str) else _NAME)
+        context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
+        if isinstance(source, str | tuple):
+            name, params = (source, {}) if isinstance(source, str) else source
+            policy: Any = build_admission_policy(name, params, context)
+        else:
+            is_object = not isinstance(source, type) and hasattr(source, "admit")
+            policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
+            check_admission_shape(policy, f"admission policy {policy!r}", _NAME)
         sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
         return policy
 
@@ -298,7 +320,7 @@ class Harness:
                     holds_ended_slots=options.holds_ended_slots,
                 ),
                 executor=self._executor,
-                listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler),
+                listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler, *self._beside),
                 slack=self._slack,
             )
         )

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import ReplicaState, RequestView
+from vajra_py.contract import AdmissionDecision, ReplicaState, RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.tables.recorder import token_times
@@ -36,6 +36,8 @@ class Policies:
     prioritizer: PolicySource
     replicaset_scheduler: PolicySource
     replica_scheduler: PolicySource
+    admission: PolicySource | None = None
+    """An admission policy; None: every request is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Outcome:
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Steps as reported to observers when they came back."""
     requests: dict[str, Request] = field(default_factory=dict)
+    admissions: list[tuple[Any, ...]] = field(default_factory=list)
+    """(request, decision, time) of each request that was degraded, refused or deferred, or let in after that."""
     num_unfinished: int = 0
     num_fast_forwarded: int = 0
     """Number of steps that came in runs of repeated decodes instead of one by one."""
@@ -84,6 +88,9 @@ class _Watch(Observer):
 
     def on_arrival(self, request: RequestView, now: float) -> None:
         self.outcome.requests[request.request_id] = self._alive[request.request_id] = cast(Request, request)
+
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
+        self.outcome.admissions.append((request.request_id, decision, now))
 
     def on_step_begin(self, step: StepRecord) -> None:
         self.outcome.decisions.append(step_row(step))
@@ -141,7 +148,13 @@ def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     Raises what the mechanism raises (`PolicyError` for a violation of the contract), and `StuckError`.
     """
     options = replace(scenario.options, num_replicas=rules.num_replicas, reserves_growth=rules.fast_forward)
-    harness = Harness(policies.prioritizer, policies.replicaset_scheduler, policies.replica_scheduler, options)
+    harness = Harness(
+        policies.prioritizer,
+        policies.replicaset_scheduler,
+        policies.replica_scheduler,
+        options,
+        admission=policies.admission,
+    )
     for replica_id in scenario.down:
         harness.replicaset.set_state(replica_id, ReplicaState.DOWN)
     watch = _Watch(detailed=rules.detailed)

@@ -403,6 +403,10 @@ def make_mechanism(
         sizes = {name: one.num_replicas for name, one in replicasets.items()}
         message = f"a vLLM is one replica of one replicaset (got {sizes})"
         raise ConfigError(Problem("replicasets", message, "Allowed: one, with num_replicas: 1"))
+    if config.admission_policy is not None:
+        message = f"vLLM takes a request in before its scheduler is asked (got {config.admission_policy.policy!r})"
+        advice = "Leave it out: an admission policy decides in a simulation, on the engine and in `vajra serve`"
+        raise ConfigError(Problem("scheduling.admission", message, advice))
     settings = config.backend.settings
     seeds = SeedTree(config.seed).child("policies")
     latency = getattr(settings, "latency", None)

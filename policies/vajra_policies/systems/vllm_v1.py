@@ -210,7 +210,10 @@ class VllmV1:
             watermark = self._watermark if replica.num_running else 0
             if batch.blocks_needed(request, must_fit) + watermark > batch.free_blocks:
                 break
-            if batch.add(request, num_tokens, reserve_tokens=end) is not None:
+            refusal = batch.add(request, num_tokens, reserve_tokens=end)
+            if refusal is Refusal.LOADING:
+                continue  # others do not wait for its KV
+            if refusal is not None:
                 break
             has_prefill = has_prefill or num_cached < known - 1
         return has_prefill

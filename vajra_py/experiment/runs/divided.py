@@ -53,6 +53,7 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
     latencies = latency_models(config, registry).values()
     reasons = {
         "its observers see all replicas": bool(config.observers),
+        "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (
             settings.output_length.type not in _LENGTHS

@@ -18,7 +18,10 @@ from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
 from vajra_py.metrics.runs.differences import natural
 
 OVERALL = "overall"
-_QUIET_ZEROS = ("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed")
+_QUIET_ZEROS = (
+    *("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed"),
+    *("num_shed", "num_queue_full", "num_cannot_run", "num_degraded", "num_deferred"),
+)
 Row = tuple[float | None, ...]
 
 

@@ -95,6 +95,14 @@ class Expiry:
 
 
 @dataclass(frozen=True, slots=True)
+class Readmission:
+    """The admission policy was asked again about a request that it had deferred until then."""
+
+    tick: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The loss of a replica.
 
@@ -223,10 +231,11 @@ class StageEnd:
 
 
 _Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | Control
-Input: TypeAlias = Arrival | Abort | Expiry | _Unrequested
-_KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
+Input: TypeAlias = Arrival | Abort | Expiry | Readmission | _Unrequested
+_KINDS: Mapping[str, type[Abort | Expiry | Readmission | _Unrequested]] = {
     "abort": Abort,
     "expiry": Expiry,
+    "readmission": Readmission,
     "failure": Failure,
     "restart": Restart,
     "abandonment": Abandonment,

@@ -165,6 +165,9 @@ class Lifecycle:
         elif request.state is RequestState.ARRIVED:
             del running_set.arrived[request]
             running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+        elif request in running_set.loading:
+            del running_set.loading[request]
+            running_set.memory.free(request, 0, for_good=True)
         self._end(request, reason, detail, now)
 
     def end_held(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:

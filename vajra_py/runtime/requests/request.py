@@ -26,6 +26,8 @@ class RequestState(Enum):
     """State of a request; `Request.move_to` allows only the moves of the life cycle."""
 
     CREATED = "created"
+    DEFERRED = "deferred"
+    """Waiting at the gate, outside every queue, until the admission policy is asked again."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -46,7 +48,8 @@ class RequestState(Enum):
 _CREATED = RequestState.CREATED
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
-    RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
+    RequestState.DEFERRED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset(
         {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
@@ -78,6 +81,34 @@ class RequestFacts(StatedFacts):
     num_prompt_tokens: int
     max_tokens: int | None = None
     metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA, hash=False)
+
+
+@dataclass(slots=True)
+class Admission:
+    """Decisions of the admission policy on one request; a request that nobody asked it about has none.
+
+    Attributes:
+        outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
+        degraded: what it was let in with instead of what it asked for, such as `max_tokens=64, slo_class=batch`.
+        refusal: why it was refused.
+        retry_after_s: when its client may try again.
+        num_deferrals: how often it was put off.
+        deferred_at: when it was put off first, seconds.
+        deferred_s: for how long in all.
+    """
+
+    outcome: str = ""
+    degraded: str = ""
+    refusal: str = ""
+    retry_after_s: float | None = None
+    num_deferrals: int = 0
+    deferred_at: float | None = None
+    deferred_s: float = 0.0
+
+    @property
+    def was_let_in(self) -> bool:
+        """True if it got as far as a queue."""
+        return self.outcome in ("accepted", "degraded")
 
 
 _STATED = tuple(fact.name for fact in FACTS)
@@ -112,6 +143,7 @@ class Request(_Stated):
         "_offset",
         "_output",
         "_pool",
+        "admission",
         "admitted_at",
         "admitted_index",
         "arrived_at",
@@ -151,6 +183,7 @@ class Request(_Stated):
         self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
         self.metadata = facts.metadata
         self.state = _CREATED
+        self.admission: Admission | None = None
         self.hashes: BlockHashes | None = None
         self.replicaset = ""
         self.replica_id = -1

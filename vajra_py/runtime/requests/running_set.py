@@ -43,6 +43,8 @@ class RunningSet:
         self.in_flight: dict[Request, None] = {}
         self.arrived: dict[Request, None] = {}
         """Waiting requests that came with their KV: they hold blocks, and are offered before the others, lest these wait for them."""
+        self.loading: dict[Request, None] = {}
+        """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
         self.num_running = 0
         """Requests that hold KV blocks."""
         self.num_admissions = 0
@@ -140,6 +142,7 @@ class RunningSet:
         self.partial.clear()
         self.in_flight.clear()
         self.arrived.clear()
+        self.loading.clear()
         self.num_running = 0
         self.has_spare_blocks = False
         self.barred.clear()
@@ -234,11 +237,11 @@ class StateView:
         return self._in_order()
 
     def _in_order(self) -> Iterator[RequestView]:
-        arrived = self._running_set.arrived
-        if not arrived:
+        arrived, loading = self._running_set.arrived, self._running_set.loading
+        if not arrived and not loading:
             return self._in_queue_order()
         first = sorted(arrived, key=self.urgency)
-        return chain(first, (one for one in self._in_queue_order() if one not in arrived))
+        return chain(first, (one for one in self._in_queue_order() if one not in arrived and one not in loading))
 
     def _in_queue_order(self) -> Iterator[RequestView]:
         running_set, now = self._running_set, self.now

@@ -11,7 +11,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Wake-ups of one policy at one tick above which it is stopped: it wakes itself without end."""
+"""Wake-ups of one policy at one tick, or at ticks in a row, above which it is stopped: it wakes itself without end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,12 +29,13 @@ class Sleeper:
     """The object; None while it is being built."""
     last_tick: int = -1
     num_wakes: int = 0
-    """Wake-ups at `last_tick`."""
+    """Wake-ups until `last_tick`, each at the tick of the one before or the next."""
 
     def count(self, now: int) -> None:
         """Count a wake-up. Raises `PolicyError` for a policy that wakes itself without end."""
-        if now != self.last_tick:
-            self.last_tick, self.num_wakes = now, 0
+        if now > self.last_tick + 1:
+            self.num_wakes = 0
+        self.last_tick = now
         self.num_wakes += 1
         if self.num_wakes > MAX_WAKES_PER_TICK:
             message = f"asks to be woken again and again at one time ({MAX_WAKES_PER_TICK} times)"

@@ -8,18 +8,27 @@ from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.contract import Layer, PolicyContext, PoolRole, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.contract import (
+    AdmissionPolicy,
+    Layer,
+    PolicyContext,
+    PoolRole,
+    ReplicaLimits,
+    ReplicaScheduler,
+    SharedState,
+)
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
-from vajra_py.plugins import Registry, build_policy
+from vajra_py.plugins import Registry, build_admission_policy, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -73,6 +82,8 @@ class Services:
     """Models by replicaset, where they differ; they replace `latency` and `facts`."""
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models by pool of one replicaset, where they differ."""
+    served_models: Mapping[str, object] | None = None
+    """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
@@ -100,7 +111,38 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    return Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
+    controller = Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
+    if config.admission_policy is not None:
+        controller.gate = _build_gate(config.admission_policy, replicasets, services)
+    return controller
+
+
+def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
+    """Build the admission policy over these replicasets: with the largest of all their limits, and the predictions of the first."""
+    first = next(iter(replicasets.values()))
+    replicas = [replica for one in replicasets.values() for replica in one.replicas]
+    assert first.policies is not None
+    context = PolicyContext(
+        limits=largest_limits([one.limits for one in replicas]),
+        num_replicas=len(replicas),
+        latency=services.of(first.name).latency,
+        prefill_time=first.policies.prefill_time,
+        output_lengths=services.output_lengths,
+        random_stream=services.seeds.child("admission").stream,
+        emit=services.diary.emitted.of("", choice.policy),
+    )
+    if isinstance(services.output_lengths, NoLengths):
+        lengths = UnansweredLengths(choice.policy, services.diary.asked_for_lengths)
+        context = replace(context, output_lengths=lengths)
+
+    def make() -> AdmissionPolicy:
+        sleeper = Sleeper("", ADMISSION_SLOT, choice.policy)
+        own = replace(context, wake=PolicyWakeUps(services.alarms, sleeper))
+        policy = build_admission_policy(choice.policy, choice.parameters, own, services.registry)
+        sleeper.policy = policy
+        return policy
+
+    return AdmissionGate(make, choice.policy, replicasets, services.served_models)
 
 
 def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFacts], str]:

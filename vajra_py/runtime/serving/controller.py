@@ -1,6 +1,6 @@
 """Accept requests and account for each until it ends.
 
-Invariant, at every step: submitted = waiting + running + ended, and every request ends exactly once.
+Invariant, at every step: submitted = deferred + waiting + running + ended, and every request ends exactly once.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from vajra_py.contract import Accept, Defer, Refuse
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.rejections import OUT_OF_SERVICE
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.admission import AdmissionGate, Deferral
 from vajra_py.runtime.serving.alarms import AlarmClock
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
@@ -22,8 +25,6 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
-OUT_OF_SERVICE = "out of service"
-"""Beginning of a request's `detail` when its policies broke the contract."""
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""
@@ -47,6 +48,8 @@ class Controller:
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
         """Results that the policies of the run produce."""
+        self.gate: AdmissionGate | None = None
+        """Admission policy and the requests that it has deferred; None: everything is accepted."""
         self.alarms = AlarmClock() if alarms is None else alarms
         """Wake-ups that policies ask for."""
         self.num_submitted = 0
@@ -130,7 +133,11 @@ class Controller:
             detail: str | None = "another request with this id is being served"
         else:  # counted before a policy is called, which may raise
             self._alive[facts.request_id] = (request, replicaset)
-            detail = replicaset.refusal(request, seconds)
+            detail = replicaset.why_never(request, seconds)
+            if detail is None:
+                if self.gate is not None:
+                    return self._at_gate(self.gate, Deferral(request, facts, make_hashes), now)
+                detail = replicaset.why_full(request)
             if detail is not None:
                 del self._alive[facts.request_id]
         if detail is not None:
@@ -147,6 +154,93 @@ class Controller:
             tell((request,), seconds)
         return request, replicaset.accept(request, now)
 
+    # The admission policy
+
+    def _at_gate(self, gate: AdmissionGate, deferral: Deferral, now: int) -> tuple[Request, Replica | None]:
+        """Ask about a request that arrives and that some replica can run."""
+        request, seconds = deferral.request, to_seconds(now)
+        _, replicaset = self._alive[request.request_id]
+        gate.num_fruitless = 0
+        request.hashes = deferral.make_hashes(replicaset.bounds.block_size)
+        for observer in self._observers:
+            observer.on_arrival(request, seconds)
+        return request, self._decide(gate, deferral, now)
+
+    def ask_again(self, request: Request, now: int) -> Replica | None:
+        """Ask the policy about a deferred request, which may be deferred again; returns the replica that it is bound to."""
+        gate = self.gate
+        assert gate is not None
+        deferral = gate.deferral_of(request)
+        _, replicaset = self._alive[request.request_id]
+        detail = replicaset.why_never(request, to_seconds(now))
+        if detail is not None:
+            gate.forget(request, to_seconds(now))
+            self._turn_away(request, detail, now)
+            return None
+        return self._decide(gate, deferral, now)
+
+    def _decide(self, gate: AdmissionGate, deferral: Deferral, now: int) -> Replica | None:
+        request, seconds = deferral.request, to_seconds(now)
+        decision = gate.ask(request, seconds)
+        gate.forget(request, seconds)
+        _, replicaset = self._alive[request.request_id]
+        detail = None
+        if isinstance(decision, Accept):
+            replicaset = self.replicasets[decision.replicaset or replicaset.name]
+            detail = self._why_not_there(gate, deferral, replicaset, seconds)
+        if gate.note(request, decision, seconds):
+            for observer in self._observers:
+                observer.on_admission_decision(request, gate.name, decision, seconds)
+        if isinstance(decision, Defer):
+            gate.keep(deferral, decision.until, now)
+            gate.num_fruitless = gate.num_fruitless + 1 if len(gate) == len(self._alive) else 0
+            return None
+        gate.num_fruitless = 0
+        if isinstance(decision, Refuse):
+            self._turn_away(request, gate.detail_of(decision), now)
+            return None
+        request.replicaset = replicaset.name
+        self._alive[request.request_id] = (request, replicaset)
+        detail = detail or replicaset.why_full(request)
+        if detail is not None:
+            self._turn_away(request, detail, now)
+            return None
+        replicaset.sync()
+        for tell in replicaset.listeners.arrivals:
+            tell((request,), seconds)
+        return replicaset.accept(request, now)
+
+    def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
+        """Fit a request to the replicaset that the policy sends it to; return the reason if that cannot run it."""
+        request, facts = deferral.request, deferral.facts
+        if replicaset.name == request.replicaset:
+            return None
+        request.max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
+        request.hashes = deferral.make_hashes(replicaset.bounds.block_size)
+        detail = replicaset.why_never(request, now)
+        return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
+
+    def _turn_away(self, request: Request, detail: str, now: int) -> None:
+        """End a request that was in no queue as rejected; the caller tells the backend."""
+        seconds = to_seconds(now)
+        del self._alive[request.request_id]
+        end_request(request, EndReason.REJECTED, detail, seconds)
+        self.num_ended[EndReason.REJECTED] += 1
+        for observer in self._observers:
+            observer.on_ended(request, EndReason.REJECTED, detail, seconds)
+        if self.gate is not None and request.admission is not None and request.admission.num_deferrals:
+            for tell in self.gate.own.departures:
+                tell((request,), seconds)
+
+    def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
+        """End a deferred request before it was let in."""
+        seconds, (reason, detail) = to_seconds(now), how
+        gate.forget(request, seconds)
+        end_request(request, reason, detail, seconds)
+        for observer in self._observers:
+            observer.on_ended(request, reason, detail, seconds)
+        self.settle(((request, reason),), now)
+
     def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
         """Return a request as it is submitted to a replicaset, not yet accounted for."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
@@ -161,6 +255,9 @@ class Controller:
         if entry is None:
             return False
         request, replicaset = entry
+        if self.gate is not None and request.state is RequestState.DEFERRED:
+            self._end_deferred(self.gate, request, (reason, detail), now)
+            return True
         if replicaset.abort(request, reason, to_seconds(now), detail):
             self.settle(((request, reason),), now)
             return True
@@ -195,6 +292,8 @@ class Controller:
     def swap_policy(self, change: PolicyChange, now: int) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`."""
         replicaset = self.replicasets[change.replicaset]
+        if self.gate is not None and self.gate.error is not None:
+            self.gate.renew()
         swapped = swap_policy(replicaset, change, self._alive_of(replicaset), now)
         for observer in self._observers:
             observer.on_policy_swapped(swapped.swap, to_seconds(now))
@@ -206,6 +305,8 @@ class Controller:
         """End all requests of a replicaset whose policy broke the contract; policies are not notified."""
         ended = take_out_of_service(replicaset, self._alive_of(replicaset), f"{OUT_OF_SERVICE}: {error}", now)
         for request, reason in ended:
+            if self.gate is not None:
+                self.gate.forget(request, to_seconds(now))
             del self._alive[request.request_id]
             replicaset.forget(request)
             self.num_ended[reason] += 1
@@ -225,19 +326,24 @@ class Controller:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self.num_ended[reason] += 1
-            if replicaset.listeners.departures:
-                to_tell.append((request, replicaset.listeners.departures))
+            listeners = replicaset.listeners.departures
+            if self.gate is not None and request.admission is not None and not request.admission.was_let_in:
+                listeners = self.gate.own.departures  # nobody else has heard of it
+            if listeners:
+                to_tell.append((request, listeners))
         if self.on_ended is not None:
             self.on_ended(ended)
         for request, listeners in to_tell:
             for tell in listeners:
                 tell((request,), to_seconds(now))
+        if self.gate is not None and self.gate.waits_for_change and self.gate.on_room is not None:
+            self.gate.on_room()
 
     def stall(self, now: int) -> PolicyError | None:
         """Return the error of a policy that leaves requests waiting while no step runs; None when no request is left."""
         standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
-            return None
+            return None if self.gate is None else self._stalled_gate(self.gate)
         request = standing[0]
         remain = "although one request remains" if len(standing) == 1 else f"although {len(standing)} requests remain"
         remain += f" and nothing else will happen (the one named is {request.state.value})"
@@ -258,8 +364,18 @@ class Controller:
         error = PolicyError(parts.policy_name, message, request_id=request.request_id, place=where)
         return error.at(replica.replica_id, replica.num_steps)
 
+    def _stalled_gate(self, gate: AdmissionGate) -> PolicyError | None:
+        """The error of an admission policy that keeps requests when nothing will change; None when it keeps none."""
+        request = gate.first_timeless()
+        if request is None:
+            return None
+        remain = "one request" if len(gate) == 1 else f"{len(gate)} requests"
+        return gate.violation(f"defers {remain} although nothing else will happen", request)
+
     def _is_let_in(self, request: Request) -> bool:
         """Return True if the executing side lets a replica run the request."""
+        if request.state is RequestState.DEFERRED:
+            return False
         replica = self.replica_of(request)
         if replica is None or request.state is RequestState.HELD:
             return True
@@ -274,10 +390,13 @@ class Controller:
         waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
         running = sum(replica.running_set.num_running for replica in self.replicas())
         leaving = sum(one.state is RequestState.HELD for one, _ in self._alive.values())
-        if waiting + running + leaving != len(self._alive):
-            found = f"{waiting} requests wait, {running} run and {leaving} move"
+        deferred = 0 if self.gate is None else len(self.gate)
+        if waiting + running + leaving + deferred != len(self._alive):
+            found = f"{waiting} requests wait, {running} run, {leaving} move and {deferred} are deferred"
             raise RuntimeError(f"{found}, but {len(self._alive)} are alive")
         states = Counter(request.state for request in self.alive())
+        if states[RequestState.DEFERRED] != deferred:
+            raise RuntimeError(f"{deferred} requests are deferred, but {states[RequestState.DEFERRED]} say so")
         if states[RequestState.RUNNING] != running:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
         for replica in self.replicas():

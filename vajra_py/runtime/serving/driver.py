@@ -1,7 +1,7 @@
 """Driver of a controller's replicas: arrivals, steps, failures and policy changes, in one order for every backend.
 
-What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, expiries,
-aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
+What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, requests
+that admission had deferred, expiries, aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
 clock: it lets the driver run up to a tick, and between two ticks nothing changes. So what was decided over an engine is
 decided again over a simulator that is given the same events.
 """
@@ -31,6 +31,7 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyChange,
     PolicyViolation,
+    Readmission,
     Restart,
     Stall,
     Swap,
@@ -38,6 +39,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
@@ -50,8 +52,8 @@ from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
-_STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
-_WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
+_STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
+_WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 MAX_FRUITLESS_WAKES = 100_000
 """Wake-ups in a row with nothing else happening after which the policy is held to be stuck."""
@@ -65,7 +67,7 @@ class DriverOptions:
 
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
-        expires: whether requests expire by the clock; False: only when told.
+        expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
         wakes: whether policies are woken when they asked to be; False: only when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -89,8 +91,9 @@ class Driver(Generic[R]):
         until: up to where `run_until` goes.
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
-            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `EXPIRY` a request or an id, `ABORT` an id; those of
-            `ARRIVAL` and `POLICY` are the backend's.
+            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `ADMISSION` a `Deferral`, the id of a request, or None for
+            all that wait for a change, `EXPIRY` a request or an id, `ABORT` an id; those of `ARRIVAL` and `POLICY` are the
+            backend's.
     """
 
     def __init__(
@@ -123,6 +126,8 @@ class Driver(Generic[R]):
         self._num_fruitless_wakes = 0
         self._completing = -1
         """Rank of the replica whose step is being completed among the ends of this tick; -1: none."""
+        self._formed_at = -1
+        """Tick at which a step was formed last."""
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
@@ -134,8 +139,12 @@ class Driver(Generic[R]):
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
+        self._asks_timeless = False
+        """Whether requests that were deferred until something changes are asked about in this tick."""
+        if controller.gate is not None:
+            controller.gate.on_room = self.ask_deferred
         if options.wakes:
-            controller.alarms.connect(lambda alarm: self.events.push(max(self.now, alarm.tick), Phase.WAKE, alarm))
+            controller.alarms.connect(self._set_alarm)
         self._read_declarations()
 
     def use(self, fast_forward: FastForward[R]) -> None:
@@ -194,6 +203,8 @@ class Driver(Generic[R]):
             self._stage_ended(*payload)
         elif phase is Phase.FAILURE:
             self._fail(payload)
+        elif phase is _ADMISSION:
+            self._ask_again(payload)
         elif phase is Phase.EXPIRY:
             self._expire(payload)
         elif phase is Phase.ABORT:
@@ -229,7 +240,7 @@ class Driver(Generic[R]):
             taken_in = self.controller.find(facts.request_id)
             assert taken_in is not None
             backend.on_submitted(taken_in, payload)
-            self._isolate(replicaset.name, error)
+            self._isolate(taken_in.replicaset, error)
             return
         backend.on_submitted(request, payload)
         if request.state is _ENDED:
@@ -238,17 +249,79 @@ class Driver(Generic[R]):
             return
         if request.expires_at is not None and self._options.expires:
             self.events.push(max(self.now, to_ticks(request.expires_at)), Phase.EXPIRY, request)
+        if request.state is _DEFERRED:
+            self._await_decision(request)
+            return
+        self._placed(request, replica)
+
+    def _placed(self, request: Request, replica: Replica | None, *, at_once: bool = True) -> None:
+        """Announce a request that was queued at a replica, or in the shared queue (None). `at_once`: see `_wake`."""
+        backend, replicaset = self._backend, self.controller.replicasets[request.replicaset]
         if replica is not None:
             one = self._replicas[replicaset.name][replica.replica_id]
             backend.on_placed(request, (one,))
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
-            self._wake(one)
+            if replicaset.newly_held_back:
+                self._hold_back(replicaset.name)
+                return
+            self._wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
         if self.fast_forward is not None:
             self.fast_forward.interrupt_all(replicaset.name)
         self._offer(replicaset)
+
+    # Deferred requests
+
+    def _await_decision(self, request: Request) -> None:
+        gate = self.controller.gate
+        assert gate is not None
+        deferral = gate.deferral_of(request)
+        if deferral.until is not None and self._options.expires:
+            self.events.push(deferral.until, _ADMISSION, deferral)
+
+    def ask_deferred(self) -> None:
+        """Ask the admission policy, in this tick, about every request that it has deferred until something changes."""
+        if not self._asks_timeless:
+            self._asks_timeless = True
+            self.events.push(self.now, _ADMISSION, None, 1)  # after those whose time has come
+
+    def _ask_again(self, what: Deferral | str | None) -> None:
+        gate = self.controller.gate
+        assert gate is not None
+        if what is None:
+            self._asks_timeless = False
+            for request in gate.timeless():
+                if request.state is _DEFERRED:  # the policy may have broken the contract meanwhile
+                    self._ask_about(request)
+            return
+        known = self.controller.find(what) if isinstance(what, str) else what.request
+        if known is None or known.state is not _DEFERRED:
+            return
+        self._tell(Readmission(self.now, known.request_id))
+        self._ask_about(known)
+        if gate.num_fruitless >= MAX_FRUITLESS and not self._options.isolates_policies:
+            idle = (_ADMISSION, Phase.WAKE)
+            if all(phase in idle or _is_void(phase, payload) for _, phase, _, _, payload in self.events.heap):
+                raise gate.violation(f"deferred requests {MAX_FRUITLESS:,} times while nothing else happened", known)
+            gate.num_fruitless = 0
+
+    def _ask_about(self, request: Request) -> None:
+        try:
+            replica = self.controller.ask_again(request, self.now)
+        except PolicyError as error:
+            if request.state is _ENDED and request.end_reason is not None:
+                self._backend.on_requests_ended(((request, request.end_reason),))
+            self._isolate(request.replicaset, error)
+            return
+        if request.state is _ENDED:
+            assert request.end_reason is not None
+            self._backend.on_requests_ended(((request, request.end_reason),))
+        elif request.state is _DEFERRED:
+            self._await_decision(request)
+        else:
+            self._placed(request, replica, at_once=False)
 
     def _expire(self, what: Request | str) -> None:
         request = self.controller.find(what) if isinstance(what, str) else what
@@ -266,7 +339,7 @@ class Driver(Generic[R]):
     def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
-        if is_leaving(request):
+        if is_leaving(request) or request in self.controller.replicasets[request.replicaset].held_back:
             hand_offs = self._hand_offs[request.replicaset]
             hand_off = hand_offs.find(request)
             if hand_off is not None:
@@ -285,6 +358,7 @@ class Driver(Generic[R]):
             return
         if has_ended and one is not None:
             if self._hand_offs:
+                self._forget_hand_offs(one, ((request, reason),))
                 self._move_on(one)
             self._wake(one)
 
@@ -304,6 +378,7 @@ class Driver(Generic[R]):
             if ended:
                 self.controller.settle(ended, self.now)
             if self._hand_offs:
+                self._forget_hand_offs(one, ended)
                 self._move_on(one, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
@@ -378,10 +453,15 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _start(self, one: R) -> None:
+        self._formed_at = self.now
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
-                self.controller.settle(one.replica.take_dropped(), self.now)
+                dropped = one.replica.take_dropped()
+                self.controller.settle(dropped, self.now)
+                self._forget_hand_offs(one, dropped)
+            if one.replica.builder.loads:
+                self._hand_offs[one.replica.replicaset].load(one)
         except PolicyError as error:
             self._isolate(one.replica.replicaset, error)
             return
@@ -410,6 +490,20 @@ class Driver(Generic[R]):
             del idle[one.replica.replica_id]
 
     # KV goes from one replica to another
+
+    def _hold_back(self, name: str) -> None:
+        """Look for targets of requests whose prompt waits for blocks of another replica."""
+        try:
+            self._hand_offs[name].hold_back()
+        except PolicyError as error:
+            self._isolate(name, error)
+
+    def _forget_hand_offs(self, one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """Requests of a replica have ended by themselves."""
+        hand_offs = self._hand_offs.get(one.replica.replicaset)
+        if hand_offs is not None:
+            for request, _ in ended:
+                hand_offs.gone(request)
 
     def _move_on(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
@@ -442,6 +536,11 @@ class Driver(Generic[R]):
     def _only_wakes_left(self) -> bool:
         return all(event[1] is Phase.WAKE for event in self.events.heap)
 
+    def _set_alarm(self, alarm: Alarm) -> None:
+        """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
+        earliest = self.now + 1 if self._formed_at == self.now else self.now
+        self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
+
     def _ring(self, what: Alarm | WakeUp) -> None:
         """Wake a policy: at the time that it asked for, or in a replay when it was woken."""
         if isinstance(what, WakeUp):
@@ -456,15 +555,21 @@ class Driver(Generic[R]):
             sleeper.count(self.now)
             self._check_fruitless(sleeper)
         except PolicyError as error:
+            if sleeper.slot == ADMISSION_SLOT and self.controller.gate is not None:
+                self.controller.gate.error = error
             self._isolate(sleeper.replicaset, error)
             return
         self._wake_policy(entry, sleeper.policy)
 
     def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
+        if entry.slot == ADMISSION_SLOT:
+            return sleeper.policy is self._policy_at(entry)
         is_fixed = self.controller.replicasets[entry.replicaset].policies is None
         return entry.key is None or is_fixed or sleeper.policy is self._policy_at(entry)
 
     def _policy_at(self, entry: WakeUp) -> object:
+        if entry.slot == ADMISSION_SLOT:
+            return None if self.controller.gate is None else self.controller.gate.policy
         policies = self.controller.replicasets[entry.replicaset].policies
         assert policies is not None
         return policies.layer(Layer(entry.slot)).made[entry.replica_id or 0]
@@ -478,7 +583,26 @@ class Driver(Generic[R]):
             message = f"was woken {MAX_FRUITLESS_WAKES:,} times in a row, and nothing came of it"
             raise PolicyError(sleeper.policy_name, f"{message}. {stall}" if stall is not None else message)
 
+    def _wake_admission(self, entry: WakeUp) -> None:
+        """Wake the admission policy, and ask it about what it has deferred until then."""
+        gate = self.controller.gate
+        if gate is None or gate.error is not None:
+            return
+        self._tell(entry)
+        for replicaset in self.controller.replicasets.values():
+            replicaset.sync()
+        try:
+            gate.wake(entry.key or "", to_seconds(self.now))
+        except PolicyError as error:
+            self._isolate("", error)
+            return
+        if gate.waits_for_change:
+            self.ask_deferred()
+
     def _wake_policy(self, entry: WakeUp, policy: object) -> None:
+        if entry.slot == ADMISSION_SLOT:
+            self._wake_admission(entry)
+            return
         name, layer = entry.replicaset, Layer(entry.slot)
         replicaset = self.controller.replicasets[name]
         if replicaset.out_of_service:
@@ -508,6 +632,8 @@ class Driver(Generic[R]):
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
         self._tell(what)
+        if self.controller.gate is not None and self.controller.gate.waits_for_change:
+            self.ask_deferred()
         if isinstance(what, Control):
             self._control(what)
             return
@@ -569,11 +695,16 @@ class Driver(Generic[R]):
     def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
         self._interrupt(change.replicaset)
+        hand_offs = self._hand_offs.get(change.replicaset)
+        if hand_offs is not None and change.layer is Layer.REPLICASET_SCHEDULER:
+            hand_offs.recall()
         swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()
         choice = change.choice
         self._tell(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
         self._tell_placed(change.replicaset, swapped.moved)
+        if hand_offs is not None:
+            self._hold_back(change.replicaset)
         for one in self._replicas[change.replicaset]:
             self._wake(one)
         return swapped
@@ -582,6 +713,12 @@ class Driver(Generic[R]):
         """Isolate the replicaset of a policy that broke the contract; raises the error unless policies are isolated."""
         if not self._options.isolates_policies:
             raise error
+        gate = self.controller.gate
+        concerned = self._replicas if gate is not None and gate.error is error else (name,)  # the gate serves them all
+        for one in concerned:
+            self._take_out_of_service(one, error)
+
+    def _take_out_of_service(self, name: str, error: PolicyError) -> None:
         self._tell(PolicyViolation(self.now, name, str(error)))
         self._backend.on_isolated(name, error)
         self._interrupt(name)
@@ -688,4 +825,8 @@ def _is_void(phase: Phase, payload: Any) -> bool:
         return isinstance(payload, Alarm) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
-    return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING
+    if phase is _ADMISSION:
+        return isinstance(payload, Deferral) and payload.is_void
+    if phase is not Phase.EXPIRY or not isinstance(payload, Request):
+        return False
+    return payload.state is not _WAITING and payload.state is not _DEFERRED

@@ -22,13 +22,15 @@ class Phase(IntEnum):
     TRANSFER = 3
     """KV on its way between replicas may have arrived."""
     ARRIVAL = 4
-    EXPIRY = 5
-    ABORT = 6
-    POLICY = 7
+    ADMISSION = 5
+    """The admission policy is asked again about requests that it has deferred."""
+    EXPIRY = 6
+    ABORT = 7
+    POLICY = 8
     """A policy takes another's place."""
-    WAKE = 8
+    WAKE = 9
     """A policy is woken at a time that it asked for."""
-    FORM = 9
+    FORM = 10
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

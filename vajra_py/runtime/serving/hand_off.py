@@ -30,10 +30,16 @@ TARGET_FULL = "the replica that was to go on with it is full"
 class Stage(Enum):
     """Stages of a hand-off, in order."""
 
+    HELD_BACK = "held back"
+    """Its prompt waits for blocks of its target."""
+    COMPUTING = "computing"
+    """Its prompt waits or is computed; blocks of its target are set aside, unless that was lost."""
     PLACING = "placing"
     """No target takes it now."""
     RESERVING = "reserving"
     """It waits for blocks of its target."""
+    QUEUED = "queued"
+    """It waits for its target's scheduler to admit it."""
     MOVING = "moving"
     """Its KV is on its way."""
     ARRIVING = "arriving"
@@ -54,6 +60,10 @@ class HandOff(Generic[R]):
     """True if blocks of the target are set aside."""
     number: int = -1
     """Position among those for which blocks were set aside."""
+    is_early: bool = False
+    """True while its prompt is not computed."""
+    hit: int = 0
+    """Tokens that the target's cache held when blocks were set aside before the prompt."""
 
 
 class HandOffDriver(Protocol[R]):
@@ -123,28 +133,81 @@ class HandOffs(Generic[R]):
 
     def begin(self, request: Request, source: R) -> None:
         """Let a request whose prompt has just been computed leave its replica."""
-        now = to_seconds(self._driver.now)
-        one = HandOff(request, source, request.num_computed_tokens)
-        self._of[request] = one
+        one = self._of.get(request)
+        if one is None:
+            one = self._of[request] = HandOff(request, source, request.num_computed_tokens)
+        one.num_tokens, one.is_early = request.num_computed_tokens, False
         for observer in self.observers:
-            observer.on_held(request, source.replica.replica_id, now)
-        self._place(one)
+            observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
+        if one.has_reserved:
+            self._start(one, one.hit)
+        else:
+            self._place(one)
+
+    def hold_back(self) -> None:
+        """Look for targets of requests that are bound to a replica and whose prompt waits for blocks of another."""
+        newly = self._replicaset.newly_held_back
+        while newly:
+            request = newly.pop(0)
+            if request not in self._replicaset.held_back or request in self._of:
+                continue
+            source = self._driver.replica(self._replicaset.name, request.replica_id)
+            one = HandOff(request, source, request.num_known_tokens, stage=Stage.HELD_BACK, is_early=True)
+            self._of[request] = one
+            self._place(one)
+
+    def _prepare(self, one: HandOff[R], hit: int) -> None:
+        """Let a prompt be computed, since blocks of its target are set aside."""
+        one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
+        del self._replicaset.held_back[one.request]
+        one.source.replica.enqueue(one.request, to_seconds(self._driver.now))
+        self._driver.wake(one.source)
 
     def _place(self, one: HandOff[R]) -> None:
         request, source = one.request, one.source.replica
         chosen = self._replicaset.place_after_prompt(request, to_seconds(self._driver.now))
         stays = chosen is None and source.parts.role.value != "prefill"
         if stays or chosen == source.replica_id:
-            self._stay(one)
+            if one.is_early:
+                self._prepare_here(one)
+            else:
+                self._stay(one)
             return
         if chosen is None:
             one.stage, one.target = Stage.PLACING, None
             self._unplaced[request] = one
             return
         self._unplaced.pop(request, None)
+        if self._rules.settings.reserve == "at_admission":
+            one.target, one.stage = self._driver.replica(self._replicaset.name, chosen), Stage.QUEUED
+            self._queue(one, one.target)
+            return
         one.target, one.stage = self._driver.replica(self._replicaset.name, chosen), Stage.RESERVING
         self._lines.setdefault(chosen, deque()).append(one)
         self._reserve(one.target)
+
+    def _queue(self, one: HandOff[R], target: R) -> None:
+        """Let a request wait at its target, whose scheduler admits it."""
+        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value:
+            one.request.set_computed(one.num_tokens - 1)
+        self._driver.touch(target)
+        target.replica.expect(one.request, to_seconds(self._driver.now))
+        self._driver.placed(one.request, target)
+        self._driver.wake(target)
+
+    def load(self, target: R) -> None:
+        """Bring the KV of the requests that a replica's scheduler has just admitted."""
+        loads, target.replica.builder.loads = target.replica.builder.loads, []
+        for request, hit in loads:
+            self._start(self._of[request], hit)
+
+    def _prepare_here(self, one: HandOff[R]) -> None:
+        """Let a prompt be computed that goes on where it is computed."""
+        self._unplaced.pop(one.request, None)
+        del self._of[one.request]
+        del self._replicaset.held_back[one.request]
+        one.source.replica.enqueue(one.request, to_seconds(self._driver.now))
+        self._driver.wake(one.source)
 
     def _stay(self, one: HandOff[R]) -> None:
         """Go on where the prompt was computed."""
@@ -176,7 +239,10 @@ class HandOffs(Generic[R]):
             hit = target.replica.reserve(one.request, one.num_tokens)
             if hit is not None:
                 line.popleft()
-                self._start(one, hit)
+                if one.is_early:
+                    self._prepare(one, hit)
+                else:
+                    self._start(one, hit)
                 if self._one_at_a_time:
                     break
                 continue
@@ -303,13 +369,40 @@ class HandOffs(Generic[R]):
         """End a request that is on its way: what both ends hold of it is free."""
         target = one.target
         self._forget(one)
-        one.source.replica.release_held(one.request)
+        if one.request in self._replicaset.held_back:
+            del self._replicaset.held_back[one.request]
+        else:
+            one.source.replica.release_held(one.request)
         one.source.replica.lifecycle.end_held(one.request, reason, to_seconds(self._driver.now), detail)
         self._driver.settle(((one.request, reason),))
         for each in (one.source, target):
             if each is not None:
                 self.freed(each)
                 self._driver.wake(each)
+
+    def gone(self, request: Request) -> None:
+        """Give back what is set aside for a request that has ended by itself: while its prompt was computed, or in its target's queue."""
+        one = self._of.pop(request, None)
+        if one is None:
+            return
+        target = one.target
+        if one.stage is Stage.MOVING:
+            self._network.cancel(one, self._driver.now)
+            self._schedule()
+        if request in one.source.replica.held:
+            one.source.replica.release_held(request)
+        elif one.has_reserved and target is not None:
+            target.replica.unreserve(request)
+        for each in (one.source, target):
+            if each is not None:
+                self.freed(each)
+                self._driver.wake(each)
+
+    def recall(self) -> None:
+        """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
+        for one in list(self._of.values()):
+            if one.is_early:
+                self._forget(one)
 
     def _forget(self, one: HandOff[R]) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
@@ -323,6 +416,12 @@ class HandOffs(Generic[R]):
             return
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
+        elif one.request.state is RequestState.REMOTE:
+            if one.stage is Stage.MOVING:
+                self._network.cancel(one, self._driver.now)
+                self._schedule()
+            target.replica.expect_no_more(one.request)
+            one.request.replica_id = one.source.replica.replica_id
         elif one.has_reserved:
             if one.stage is Stage.MOVING:
                 self._network.cancel(one, self._driver.now)
@@ -330,6 +429,8 @@ class HandOffs(Generic[R]):
             if target.replica.memory.is_registered(one.request):
                 target.replica.unreserve(one.request)
         one.target, one.has_reserved, one.stage = None, False, Stage.PLACING
+        if one.is_early:
+            one.stage = Stage.HELD_BACK if one.request in self._replicaset.held_back else Stage.COMPUTING
 
     def lose(self, lost: R) -> list[Request]:
         """Call off what a lost replica takes part in; returns the requests whose KV was on it, in the order in which they were held.
@@ -344,11 +445,13 @@ class HandOffs(Generic[R]):
                 gone.append(one.request)
             elif one.target is lost:
                 self._call_off(one)
-                self._unplaced[one.request] = one
+                if one.stage is not Stage.COMPUTING:
+                    self._unplaced[one.request] = one
         return gone
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
+        self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # what came of others may have ended it
                 self._place(one)

@@ -80,6 +80,8 @@ class Policies:
         self.prefill_time = prefill_time
         self.shared = SharedState()
         """State that these policies share; policies that are made later get the same one."""
+        self.beside: Sequence[tuple[Any, str]] = ()
+        """Policies beside the layers that are notified of requests too, with their names."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
         self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
         self.follow_chunks()
@@ -178,17 +180,19 @@ class Policies:
 
     def listeners(self) -> Listeners:
         """Policies to notify of arrivals and departures."""
-        return listeners_among(
+        layers = [
             (one, choice.policy)
             for layer in Layer
             for one, choice in zip(self._layers[layer].made, self._layers[layer].choices, strict=True)
-        )
+        ]
+        return listeners_among([*layers, *self.beside])
 
     def listeners_of(self, replica_id: int) -> Listeners:
         """Return the policies to notify of events on a replica."""
         layers = (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER)
         shared = [(one, self.name(layer)) for layer in layers for one in self._layers[layer].made]
-        return listeners_among([*shared, (self.schedulers[replica_id], self.scheduler_name(replica_id))])
+        own = (self.schedulers[replica_id], self.scheduler_name(replica_id))
+        return listeners_among([*shared, own, *self.beside])
 
 
 def slack_reader(prioritizer: RequestPrioritizer, name: str) -> SlackReader | None:

@@ -90,7 +90,7 @@ def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: Policy
     except VajraError:
         policies.put(change.layer, before)
         raise
-    return (), _bind_all(replicaset, policies, queues)
+    return (), bind_all(replicaset, policies, queues)
 
 
 def _swap_replica_schedulers(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
@@ -105,7 +105,7 @@ def _swap_replica_schedulers(replicaset: Replicaset, policies: Policies, change:
         policies.put(change.layer, before)
         policies.prefill_time.follow(tables)
         raise
-    return (), _bind_all(replicaset, policies, queues)
+    return (), bind_all(replicaset, policies, queues)
 
 
 def _swap_replicaset_scheduler(
@@ -129,7 +129,7 @@ def _swap_replicaset_scheduler(
                 _take_out(replicaset, request)
             replicaset.bind(request, replica_id if replica_id >= 0 else None, to_seconds(now))
         raise
-    _bind_all(replicaset, policies, None)
+    bind_all(replicaset, policies, None)
     return moved, len(moved)
 
 
@@ -145,9 +145,12 @@ def _take_out(replicaset: Replicaset, request: Request) -> None:
     if request in replicaset.shared:
         replicaset.shared.remove(request)
         return
-    replica = replicaset.replicas[request.replica_id]
-    replica.queue.remove(request)
-    replica.memory.forget(request)
+    if request in replicaset.held_back:
+        del replicaset.held_back[request]
+    else:
+        replica = replicaset.replicas[request.replica_id]
+        replica.queue.remove(request)
+        replica.memory.forget(request)
     request.replica_id = -1
 
 
@@ -180,8 +183,8 @@ def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list
     return queues
 
 
-def _bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
-    """Bind everything to the policies in force; returns the number of waiting requests."""
+def bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
+    """Bind everything to the policies in force, with new queues if there are any; returns the number of waiting requests."""
     if queues is not None:
         replicaset.share(queues[0])
     replicaset.listeners = policies.listeners()
@@ -204,5 +207,5 @@ def _bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[Reque
 def _start_again(replicaset: Replicaset, policies: Policies) -> None:
     policies.follow_chunks()
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
-    _bind_all(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
+    bind_all(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
     replicaset.out_of_service = ""

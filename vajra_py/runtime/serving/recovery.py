@@ -43,6 +43,9 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
     held = [*replica.running_set.running(), *replica.running_set.in_flight]
     leaving = [one for one in replica.held if one.state is RequestState.HELD]
     left = [*held, *leaving, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
+    for request in [one for one in replicaset.held_back if one.replica_id == replica.replica_id]:
+        del replicaset.held_back[request]
+        left.append(request)
     for request in held:
         request.num_losses += failure.guilty is None or request.request_id in failure.guilty
         request.num_preemptions += 1
@@ -104,6 +107,8 @@ def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: s
         observer.on_out_of_service(replicaset.name, why, seconds)
     policies = replicaset.policies
     assert policies is not None
+    replicaset.held_back.clear()
+    replicaset.newly_held_back.clear()
     replicaset.share(policies.new_queue())
     for replica in replicaset.replicas:
         replica.bind_policy(replace(replica.parts, queue=policies.new_queue()))

@@ -201,12 +201,32 @@ class Replica:
 
     def arrived(self, request: Request, now: float) -> None:
         """The KV of a request for which blocks were set aside is here; it waits to run."""
+        is_queued = request.state is RequestState.REMOTE
         request.move_to(RequestState.ARRIVED)
         request.replica_id = self.replica_id
         if request.hashes is not None:
             self.memory.cache_blocks(request, request.num_computed_tokens)
         self.running_set.arrived[request] = None
+        if is_queued:
+            del self.running_set.loading[request]
+        else:
+            self.queue.add(request, now)
+
+    def expect(self, request: Request, now: float) -> None:
+        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
+        request.move_to(RequestState.REMOTE)
+        request.replica_id = self.replica_id
+        self.memory.register(request, request.hashes)
         self.queue.add(request, now)
+
+    def expect_no_more(self, request: Request) -> None:
+        """Undo `expect`; what was set aside for the request is free."""
+        self.queue.remove(request)
+        if request in self.running_set.loading:
+            del self.running_set.loading[request]
+            self.memory.free(request, 0, for_good=True)
+        self.memory.forget(request)
+        request.move_to(RequestState.HELD)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """Abort a request of this replica; False when its step has to come back first."""

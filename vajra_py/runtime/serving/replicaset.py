@@ -27,16 +27,13 @@ from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.support.clock import to_seconds
-
-QUEUE_FULL = "the queue is full"
-ALL_FAILED = "every replica has failed"
-"""Beginning of refusals that have nothing to do with the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,11 @@ class HandOffRules:
     settings: HandOffConfig
     links: LinkOptions
     bytes_per_token: int
+
+    @property
+    def reserves_first(self) -> bool:
+        """True if a prompt is computed only when blocks of its target are set aside."""
+        return self.settings.reserve == "before_prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,10 @@ class Replicaset:
         """Its policies; None: it was put together by hand, and its policies stay."""
         self.hand_off: HandOffRules | None = None
         """Rules by which requests leave with their KV; None: they do not."""
+        self.held_back: dict[Request, None] = {}
+        """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
+        self.newly_held_back: list[Request] = []
+        """Those of them for which no target was looked for yet."""
         self.out_of_service = ""
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
@@ -273,6 +279,12 @@ class Replicaset:
             for observer in self.observers:
                 observer.on_ended(request, EndReason.FAILED, detail, now)
             ended.append((request, EndReason.FAILED))
+        for request in [one for one in self.held_back if one.replica_id == replica_id]:
+            del self.held_back[request]
+            end_request(request, EndReason.FAILED, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, EndReason.FAILED, detail, now)
+            ended.append((request, EndReason.FAILED))
         return ended
 
     def _stranded(self, now: float) -> list[Request]:
@@ -308,6 +320,10 @@ class Replicaset:
 
     def refusal(self, request: Request, now: float) -> str | None:
         """Return the reason that this request cannot be taken, now or ever; None if it can."""
+        return self.why_never(request, now) or self.why_full(request)
+
+    def why_never(self, request: Request, now: float) -> str | None:
+        """Return the reason that no replica will run this request, or none is there; None if one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -327,14 +343,15 @@ class Replicaset:
             )
         if self._differs and not any(self.is_up(one.replica_id) for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
-        detail = self._refused_by_policy(holders, request, now)
-        if detail is not None:
-            return detail
+        return self._refused_by_policy(holders, request, now)
+
+    def why_full(self, request: Request) -> str | None:
+        """Why the queues have no room for this request; None when they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
         tokens = self.admission.max_queued_tokens
-        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+        if tokens is not None and self.num_queued_tokens + request.num_prompt_tokens > tokens:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
@@ -351,15 +368,21 @@ class Replicaset:
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
+    def live_loads(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas with live figures, by id; every step that has ended is applied."""
+        self.sync()
+        return cast(Sequence[ReplicaLoadView], self._live)
+
     @property
     def num_queued(self) -> int:
         """Requests that wait, in the shared queue and the replicas' own."""
-        return len(self.shared) + sum(len(replica.queue) for replica in self.replicas)
+        return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be computed."""
-        return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
+        held_back = sum(one.num_remaining_tokens for one in self.held_back)
+        return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
@@ -381,7 +404,12 @@ class Replicaset:
             self._queued_by_id[request.request_id] = request
             return None
         replica = self.replicas[replica_id]
-        replica.enqueue(request, now)
+        if self.hand_off is not None and self.hand_off.reserves_first and replica.parts.role is PoolRole.PREFILL:
+            request.replica_id = replica_id
+            self.held_back[request] = None
+            self.newly_held_back.append(request)
+        else:
+            replica.enqueue(request, now)
         return replica
 
     def _may_assign(self, request: Request, now: float) -> bool:

@@ -20,7 +20,7 @@ from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
-_ARRIVED = RequestState.ARRIVED
+_ARRIVED, _REMOTE = RequestState.ARRIVED, RequestState.REMOTE
 
 
 class Builder(PlanDraft):
@@ -38,6 +38,7 @@ class Builder(PlanDraft):
         "_to_cache",
         "dropped",
         "idle_at",
+        "loads",
         "policy_name",
         "refusals",
     )
@@ -54,6 +55,8 @@ class Builder(PlanDraft):
         """Requests that a policy has dropped and that are not counted yet."""
         self.idle_at: float | None = None
         """Time until which the policy leaves the replica idle on purpose, seconds."""
+        self.loads: list[tuple[Request, int]] = []
+        """Requests that were admitted and whose KV is to come from elsewhere, with the tokens that are cached here."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
@@ -75,6 +78,7 @@ class Builder(PlanDraft):
         """Forget what earlier steps left to count or copy: the replica is empty."""
         self._drop_dues()
         self.dropped = []
+        self.loads = []
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
         """Return the requests that the policy has dropped since the last call."""
@@ -181,8 +185,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
-        swapped, arrived = request.state is _SWAPPED, request.state is _ARRIVED
-        done = request.num_computed_tokens if swapped or arrived else memory.cached_tokens(request)
+        swapped, arrived, remote = request.state is _SWAPPED, request.state is _ARRIVED, request.state is _REMOTE
+        done = request.num_computed_tokens if swapped or arrived or remote else memory.cached_tokens(request)
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
@@ -207,6 +211,8 @@ class Builder(PlanDraft):
         elif arrived:
             if not memory.grow(request, to_hold):
                 return self._refuse(request, Refusal.KV_BLOCKS)
+        elif remote:
+            return self._load(request, done, to_hold)
         else:
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
@@ -218,6 +224,17 @@ class Builder(PlanDraft):
         kind = self._lifecycle.admitted(request, done, self.now)
         self._put_chunk(request, num_tokens, done, kind)
         return None
+
+    def _load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
+        """Set blocks aside for a request whose KV is on another replica, and have it brought."""
+        running_set = self._running_set
+        if request not in running_set.loading:
+            hit = self._memory.allocate(request, to_hold)
+            if hit is None:
+                return self._refuse(request, Refusal.KV_BLOCKS)
+            running_set.loading[request] = None
+            self.loads.append((request, min(hit, num_tokens)))
+        return self._refuse(request, Refusal.LOADING)
 
     def add_decodes(self) -> DecodeStop | None:
         """Add every decode that is not in the batch yet; see `BatchBuilder.add_decodes`."""
@@ -403,7 +420,7 @@ class Builder(PlanDraft):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now."""
         own = self._own(request)
-        if own.state is _ARRIVED:
+        if own.state is _ARRIVED or own.state is _REMOTE:
             return own.num_computed_tokens
         return 0 if own.state is _RUNNING or own.state is _SWAPPED else self._memory.cached_tokens(own)
 
@@ -420,7 +437,7 @@ class Builder(PlanDraft):
         own: Request = request  # type: ignore[assignment]
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
-        if own.state is _RUNNING or own.state is _SWAPPED or own.state is _ARRIVED:
+        if own.state is _RUNNING or own.state is _SWAPPED or own.state is _ARRIVED or own.state is _REMOTE:
             num_left = own.num_remaining_tokens
         else:
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)

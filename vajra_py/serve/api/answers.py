@@ -13,8 +13,7 @@ from typing import Any
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute.interface import NOTHING_LEFT
 from vajra_py.engine.tokenizer import Tokenizer
-from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
-from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL
+from vajra_py.runtime.requests.rejections import ALL_FAILED, OUT_OF_SERVICE, QUEUE_FULL, SHED
 from vajra_py.serve.api.logprobs import LogprobWriter, TextOffsets
 from vajra_py.serve.api.schema import ChatBody, GenerationBody
 from vajra_py.serve.http.errors import ApiError
@@ -45,6 +44,9 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     if end.reason is EndReason.REJECTED:
         if end.detail.startswith(QUEUE_FULL):
             return ApiError(429, end.detail, code="queue_full", retry_after_s=retry_after_s)
+        if end.detail.startswith(SHED):
+            wait_s = retry_after_s if end.retry_after_s is None else end.retry_after_s
+            return ApiError(429, end.detail, code="shed", retry_after_s=wait_s)
         if end.detail.startswith(ALL_FAILED):
             return ApiError(503, end.detail, code="no_replica", retry_after_s=retry_after_s)
         return ApiError(400, end.detail, code="refused")
@@ -55,6 +57,22 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     if end.detail.endswith(NOTHING_LEFT):
         return ApiError(400, end.detail, code="no_token_left")
     return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
+
+
+DEGRADED_HEADER = "x-vajra-degraded"
+
+
+def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
+    """Return the header that says with what a request was let in instead of what it asked for; nothing where nothing was taken.
+
+    Of several outputs that differ, each with its number in front.
+    """
+    found = [one.degraded for one in streams]
+    if not any(found):
+        return {}
+    if len(set(found)) == 1:
+        return {DEGRADED_HEADER: found[0]}
+    return {DEGRADED_HEADER: "; ".join(f"{one.index}: {one.degraded}" for one in streams if one.degraded)}
 
 
 def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:

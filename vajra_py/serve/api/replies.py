@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vajra_py.serve.api.answers import Answer, encoded, event, failure
+from vajra_py.serve.api.answers import Answer, degraded_headers, encoded, event, failure
 from vajra_py.serve.http.access import ANSWER_ID, DIRECT_SEND
 from vajra_py.serve.http.eager import begin
 from vajra_py.serve.http.errors import ApiError
@@ -50,7 +50,8 @@ class Generation:
                 return _Nothing()
             self._check(response.outputs)
             if not response.is_streaming:
-                return Response(encoded(self.answer.whole()), media_type="application/json")
+                headers = degraded_headers(response.outputs)
+                return Response(encoded(self.answer.whole()), media_type="application/json", headers=headers)
             handed_on = True
             return _Stream(self, client)
         finally:
@@ -118,7 +119,8 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, generation: Generation, client: _Client) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        degraded = degraded_headers(generation.answer.response.outputs)
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **degraded})
         del self.headers["content-length"]
         self._generation = generation
         self._client = client

@@ -195,6 +195,6 @@ _DESCRIPTIONS = {
     408: "The request waited longer than it allows.",
     409: "What is being served stands against it.",
     413: "The request is too large.",
-    429: "Queues are full; `Retry-After` says when to come back.",
+    429: "Queues are full, or the admission policy sheds load; `Retry-After` says when to come back.",
     503: "No replica is ready, or the one that ran the request failed.",
 }

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class ApiError(Exception):
         """Return the headers beside the body."""
         headers = {}
         if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         elif self.status not in (429, 503):
             headers["x-should-retry"] = "false"
         if self.status == 401:
