@@ -28,8 +28,9 @@ from vajra_py.experiment.runs.sweep import SweepProgress, SweepResult
 from vajra_py.experiment.runs.sweep import sweep as run_sweep
 from vajra_py.metrics.comparison.comparison import Comparison
 from vajra_py.metrics.comparison.comparison import compare as compare_runs
-from vajra_py.metrics.runs.run_data import RunData, load_runs
-from vajra_py.plugins import OwnSpec, Registry, load_registry
+from vajra_py.metrics.runs.naming import load_runs
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.plugins import Registry, load_registry
 
 if TYPE_CHECKING:
     from vajra_py.experiment.capacity.answers import CapacityAnswer

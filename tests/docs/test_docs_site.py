@@ -45,3 +45,5 @@ def test_search_works_from_disk(site: Path) -> None:
 def test_settings_and_names_of_the_contract_have_their_place(site: Path) -> None:
     assert "max_batch_tokens" in (site / "reference" / "configuration.html").read_text(encoding="utf-8")
     assert 'id="vajra_py.contract.BatchBuilder"' in (site / "api" / "contract.html").read_text(encoding="utf-8")
+    of_metrics = (site / "api" / "metrics.html").read_text(encoding="utf-8")
+    assert all(f'id="vajra_py.metrics.Comparison.{name}"' in of_metrics for name in ("best", "versus", "frame"))

@@ -17,7 +17,8 @@ from vajra_py.engine.services import engine_services
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.measured.validation import check_validation
 from vajra_py.plugins import load_registry
-from vajra_py.vllm.config import SAID_ELSEWHERE, VllmBackendConfig, VllmOptions
+from vajra_py.vllm.config import SAID_ELSEWHERE, VllmBackendConfig
+from vajra_py.vllm.options import VllmOptions
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 WORKLOAD = {

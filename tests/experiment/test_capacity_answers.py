@@ -14,13 +14,13 @@ from scipy import stats
 
 from tests.experiment.searches import ONE, drive, question
 from vajra_py.config.capacity import CapacityConfig
-from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint, capacity_differences
+from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint
+from vajra_py.experiment.capacity.differences import capacity_differences, difference_lines
 from vajra_py.experiment.capacity.files import write_capacity_files
 from vajra_py.experiment.capacity.rate import search_rate
 from vajra_py.experiment.capacity.search import Answer, Setting, search_replicas
 from vajra_py.experiment.capacity.seeds import ConditionCapacity, SeedCapacity, condition_capacity, typical_curve
 from vajra_py.experiment.capacity.tables import answer_table, difference_table
-from vajra_py.experiment.capacity.words import difference_lines
 from vajra_py.metrics.comparison.intervals import Interval
 from vajra_py.metrics.comparison.table_renderers import csv_table
 

@@ -21,8 +21,8 @@ from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.experiment.runs.sweep import sweep
 from vajra_py.metrics.comparison.comparison import compare
 from vajra_py.metrics.report.report import render_report
+from vajra_py.metrics.runs.naming import load_runs
 from vajra_py.metrics.runs.replications import group_replications
-from vajra_py.metrics.runs.run_data import load_runs
 from vajra_py.metrics.runs.workload_words import workload_words
 
 EQUAL = "equal requests"

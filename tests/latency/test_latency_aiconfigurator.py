@@ -194,6 +194,9 @@ def test_the_share_of_steps_by_rule_is_counted_and_told(tables: Path, tmp_path: 
     assert model.filled_fraction == pytest.approx(expected / seconds)
     behind = BatchFeatures().with_chunk(1024, 4096)
     assert model.filled_s(behind) > 1e-6 * LAYERS * causal_us(1024)
+    long = BatchFeatures().with_chunk(2 * ROWS[-1], 1024)  # longer than any that was measured: summed in another way
+    parts = model.breakdown_s(long)
+    assert parts["prefill_attention"] < model.filled_s(long) < parts["prefill_attention"] + parts["dense"]
 
     latency = {"type": "aiconfigurator", "path": str(tables), "host": "none"}
     config = config_from_mapping(

@@ -16,7 +16,8 @@ from ruamel.yaml import YAML
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.observer import EndReason
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison
+from vajra_py.metrics.comparison.compared_settings import OVERALL
+from vajra_py.metrics.comparison.comparison import Comparison
 from vajra_py.metrics.comparison.metrics import METRICS
 from vajra_py.metrics.definitions import gap_statistics
 from vajra_py.metrics.runs.run_data import RunData

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
 from vajra_py.metrics.comparison.baseline_table import difference_table
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison, compare
+from vajra_py.metrics.comparison.compared_settings import OVERALL
+from vajra_py.metrics.comparison.comparison import Comparison, compare
 from vajra_py.metrics.comparison.tables import DIFFERENCE_COLUMNS
 from vajra_py.metrics.runs.run_data import RunData
 

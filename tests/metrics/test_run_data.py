@@ -11,7 +11,8 @@ import pytest
 
 from vajra_py.errors import RunError
 from vajra_py.metrics.runs.differences import ABSENT, axes, differences, flatten, natural
-from vajra_py.metrics.runs.run_data import RunData, distinct, load_runs
+from vajra_py.metrics.runs.naming import distinct, load_runs
+from vajra_py.metrics.runs.run_data import RunData
 
 
 @pytest.fixture

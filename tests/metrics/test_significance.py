@@ -18,8 +18,9 @@ from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
 from vajra_py.metrics.comparison import comparison as comparisons
 from vajra_py.metrics.comparison.baseline_table import difference_table
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison, compare
-from vajra_py.metrics.comparison.metrics import DEFAULT_PRIMARY
+from vajra_py.metrics.comparison.compared_settings import OVERALL
+from vajra_py.metrics.comparison.comparison import Comparison, compare
+from vajra_py.metrics.comparison.metrics import BY_KEY, DEFAULT_PRIMARY, METRICS
 from vajra_py.metrics.comparison.pairs import holm
 from vajra_py.metrics.comparison.table_model import BEST, LOWEST, WORSE
 from vajra_py.metrics.comparison.trust import warnings_of
@@ -219,13 +220,13 @@ def test_every_form_gives_one_pair_one_answer(make_run: Make, metrics: tuple[str
 
 
 def _label(key: str) -> str:
-    return next(metric.label for metric in comparisons.METRICS if metric.key == key)
+    return next(metric.label for metric in METRICS if metric.key == key)
 
 
 def _check_marks(found: Comparison, key: str) -> None:
     """A star is a best value that is significantly better than every other one, a dagger one that is significantly worse than the best."""
     row = found.values[OVERALL][key]
-    lower = comparisons.BY_KEY[key].lower_is_better
+    lower = BY_KEY[key].lower_is_better
     best = (min if lower else max)(range(3), key=lambda i: row[i])
     worse = {i for i in range(3) if i != best and found.versus(i, best, key).is_significant}
     marks = found.marks(key)
@@ -238,7 +239,7 @@ def _check_report_table(found: Comparison) -> None:
         for row in table.rows:
             setting, _, baseline = row.head.partition(" − ")
             for head, cell in zip(table.heads, row.cells, strict=True):
-                key = next(one.key for one in comparisons.METRICS if head.startswith(f"{one.label} ("))
+                key = next(one.key for one in METRICS if head.startswith(f"{one.label} ("))
                 one = found.versus(found.position(setting), found.position(baseline), key)
                 assert (cell.mark == BEST) == bool(one.is_significant)
                 assert ("adjusted p" in cell.spread) == (key in found.primary)

@@ -43,7 +43,7 @@ def make_scheduler(cls: type[Any], config: Any, num_blocks: int, block_size: int
     config.cache_config.block_size = block_size
     made = cls(
         vllm_config=config,
-        kv_cache_config=kv_cache(num_blocks, block_size),
+        kv_cache_config=options.pop("cache", None) or kv_cache(num_blocks, block_size),
         structured_output_manager=options.pop("grammars", None) or StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=block_size,

@@ -14,8 +14,8 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry
-from vajra_py.vllm.config import VllmOptions
 from vajra_py.vllm.loading import VllmWorkers, load_vllm
+from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.runner import VllmRunner
 
 BLOCK_SIZE = 32

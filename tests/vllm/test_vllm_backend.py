@@ -19,8 +19,8 @@ from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
-from vajra_py.vllm.config import VllmOptions
 from vajra_py.vllm.loading import load_vllm
+from vajra_py.vllm.options import VllmOptions
 
 ROOT = Path(__file__).parents[2]
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7}

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
@@ -165,6 +167,60 @@ def test_other_versions_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_version("0.31.2")
     assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "are_unlike"),
+    [((2, 2), False), ((2, 2), True), ((2, 4), True)],
+    ids=["alike", "wrapped", "unlike"],
+)
+def test_a_block_holds_the_kv_of_every_layer_once(
+    tiny_model: str, num_kv_heads: tuple[int, ...], are_unlike: bool
+) -> None:
+    specs = {
+        f"layer-{index}": kv.FullAttentionSpec(block_size=4, num_kv_heads=heads, head_size=32, dtype=torch.float32)
+        for index, heads in enumerate(num_kv_heads)
+    }
+    spec = kv.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs) if are_unlike else specs["layer-0"]
+    cache = kv.KVCacheConfig(101, [], [kv.KVCacheGroupSpec(list(specs), spec)])
+    scheduler = make_scheduler(Scheduler, vllm_config(tiny_model, max_model_len=256), 101, 4, cache=cache)
+    keys_and_values, bytes_per_number = 2, 4
+    expected = keys_and_values * sum(num_kv_heads) * 32 * bytes_per_number * 4
+    assert scheduler.mechanism.replica.limits.bytes_per_block == expected
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["first runner", "second runner"])
+def test_blocks_are_cleared_before_they_are_used_where_precisions_are_mixed(
+    tiny_model: str, second_runner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {
+        str(dtype): kv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=32, dtype=dtype)
+        for dtype in (torch.float32, torch.float16)
+    }
+    group = kv.KVCacheGroupSpec(list(specs), kv.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs))
+    config = vllm_config(tiny_model, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(second_runner)))
+    core = Core(make_scheduler(Scheduler, config, 31, 4, cache=kv.KVCacheConfig(31, [], [group])))
+    execute, untouched = core.execute, set(range(1, 31))
+
+    def checked(output: Any) -> Any:
+        cached = output.scheduled_cached_reqs
+        tables = [(one.block_ids, one.num_computed_tokens // 4) for one in output.scheduled_new_reqs]
+        for name, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            tables.append((blocks or ([],), computed // 4 if name in cached.resumed_req_ids else 0))
+        taken = [block for (table,), num_shared in tables for block in table[num_shared:]]
+        assert sorted(output.new_block_ids_to_zero or []) == sorted(taken)
+        untouched.difference_update(taken)
+        return execute(output)
+
+    core.execute = checked  # type: ignore[method-assign]
+    twins = [replace(script(index // 2, prompt=21, output=30), name=f"r-{index}") for index in range(6)]
+    core.run(twins, 4, True)  # the core checks what workers read
+    assert any(one.preempted for one in core.steps)
+    assert not untouched
+    assert set(core.reasons.values()) == {"length"}
 
 
 def test_the_experiment_is_named_by_option_or_environment() -> None:

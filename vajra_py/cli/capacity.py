@@ -94,8 +94,9 @@ def _worth(answer: CapacityAnswer) -> float:
 def _show(answers: list[CapacityAnswer], slo: str, paths: list[Path], *, quiet: bool) -> None:
     """Print the answers for a reader, in a table and then one by one."""
     from vajra_py.cli.options import show_table
+    from vajra_py.experiment.capacity.answers import answer_notes
+    from vajra_py.experiment.capacity.differences import difference_lines
     from vajra_py.experiment.capacity.tables import answer_table
-    from vajra_py.experiment.capacity.words import answer_notes, difference_lines
 
     table = answer_table(answers, slo)
     if not quiet:
@@ -115,7 +116,7 @@ def _show(answers: list[CapacityAnswer], slo: str, paths: list[Path], *, quiet: 
 
 def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
     """Return the answers as text for other programs; CSV contains the answers alone."""
-    from vajra_py.experiment.capacity.answers import plain_values
+    from vajra_py.experiment.capacity.plain_values import plain_values
     from vajra_py.experiment.capacity.tables import answer_table, difference_table
     from vajra_py.metrics.comparison.table_renderers import csv_table, latex, markdown
 

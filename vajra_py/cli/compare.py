@@ -60,7 +60,7 @@ def compare(  # noqa: PLR0913 - one argument for each option
     """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
     from vajra_py.experiment.runs.folder import find_all_runs
     from vajra_py.metrics.comparison.comparison import compare as compare_runs
-    from vajra_py.metrics.runs.run_data import load_runs
+    from vajra_py.metrics.runs.naming import load_runs
 
     loaded = load_runs(find_all_runs(runs))
     primary = _names(metrics)
@@ -99,7 +99,7 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
 def _text(comparison: Comparison, view: _View) -> str:
     """Return the comparison as text for other programs."""
     from vajra_py.metrics.comparison import tables as comparison_tables
-    from vajra_py.metrics.comparison.comparison import OVERALL
+    from vajra_py.metrics.comparison.compared_settings import OVERALL
     from vajra_py.metrics.comparison.table_renderers import csv_text, latex, markdown
 
     position = None if view.baseline is None else comparison.position(view.baseline)
@@ -118,7 +118,7 @@ def _text(comparison: Comparison, view: _View) -> str:
 
 def _differences(comparison: Comparison, view: _View) -> Table:
     from vajra_py.metrics.comparison.baseline_table import difference_table
-    from vajra_py.metrics.comparison.comparison import OVERALL
+    from vajra_py.metrics.comparison.compared_settings import OVERALL
     from vajra_py.metrics.comparison.metrics import named_metrics
 
     assert view.baseline is not None
@@ -129,7 +129,7 @@ def _differences(comparison: Comparison, view: _View) -> Table:
 def _show(comparison: Comparison, view: _View, loaded: Sequence[RunData]) -> None:
     """Print the comparison for a reader."""
     from vajra_py.cli.options import say_step_times, say_warnings, show_table
-    from vajra_py.metrics.comparison.comparison import OVERALL
+    from vajra_py.metrics.comparison.compared_settings import OVERALL
 
     if view.baseline is not None:
         show_table(_differences(comparison, view))

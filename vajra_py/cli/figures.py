@@ -71,7 +71,7 @@ def figures(
     """Write every figure that the report of RUNS has as a file, its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
     from vajra_py.experiment.runs.folder import find_all_runs
     from vajra_py.metrics.report.figure_files import write_figures
-    from vajra_py.metrics.runs.run_data import load_runs
+    from vajra_py.metrics.runs.naming import load_runs
 
     loaded = load_runs(find_all_runs(runs))
     for path in write_figures(loaded, out, formats=formats, width_in=width, only=only, panels=panels):

@@ -198,7 +198,7 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
     if not quiet:
         from vajra_py.cli.options import say_step_times, say_warnings, show_table
         from vajra_py.metrics.comparison.comparison import compare
-        from vajra_py.metrics.runs.run_data import distinct
+        from vajra_py.metrics.runs.naming import distinct
 
         runs = distinct(runs)
         comparison = compare(runs)

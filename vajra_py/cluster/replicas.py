@@ -21,7 +21,8 @@ from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, Placement
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
 from vajra_py.errors import ExecutorError
-from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run, make_backend
+from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run
+from vajra_py.experiment.runs.backends import make_backend
 
 MakeWorker: TypeAlias = Callable[[ReplicaKey, RunnerOptions], Worker]
 

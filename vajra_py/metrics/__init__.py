@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     )
     from vajra_py.metrics.report.report import render_report, write_report
     from vajra_py.metrics.report.timeline import TimelineOptions, write_timeline
-    from vajra_py.metrics.runs.run_data import RunData, load_runs
+    from vajra_py.metrics.runs.naming import load_runs
+    from vajra_py.metrics.runs.run_data import RunData
     from vajra_py.metrics.summary.stability import Stability, StabilityLabel
     from vajra_py.metrics.summary.summary import Summary, summarise
     from vajra_py.metrics.tables.recorder import Recorder
@@ -58,7 +59,8 @@ _PLACES = {
     ),
     "tables.recorder": ("Recorder",),
     "report.report": ("render_report", "write_report"),
-    "runs.run_data": ("RunData", "load_runs"),
+    "runs.naming": ("load_runs",),
+    "runs.run_data": ("RunData",),
     "summary.stability": ("Stability", "StabilityLabel"),
     "tables.steps": ("StepRow", "StepsBuilder"),
     "summary.summary": ("Summary", "summarise"),

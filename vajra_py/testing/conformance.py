@@ -40,7 +40,7 @@ from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
 from vajra_py.testing.habits import futile_preemptions, kept_requests, uncalled_methods
 from vajra_py.testing.harness import Harness
-from vajra_py.testing.hash_seeds import Rows, first_difference, rows_by_hash_seed
+from vajra_py.testing.hash_seeds import first_difference, rows_by_hash_seed
 from vajra_py.testing.purity import ImpureError, only_pure
 from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn
 from vajra_py.testing.scenarios import Outcome, Scenario, StuckError
@@ -193,22 +193,6 @@ def _decides_again(
 
 def _is_repeatable(subject: Subject) -> None:
     _decides_again(subject, "when the run is repeated with the same seed", None)
-
-
-_HASHED = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
-_MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
-"""Number of replicas, so large that the first of a set of them is seldom the same one twice."""
-
-
-def rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
-    """Every decision and every end, in words, of a policy in some scenarios, as this process's hash seed has them."""
-    subject = Subject(spec, params)
-    rules = replace(UNCOUNTED, num_replicas=_MANY_REPLICAS[spec.layer])
-    outcomes = {one.name: subject.run(one, None, rules) for one in _HASHED if subject.suits(one)}
-    return {
-        name: [*(f"step {row}" for row in one.decisions), *(f"end {row}" for row in one.ends)]
-        for name, one in outcomes.items()
-    }
 
 
 def _is_the_same_under_every_hash_seed(subject: Subject) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -14,11 +15,17 @@ from typing import Any, TypeAlias
 import cloudpickle
 from pydantic_core import SchemaError
 
-from vajra_py.contract import PolicySpec
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.testing import scenarios
+from vajra_py.testing.subject import UNCOUNTED, Subject
 
 HASH_SEEDS = (0, 1, 2)
 TIMEOUT_S = 300.0
 """Real time after which a process is given up."""
+
+_SCENARIOS = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
+_MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
+"""Number of replicas, so large that the first of a set of them is seldom the same one twice."""
 
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 
@@ -106,6 +113,15 @@ def _child(task: str, result: str) -> None:
     with Path(task).open("rb") as file:
         sys.path[:] = pickle.load(file)
         spec, params = pickle.load(file)
-    from vajra_py.testing.conformance import rows_of  # after the path is set, and never in the other direction
+    Path(result).write_bytes(pickle.dumps(_rows_of(spec, params)))
 
-    Path(result).write_bytes(pickle.dumps(rows_of(spec, params)))
+
+def _rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
+    """Return every decision and every end, in words, of a policy in some scenarios, as this process's hash seed has them."""
+    subject = Subject(spec, params)
+    rules = replace(UNCOUNTED, num_replicas=_MANY_REPLICAS[spec.layer])
+    outcomes = {one.name: subject.run(one, None, rules) for one in _SCENARIOS if subject.suits(one)}
+    return {
+        name: [*(f"step {row}" for row in one.decisions), *(f"end {row}" for row in one.ends)]
+        for name, one in outcomes.items()
+    }

@@ -1,4 +1,4 @@
-"""What vLLM asks of a scheduler for features that are refused: nothing is there, and nothing is done."""
+"""Methods of vLLM's schedulers for features that are refused: nothing is there, and nothing is done."""
 
 from __future__ import annotations
 

@@ -6,14 +6,13 @@ Importing this loads neither vLLM nor a tensor library.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, register_backend
 from vajra_py.config.schema import Text
-from vajra_py.engine.compute import LoadRunner, RunnerOptions
+from vajra_py.engine.compute import LoadRunner
 from vajra_py.engine.compute.model.inspect import read_model_config
 from vajra_py.engine.config import (
     MAX_STEP_TOKENS,
@@ -24,6 +23,7 @@ from vajra_py.engine.config import (
     where_of,
 )
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.support import check_version, installed_version
 
 SAID_ELSEWHERE: Mapping[str, str] = {
@@ -45,23 +45,6 @@ SAID_ELSEWHERE: Mapping[str, str] = {
 """Arguments of vLLM's engine that other settings decide, and where."""
 
 CPU_BLOCK_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class VllmOptions(RunnerOptions):
-    """What a runner on vLLM's workers loads, besides what every runner is told.
-
-    Attributes:
-        max_batch_size: most requests of one step.
-        memory_fraction: part of a device's memory that weights and KV blocks may take.
-        shards: devices that share every layer; vLLM's own processes compute on them.
-        engine_args: further arguments of vLLM's engine.
-    """
-
-    max_batch_size: int = 128
-    memory_fraction: float = 0.9
-    shards: int = 1
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 class VllmBackendConfig(ModelBackendConfig):
@@ -157,7 +140,7 @@ class VllmBackendConfig(ModelBackendConfig):
 
 
 def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """What of a replica's settings no vLLM can carry out, whoever starts it."""
+    """Return the settings of a replica that no vLLM can carry out, whoever starts it."""
     found = check_replica(where, replica)
     if replica.memory.host_blocks:
         message = f"vLLM's workers do not copy KV blocks to host memory (got {replica.memory.host_blocks})"

@@ -34,7 +34,7 @@ class Endings:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return bool(self._failed or self._finished)
 
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
@@ -59,7 +59,7 @@ class Endings:
     def told(
         self, outputs: dict[int, list[EngineCoreOutput]], requests: dict[str, VllmRequest]
     ) -> dict[int, EngineCoreOutputs]:
-        """What every client is to be told, by its index: these outputs and the ends. Who failed is taken out of `requests`."""
+        """Return the message for every client, by its index: these outputs and the ends. Failed requests are taken out of `requests`."""
         for failed in self._failed:
             request = failed.request
             requests.pop(request.request_id, None)
@@ -82,7 +82,7 @@ class RefusedStreams:
         self._names: dict[str, None] = {}
 
     def answers(self, request: VllmRequest, requests: Mapping[str, VllmRequest]) -> bool:
-        """Whether nothing is to be done for a request that comes in beside these: its id is a refused stream's, or used twice."""
+        """Return true if nothing is to be done for a request that comes in beside these: its id is a refused stream's, or used twice."""
         name = request.request_id
         is_known = name in self._names
         if is_known and not request.resumable:  # the end of the stream

@@ -10,7 +10,7 @@ from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 PREFIX = "vajra_"
-"""How names begin that are for the scheduler."""
+"""Beginning of names that are for the scheduler."""
 
 
 def stated_in(extra: Mapping[str, Any]) -> dict[str, Any]:

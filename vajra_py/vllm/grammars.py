@@ -13,7 +13,7 @@ from vajra_py.vllm.records import Record
 
 
 class Grammars:
-    """What a scheduler knows of them; vLLM's manager of structured output compiles and applies them."""
+    """The scheduler's side of them; vLLM's manager of structured output compiles and applies them."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -26,7 +26,7 @@ class Grammars:
         return len(self._compiling)
 
     def take_in(self, record: Record) -> bool:
-        """Whether a request that has come in has to wait for its grammar."""
+        """Return true if a request that has come in has to wait for its grammar."""
         if record.request.use_structured_output:
             self._constrained[record.request_id] = record
         waits = record.request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -51,7 +51,7 @@ class Grammars:
         return done
 
     def forget(self, record: Record) -> bool:
-        """The request is over; whether it had been waiting for its grammar."""
+        """Forget a request that is over; return true if it had been waiting for its grammar."""
         self._constrained.pop(record.request_id, None)
         was_waiting = record in self._compiling
         if was_waiting:
@@ -68,7 +68,7 @@ class Grammars:
         return found
 
     def bitmask(self, output: SchedulerOutput, requests: Mapping[str, VllmRequest]) -> GrammarOutput | None:
-        """What the grammars of a step's requests allow."""
+        """Return what the grammars of a step's requests allow."""
         if not output.has_structured_output_requests:
             return None
         names = self.sampling(output)
@@ -77,5 +77,5 @@ class Grammars:
         return GrammarOutput(names, self._manager.grammar_bitmask(requests, names, {}), [0] * len(names))
 
     def accepts(self, request: VllmRequest, token: int) -> bool:
-        """Whether the request's grammar allows the token that was sampled for it."""
+        """Return true if the request's grammar allows the token that was sampled for it."""
         return not request.use_structured_output or bool(self._manager.accept_tokens(request, [token]))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vajra_py.engine.compute import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.model.inspect import free_host_bytes, readable_bytes
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.vllm.config import VllmOptions
+from vajra_py.vllm.model_facts import kv_bytes_per_token_of, model_facts_of
+from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class VllmWorkers:
     """The workers of one vLLM, in this process or, with several shards, in processes of vLLM's own.
 
     Attributes:
-        facts: what they loaded.
-        is_cpu: whether this vLLM computes on a CPU.
+        facts: of the model that they loaded.
+        is_cpu: True if this vLLM computes on a CPU.
     """
 
     def __init__(self, options: VllmOptions, version: str) -> None:
@@ -83,20 +84,16 @@ class VllmWorkers:
         model, parallel = config.model_config, config.parallel_config
         num_elements, weight_bytes = self._executor.collective_rpc("apply_model", args=(_size_of,))[0]
         return ModelFacts(
-            model_type=model.hf_text_config.model_type,
+            **model_facts_of(config),
             num_parameters=num_elements * self._options.shards,
             weight_bytes=weight_bytes,
             num_layers=len(specs[0]),
             num_query_heads=model.get_num_attention_heads(parallel),
             num_kv_heads=model.get_num_kv_heads(parallel),
             head_dim=model.get_head_size(),
-            kv_bytes_per_token=sum(spec.page_size_bytes for spec in specs[0].values()) // block_size,
+            kv_bytes_per_token=kv_bytes_per_token_of(specs[0].values(), block_size),
             block_size=block_size,
-            max_model_len=model.max_model_len,
-            vocab_size=model.get_vocab_size(),
             eos_token_ids=_eos_tokens(model),
-            dtype=str(model.dtype).removeprefix("torch."),
-            device="cpu" if self.is_cpu else "cuda",
             forward=f"vllm {version}",
         )
 
@@ -151,7 +148,7 @@ class VllmWorkers:
             raise ExecutorError(f"vllm: {num_blocks} KV blocks cannot be made ({_line(error)}).") from error
 
     def execute(self, message: Any) -> Any:
-        """What vLLM's model runner puts out for one `SchedulerOutput`."""
+        """Return the output of vLLM's model runner for one `SchedulerOutput`."""
         output = self._executor.execute_model(message)
         return self._executor.sample_tokens(None) if output is None else output
 
@@ -240,5 +237,5 @@ def _eos_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Return an error's text, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

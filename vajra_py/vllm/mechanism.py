@@ -69,12 +69,12 @@ class Submission:
     """A request as it is handed to the mechanism, and what became of it.
 
     Attributes:
-        prompt_token_ids: what identifies its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
-        reads_cache: whether its blocks are looked up there; they are kept for others either way.
+        prompt_token_ids: identify its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
+        reads_cache: True if its blocks are looked up there; they are kept for others either way.
         on_ended: told of its end, whatever ended it.
         output: its tokens as far as they are known, those from before it was handed in again too.
-        num_kept: how many of them it had when it was handed in.
-        request: what the mechanism made of it, once it has been taken in.
+        num_kept: number of them that it had when it was handed in.
+        request: the mechanism's request, once it has been taken in.
     """
 
     facts: RequestFacts
@@ -88,7 +88,7 @@ class Submission:
     num_kept: int = 0
 
     def make_hashes(self, block_size: int) -> BlockHashes | None:
-        """What identifies its blocks in the prefix cache."""
+        """Return what identifies its blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
         return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
@@ -140,7 +140,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.replica = controller.only_replica()
         self.note = note
         self.fault: PolicyError | None = None
-        """What a policy did for which nothing is scheduled any more."""
+        """Violation of the contract for which nothing is scheduled any more."""
         self._clock = clock
         self._one = _VllmReplica(self.replica)
         self._driver: Driver[_VllmReplica] = Driver(
@@ -150,7 +150,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
         """Told of every end, after whoever handed the request in."""
         self._refusal: VajraError | None = None
-        """Why a change of policies could not be made; the rest of it is not made either."""
+        """Error of a change of policies that could not be made; the rest of it is not made either."""
         self._arriving: list[Submission] = []
         self._submissions: dict[Request, Submission] = {}
         self._gave_way = _GaveWay()
@@ -165,7 +165,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
-        """Who lost their KV blocks since this was last asked."""
+        """Return the requests that lost their KV blocks since this was last asked."""
         names = self._gave_way.names
         if names:
             self._gave_way.names = []

@@ -7,15 +7,14 @@ every count grows by one, and who needs a block is known from the counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vajra_py.vllm.mechanism import PlannedChunk, Replica, Request, StepPlan
 from vajra_py.vllm.records import Record
-from vajra_py.vllm.step_message import StepMessage
+from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 Ints = npt.NDArray[np.int64]
 
@@ -23,10 +22,12 @@ Ints = npt.NDArray[np.int64]
 class Messages:
     """Makes the `SchedulerOutput` of each plan.
 
-    vLLM's block 0 is nobody's, so block `n` of the KV memory is its block `n + 1`.
+    Attributes:
+        next: the message of the next step; who ends or is preempted before is noted there.
     """
 
     def __init__(self, replica: Replica, records: dict[str, Record], *, resumes_as_new: bool, zeroes: bool) -> None:
+        self.next = StepMessage()
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
@@ -44,77 +45,62 @@ class Messages:
         self._last = -1
         """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
         self._step = 0
-        self._taken: list[int] = []
-        """Blocks taken for this step whose content is not to be read."""
-        self.finished: set[str] = set()
-        """Requests that the workers may forget with the next step."""
-        self.preempted: set[str] = set()
 
     def empty(self) -> SchedulerOutput:
         """A step that computes nothing, and tells what has ended; the workers take every request out of their batch."""
         self._step += 1
-        return self._output_of(StepMessage())
+        return self.next.take()
 
     def tell(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
-        message = StepMessage()
         for chunk in plan.chunks:
-            self._add_chunk(chunk, message)
+            self._add_chunk(chunk)
         if plan.pool is not None:
-            self._add_decodes(plan, message)
-        return self._output_of(message)
-
-    def _output_of(self, message: StepMessage) -> SchedulerOutput:
-        zeroed, self._taken = self._taken, []
-        output = message.output(self.finished, self.preempted, zeroed if self._zeroes and zeroed else None)
-        self.finished, self.preempted = set(), set()
-        return output
+            self._add_decodes(plan)
+        return self.next.take()
 
     # One by one
 
-    def _add_chunk(self, chunk: PlannedChunk, message: StepMessage) -> None:
+    def _add_chunk(self, chunk: PlannedChunk) -> None:
         request, num_tokens, computed, kind = chunk
         record = self._records.get(request.request_id)
         if record is None:  # it has ended while the step before was computed; its part of this one is not computed
             return
-        if kind != "running":
+        is_resumed = kind != "running"
+        if is_resumed:
             record.num_told = 0
         blocks = self._new_blocks(record, request)
-        if self._zeroes and blocks is not None:
-            shared = computed // self._block_size if kind != "running" else 0
-            self._taken += blocks[shared:]
-        name = record.request_id
-        message.schedule(name, num_tokens)
+        if self._zeroes:
+            self.next.clear(blocks[computed // self._block_size :] if is_resumed else blocks)
+        scheduled = Scheduled(record.request_id, num_tokens, computed, blocks)
         was_absent, record.ran_in = record.ran_in != self._step - 1, self._step
-        if not record.is_known or (kind != "running" and self._resumes_as_new):
-            message.new.append(self._as_new(record, blocks or [], computed))
+        if not record.is_known or (is_resumed and self._resumes_as_new):
+            vllms = record.request
+            tokens = record.all_tokens() if self._resumes_as_new else None
+            self.next.add_new(scheduled, vllms.prompt_token_ids, vllms.sampling_params, tokens)
             record.is_known = True
             return
-        message.add_known(name, blocks, computed, record.num_kept + request.num_output_tokens)
-        if kind != "running":
-            message.resumed.add(name)
-        if (was_absent or kind != "running") and not self._resumes_as_new:
-            message.all_tokens[name] = record.all_tokens()
+        is_told_tokens = (was_absent or is_resumed) and not self._resumes_as_new
+        self.next.add_known(
+            scheduled,
+            record.num_kept + request.num_output_tokens,
+            is_resumed=is_resumed,
+            all_tokens=record.all_tokens() if is_told_tokens else None,
+        )
 
-    def _as_new(self, record: Record, blocks: list[int], computed: int) -> NewRequestData:
-        request = record.request
-        data = NewRequestData.from_request(request, (blocks,), record.all_tokens() if self._resumes_as_new else None)
-        data.num_computed_tokens = computed
-        return data
-
-    def _new_blocks(self, record: Record, request: Request) -> list[int] | None:
-        """Entries of the request's block table that the workers do not have."""
+    def _new_blocks(self, record: Record, request: Request) -> Sequence[int]:
+        """Return the entries of the request's block table that the workers do not have."""
         memory, known = self._replica.memory, record.num_told
         held = memory.num_held_blocks(request)
         if held == known:
-            return None
+            return ()
         record.num_told = held
-        return [block + 1 for block in memory.block_table(request)[known:]]
+        return memory.block_table(request)[known:]
 
     # All at once
 
-    def _add_decodes(self, plan: StepPlan, message: StepMessage) -> None:
+    def _add_decodes(self, plan: StepPlan) -> None:
         assert plan.pool is not None
         order = plan.pool.in_admission_order()
         if order is not self._order or plan.pool.num_committed != self._at_step + 1:
@@ -124,22 +110,18 @@ class Messages:
             self._settle()
             for chunk in plan.entries():
                 if chunk.request in plan.pool:
-                    self._add_chunk(chunk, message)
+                    self._add_chunk(chunk)
             self._order = None
             return
-        count, computed = len(self._ids), self._computed
-        new: list[Any] = [None] * count
+        computed = self._computed
+        new: dict[int, Sequence[int]] = {}
         for index in np.flatnonzero(computed % self._block_size == 0).tolist():
             blocks = self._new_blocks(self._decodes[index], order[index])
-            if blocks is not None:
-                new[index] = (blocks,)
-                self._taken += blocks
-        message.ids += self._ids
-        message.blocks += new
-        message.computed += computed.tolist()
-        message.outputs += self._output.tolist()
-        message.num_scheduled.update(dict.fromkeys(self._ids, 1))
-        message.num_tokens += count
+            if blocks:
+                new[index] = blocks
+                if self._zeroes:
+                    self.next.clear(blocks)
+        self.next.add_decodes(self._ids, new, computed.tolist(), self._output.tolist())
         self._last = self._step
         computed += 1
         self._output += 1

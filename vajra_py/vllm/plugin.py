@@ -19,7 +19,7 @@ from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, vajra_o
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _MANY_BLOCKS = 1 << 20
-"""How many there are is known once the model is loaded."""
+"""Stands for their number, which is known once the model is loaded."""
 _SECONDS_TO_RECORD = 60
 
 
@@ -73,7 +73,7 @@ def _check_requests_early() -> None:
 
 
 def is_own(scheduler_cls: Any) -> bool:
-    """Whether `--scheduler-cls` names this package's scheduler, or a class that is made from it."""
+    """Return true if `--scheduler-cls` names this package's scheduler, or a class that is made from it."""
     if isinstance(scheduler_cls, str):
         return scheduler_cls.startswith("vajra_py.vllm.")
     return any(one.__module__.startswith("vajra_py.vllm.") for one in getattr(scheduler_cls, "__mro__", ()))
@@ -131,7 +131,7 @@ def end_before_workers() -> None:
 
 
 def _is_command() -> bool:
-    """Whether this process is one of vLLM's own commands, whose user reads what it prints."""
+    """Return true if this process is one of vLLM's own commands, whose user reads what it prints."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     name = spec.name if spec is not None else ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, Submission
+from vajra_py.vllm.model_facts import model_facts_of
 from vajra_py.vllm.settings import Sizes
 
 
@@ -49,15 +50,10 @@ def _tokens(request: Request, submission: Submission) -> Sequence[int]:
 
 
 def facts_of(vllm_config: Any, sizes: Sizes, bytes_per_token: int) -> Mapping[str, Any]:
-    """What a replay and a reader of the results need to know of a vLLM."""
-    model = vllm_config.model_config
+    """Return what a replay and a reader of the results need to know of a vLLM."""
     return {
-        "model_type": model.hf_text_config.model_type,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(vllm_config.device_config.device_type),
+        **model_facts_of(vllm_config),
         "forward": "vllm " + ".".join(map(str, sizes.version)),
-        "max_model_len": sizes.max_model_len,
         "kv_bytes_per_token": bytes_per_token,
-        "vocab_size": model.get_vocab_size(),
         "num_blocks": sizes.num_blocks,
     }

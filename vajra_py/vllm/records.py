@@ -1,4 +1,4 @@
-"""What a scheduler keeps of each of vLLM's requests: its output, when it stops, and what the workers know of it."""
+"""A scheduler's record of each of vLLM's requests: its output, its stop conditions, and what the workers know of it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Record:
         if params.eos_token_id is not None:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
-        """Whether stopping is a matter of the last token and the length alone."""
+        """True if stopping is a matter of the last token and the length alone."""
         self.plain_until = self.limit if self.is_plain else 0
         """Tokens before this one of the output end it only if they are among `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
         self.is_over = False
-        """Whether its client was told the end."""
+        """True once its client was told the end."""
         self.is_known = False
-        """Whether the workers have its prompt and parameters."""
+        """True if the workers have its prompt and parameters."""
         self.num_told = 0
         """Leading entries of its block table that the workers have."""
         self.ran_in = -1
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def own(self) -> Request | None:
-        """What the mechanism made of it."""
+        """The mechanism's request, once it has been taken in."""
         return self.submission.request
 
     @property
@@ -88,7 +88,7 @@ class Record:
         return self.submission
 
     def finishes_plainly(self, token: int) -> bool:
-        """Whether this token, which is in the output already, ends the request; writes the reason into it."""
+        """Return true if this token, which is in the output already, ends the request; writes the reason into it."""
         request = self.request
         if token in self.stops:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -100,7 +100,7 @@ class Record:
         return False
 
     def finishes(self, token: int, max_model_len: int) -> bool:
-        """The same for any request, by vLLM's own rules, which read the request."""
+        """Return the same for any request, by vLLM's own rules, which read the request."""
         if self.is_plain:
             return self.finishes_plainly(token)
         self.request.append_output_token_ids(token)
@@ -114,7 +114,7 @@ class Record:
 
 
 class Arrivals:
-    """When requests arrived: as their frontends say, but never before one that arrived at the engine earlier, nor later than now.
+    """Arrival times of requests: as their frontends say, but never before one that arrived at the engine earlier, nor later than now.
 
     Several frontends, a prompt that takes long to tokenize or a clock that is set back put requests out of order; first come, first
     served is by the order at the engine, in vLLM too. With `as_said` the frontends' times count, as with vLLM's priorities.
@@ -138,11 +138,11 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class RecordRules:
-    """What holds for every request of one scheduler.
+    """Rules for every request of one scheduler.
 
     Attributes:
-        arrived_at: when a request arrived, seconds on the scheduler's clock.
-        by_tenant: whether tenants never share cached prefixes.
+        arrived_at: arrival of a request, seconds on the scheduler's clock.
+        by_tenant: True if tenants never share cached prefixes.
     """
 
     max_model_len: int
@@ -176,7 +176,7 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 
 
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
-    """What the client says of its request. Raises `ConfigError` for what it says of its objectives in a wrong way."""
+    """Return what the client states about its request. Raises `ConfigError` for an objective that is stated in a wrong way."""
     params = request.sampling_params
     given = stated_in({} if params is None else params.extra_args or {})
     if request.session_id is not None:

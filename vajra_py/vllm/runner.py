@@ -1,7 +1,6 @@
 """Compute this project's steps with vLLM's workers.
 
-A step names what changed since the last one; vLLM's workers want the same in their own terms (`SchedulerOutput`). Block `n`
-of the KV memory is vLLM's block `n + 1`: its block 0 is nobody's.
+A step names what changed since the last one; vLLM's workers want the same in their own terms (`SchedulerOutput`).
 
 A chunk of a prompt, or of tokens that are computed again, is told as a new request that has its earlier tokens computed
 already; decodes go on with it. So a worker never has to know more of a prompt than it computes, and a preempted request is
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vllm import SamplingParams as VllmSampling
-from vllm.v1.core.sched.output import NewRequestData
 
 from vajra_py.engine.compute import (
     Chunk,
@@ -32,8 +30,8 @@ from vajra_py.engine.compute import (
 )
 from vajra_py.engine.compute.interface import needs_prompt
 from vajra_py.errors import ExecutorError
-from vajra_py.vllm.config import VllmOptions
-from vajra_py.vllm.step_message import StepMessage
+from vajra_py.vllm.options import VllmOptions
+from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
 """Sampling of a token that nobody wants."""
@@ -63,15 +61,14 @@ class _Row:
     """Request in its slot, as far as the workers know it.
 
     Attributes:
-        sampling: how its tokens are sampled, in vLLM's terms.
-        keeps: whether the workers know it from its first chunk to its end.
+        keeps: True if the workers know it from its first chunk to its end.
         tokens: as far as they are known here; of one that keeps, all until it is told.
-        blocks: its block table, in vLLM's numbers.
-        name: what the workers call it; empty: they do not know it.
+        blocks: its block table.
+        name: its name at the workers; empty: they do not know it.
         num_told: leading entries of its block table that they have.
         num_computed: tokens in KV memory.
         num_sampled: tokens that they sampled under this name.
-        is_moved: whether its block table is another one than they have.
+        is_moved: True if its block table is another one than they have.
     """
 
     new: NewRow
@@ -86,6 +83,15 @@ class _Row:
     is_moved: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """Results of a step, by slot, while its parts come back: see `StepOutput`."""
+
+    sampled: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+
+
 class VllmRunner:
     """A `ModelRunner` on vLLM's workers. Not thread-safe."""
 
@@ -94,7 +100,7 @@ class VllmRunner:
         self._max_tokens = options.max_step_tokens
         self._max_rows = options.max_batch_size
         self._rows: dict[int, _Row] = {}
-        self._finished: set[str] = set()
+        self._next = StepMessage()
         self._num_named = 0
 
     @property
@@ -126,21 +132,21 @@ class VllmRunner:
         if step.copies:
             raise ExecutorError("vllm: KV blocks are not copied to host memory. Preemption recomputes.")
         self._take_changes(step)
-        sampled: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
+        results = _Results()
         for decodes, chunks in self._portions(step):
-            message = _Message()
             for slot in decodes:
-                self._add_decode(slot, message)
+                self._add_decode(slot)
             for chunk in chunks:
-                self._add_chunk(chunk, message)
-            output = self._workers.execute(message.output(self._finished))
-            self._finished = set()
-            self._read(message, output, sampled, logprobs, prompt_logprobs)
+                self._add_chunk(chunk)
+            output = self._workers.execute(self._next.take())
+            for slot in decodes:
+                self._read(slot, output, results, samples=True)
+            for chunk in chunks:
+                self._read(chunk.slot, output, results, samples=chunk.samples)
         slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
-        tokens = [sampled[slot] for slot in slots]
-        return StepOutput(slots, tokens, time.perf_counter() - started, logprobs, prompt_logprobs)
+        tokens = [results.sampled[slot] for slot in slots]
+        duration_s = time.perf_counter() - started
+        return StepOutput(slots, tokens, duration_s, results.logprobs, results.prompt_logprobs)
 
     # What is told
 
@@ -148,7 +154,7 @@ class VllmRunner:
         for slot in step.freed:
             row = self._rows.pop(slot)
             if row.name:
-                self._finished.add(row.name)
+                self._next.finished.add(row.name)
         for new in step.new:
             keeps = needs_prompt(new.sampling)
             tokens = [*new.prompt_token_ids, *new.output_token_ids] if keeps else []
@@ -156,7 +162,7 @@ class VllmRunner:
         for table in step.tables:
             row = self._rows[table.slot]
             row.is_moved = row.is_moved or table.start < row.num_told
-            row.blocks[table.start :] = [block + 1 for block in table.block_ids]
+            row.blocks[table.start :] = table.block_ids
 
     def _portions(self, step: StepInput) -> Iterator[tuple[Sequence[int], Sequence[Chunk]]]:
         """The step, in as many parts, one after another, as vLLM's buffers need: mostly one."""
@@ -180,34 +186,37 @@ class VllmRunner:
         if chunks:
             yield (), chunks
 
-    def _add_decode(self, slot: int, message: _Message) -> None:
+    def _add_decode(self, slot: int) -> None:
         row = self._rows[slot]
-        blocks = row.blocks[row.num_told :] if len(row.blocks) > row.num_told else None
-        message.go_on(slot, row, 1, blocks)
-        row.num_told = len(row.blocks)
-        row.num_computed += 1
-        message.samples.add(slot)
+        self._next.add_known(self._scheduled(row, 1), row.num_sampled)
 
-    def _add_chunk(self, chunk: Chunk, message: _Message) -> None:
+    def _add_chunk(self, chunk: Chunk) -> None:
         row, num_tokens = self._rows[chunk.slot], len(chunk.token_ids)
         row.num_computed = chunk.num_computed
+        is_moved, row.is_moved = row.is_moved, False
         if row.keeps and row.name:
-            blocks = row.blocks if row.is_moved else row.blocks[row.num_told :]
-            message.go_on(chunk.slot, row, num_tokens, blocks or None, is_moved=row.is_moved)
+            if is_moved:
+                row.num_told = 0
+            self._next.add_known(self._scheduled(row, num_tokens), row.num_sampled, is_resumed=is_moved)
         else:
             self._name(row)
-            message.begin(chunk.slot, row, num_tokens, self._known(row, chunk), self._sampling(row, chunk))
-        row.num_told, row.is_moved = len(row.blocks), False
+            scheduled = self._scheduled(row, num_tokens)
+            self._next.add_new(scheduled, self._known(row, chunk), self._sampling(row, chunk))
+
+    def _scheduled(self, row: _Row, num_tokens: int) -> Scheduled:
+        """Return the next tokens of a row, with the blocks that the workers do not have; from now on they are computed."""
+        scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_told :])
+        row.num_told = len(row.blocks)
         row.num_computed += num_tokens
-        if chunk.samples:
-            message.samples.add(chunk.slot)
+        return scheduled
 
     def _name(self, row: _Row) -> None:
+        """Let a row be a request that the workers do not know."""
         if row.name:
-            self._finished.add(row.name)
+            self._next.finished.add(row.name)
         self._num_named += 1
         row.name = str(self._num_named)
-        row.num_sampled = 0
+        row.num_sampled = row.num_told = 0
 
     def _known(self, row: _Row, chunk: Chunk) -> list[int]:
         """The prompt that a request is told with: what is before its chunk is in KV memory, and not read."""
@@ -226,76 +235,28 @@ class VllmRunner:
 
     # What comes back
 
-    def _read(
-        self,
-        message: _Message,
-        output: Any,
-        sampled: dict[int, int],
-        logprobs: dict[int, TokenLogprobs],
-        prompt_logprobs: dict[int, Sequence[TokenLogprobs]],
-    ) -> None:
-        for slot in message.slots:
-            row = self._rows[slot]
-            place = output.req_id_to_index[row.name]
-            tokens = output.sampled_token_ids[place]
-            if tokens:
-                row.num_sampled += 1
-            if slot in message.samples:
-                if not tokens:
-                    raise ExecutorError("vllm: a request that is computed to its end gave no token.")
-                sampled[slot] = tokens[0]
-                row.num_outputs += 1
-                wanted = row.new.sampling.logprobs
-                if wanted is not None:
-                    logprobs[slot] = _token_logprobs(output.logprobs, place, wanted)
-            wanted = row.new.sampling.prompt_logprobs
-            scored = output.prompt_logprobs_dict.get(row.name) if wanted is not None else None
-            if wanted is not None and scored is not None:
-                lists = scored.tolists()
-                prompt_logprobs[slot] = [
-                    _token_logprobs(lists, index, wanted) for index in range(len(lists.sampled_token_ranks))
-                ]
-
-
-class _Message(StepMessage):
-    """A step's message, and which of its tokens go where.
-
-    Attributes:
-        slots: of its requests.
-        samples: of requests whose tokens are wanted.
-    """
-
-    __slots__ = ("samples", "slots")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots: list[int] = []
-        self.samples: set[int] = set()
-
-    def begin(self, slot: int, row: _Row, num_tokens: int, known: list[int], sampling: VllmSampling) -> None:
-        """Add a request that the workers do not know."""
-        self.slots.append(slot)
-        self.schedule(row.name, num_tokens)
-        self.new.append(
-            NewRequestData(
-                req_id=row.name,
-                prompt_token_ids=known,
-                mm_features=[],
-                sampling_params=sampling,
-                pooling_params=None,
-                block_ids=(list(row.blocks),),
-                num_computed_tokens=row.num_computed,
-                lora_request=None,
-            )
-        )
-
-    def go_on(self, slot: int, row: _Row, num_tokens: int, blocks: list[int] | None, *, is_moved: bool = False) -> None:
-        """Add one that they know; `blocks` are new ones, or all when they are others than before."""
-        self.slots.append(slot)
-        self.schedule(row.name, num_tokens)
-        self.add_known(row.name, None if blocks is None else list(blocks), row.num_computed, row.num_sampled)
-        if is_moved:
-            self.resumed.add(row.name)
+    def _read(self, slot: int, output: Any, results: _Results, *, samples: bool) -> None:
+        """Take in what a step gave for one of its rows; `samples`: its token is wanted."""
+        row = self._rows[slot]
+        place = output.req_id_to_index[row.name]
+        tokens = output.sampled_token_ids[place]
+        if tokens:
+            row.num_sampled += 1
+        if samples:
+            if not tokens:
+                raise ExecutorError("vllm: a request that is computed to its end gave no token.")
+            results.sampled[slot] = tokens[0]
+            row.num_outputs += 1
+            wanted = row.new.sampling.logprobs
+            if wanted is not None:
+                results.logprobs[slot] = _token_logprobs(output.logprobs, place, wanted)
+        wanted = row.new.sampling.prompt_logprobs
+        scored = output.prompt_logprobs_dict.get(row.name) if wanted is not None else None
+        if wanted is not None and scored is not None:
+            lists = scored.tolists()
+            results.prompt_logprobs[slot] = [
+                _token_logprobs(lists, index, wanted) for index in range(len(lists.sampled_token_ranks))
+            ]
 
 
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:

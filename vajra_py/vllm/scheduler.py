@@ -34,6 +34,7 @@ from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
+from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
@@ -83,8 +84,7 @@ class Scheduler(WithoutExtras):
         self.config = experiment_of(sizes, options, vllm_config.scheduler_config, registry)
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
-        group = kv_cache_config.kv_cache_groups[0]
-        bytes_per_token = group.kv_cache_spec.page_size_bytes * len(group.layer_names) // block_size
+        bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
         self.mechanism: Mechanism = make_mechanism(
             self.config, registry, self._clock, self._max_model_len, bytes_per_token
         )
@@ -115,13 +115,13 @@ class Scheduler(WithoutExtras):
         """Requests that the mechanism is to get with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
         self._num_idle = 0
-        """How many times in a row nothing was scheduled although somebody waited."""
+        """Number of times in a row that nothing was scheduled although a request waited."""
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
         self._pause = PauseState.UNPAUSED
         self._forgets = False
-        """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
+        """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
         init_logger("vllm.vajra").info(described(self.config, options, is_async=self._is_async))
@@ -179,7 +179,7 @@ class Scheduler(WithoutExtras):
 
     def _forget_at_workers(self, record: Record) -> None:
         if record.is_known:
-            self._messages.finished.add(record.request_id)
+            self._messages.next.finished.add(record.request_id)
             record.is_known = False
 
     def finish_requests(
@@ -242,7 +242,7 @@ class Scheduler(WithoutExtras):
                 self._num_idle = 0
         for name in self.mechanism.take_preempted():
             if name in self._records:
-                self._messages.preempted.add(name)
+                self._messages.next.preempted.add(name)
                 if self.log_stats:
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
@@ -320,7 +320,7 @@ class Scheduler(WithoutExtras):
                 self._held.append(record)
                 continue
             if record.is_known:
-                self._messages.preempted.add(record.request_id)
+                self._messages.next.preempted.add(record.request_id)
             self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.submission)
 
     def _told(self, plan: StepPlan) -> SchedulerOutput:
@@ -346,7 +346,7 @@ class Scheduler(WithoutExtras):
                 self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """What the grammars of a step's requests allow."""
+        """Return what the grammars of a step's requests allow."""
         return self._grammars.bitmask(scheduler_output, self.requests)
 
     # Tokens
@@ -354,7 +354,7 @@ class Scheduler(WithoutExtras):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take a step's tokens in; what every client is to be told."""
+        """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
         outputs: dict[int, list[EngineCoreOutput]] = {}
         if model_runner_output.sampled_token_ids:
@@ -429,12 +429,12 @@ class Scheduler(WithoutExtras):
         return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a client waits for this request's end."""
+        """Return true if a client waits for this request's end."""
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
         """True while workers or clients have not received an end."""
-        return bool(self._messages.finished) or self._endings.is_pending
+        return bool(self._messages.next.finished) or self._endings.is_pending
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
@@ -468,7 +468,7 @@ class Scheduler(WithoutExtras):
 
     @property
     def pause_state(self) -> PauseState:
-        """Whether steps are formed."""
+        """State that decides which steps are formed."""
         return self._pause
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -1,71 +1,156 @@
-"""Assemble a `SchedulerOutput`, in which vLLM's workers read what a step computes and what has changed since the last."""
+"""Assemble each `SchedulerOutput`, in which vLLM's workers read what a step computes and what has changed since the last.
+
+vLLM's workers are told in these terms alone, of plans (`vajra_py.vllm.messages`) and of the engine's steps
+(`vajra_py.vllm.runner`). Blocks are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, whose
+block 0 is nobody's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
-class StepMessage:
-    """One step's `SchedulerOutput` while it is put together. The lists of requests that the workers know go together.
+class Scheduled(NamedTuple):
+    """Tokens of one request that a step computes.
 
     Attributes:
-        new: requests that they do not know.
-        ids: requests that they know.
-        blocks: of each of `ids`, entries to add to its block table, or all of a resumed one's; None: no change.
-        computed: of each of `ids`, tokens in KV memory.
-        outputs: of each of `ids`, output tokens.
-        resumed: those of `ids` whose block tables are replaced.
-        all_tokens: tokens of those of `ids` that were not part of the step before.
-        num_scheduled: by request, tokens to compute.
-        num_tokens: their sum.
+        name: the request's name at the workers.
+        num_computed: tokens in KV memory before.
+        blocks: entries of the block table that the workers do not have, or all of it where they have none that counts.
     """
 
-    __slots__ = ("all_tokens", "blocks", "computed", "ids", "new", "num_scheduled", "num_tokens", "outputs", "resumed")
+    name: str
+    num_tokens: int
+    num_computed: int
+    blocks: Sequence[int]
+
+
+class StepMessage:
+    """Puts the message of the next step together, from the step before on.
+
+    Attributes:
+        finished: requests that ended, and that workers may forget.
+        preempted: requests that lost their KV blocks.
+    """
+
+    __slots__ = ("_cleared", "_known", "_new", "_num_scheduled", "_num_tokens", "finished", "preempted")
 
     def __init__(self) -> None:
-        self.new: list[NewRequestData] = []
-        self.ids: list[str] = []
-        self.blocks: list[tuple[list[int], ...] | None] = []
-        self.computed: list[int] = []
-        self.outputs: list[int] = []
-        self.resumed: set[str] = set()
-        self.all_tokens: dict[str, list[int]] = {}
-        self.num_scheduled: dict[str, int] = {}
-        self.num_tokens = 0
+        self._begin()
 
-    def schedule(self, name: str, num_tokens: int) -> None:
-        """Let so many tokens of a request be computed."""
-        self.num_scheduled[name] = num_tokens
-        self.num_tokens += num_tokens
+    def _begin(self) -> None:
+        self.finished: set[str] = set()
+        self.preempted: set[str] = set()
+        self._new: list[NewRequestData] = []
+        self._known = CachedRequestData(
+            req_ids=[],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[],
+            num_computed_tokens=[],
+            num_output_tokens=[],
+        )
+        self._num_scheduled: dict[str, int] = {}
+        self._num_tokens = 0
+        self._cleared: list[int] = []
 
-    def add_known(self, name: str, blocks: list[int] | None, num_computed: int, num_outputs: int) -> None:
-        """Add what has changed of a request that the workers know."""
-        self.ids.append(name)
-        self.blocks.append(None if blocks is None else (blocks,))
-        self.computed.append(num_computed)
-        self.outputs.append(num_outputs)
+    def add_new(
+        self,
+        scheduled: Scheduled,
+        prompt: list[int],
+        sampling: SamplingParams,
+        all_tokens: list[int] | None = None,
+    ) -> None:
+        """Compute tokens of a request that the workers do not know; `all_tokens` (prompt and output) are for vLLM's second runner."""
+        self._schedule(scheduled)
+        self._new.append(
+            NewRequestData(
+                req_id=scheduled.name,
+                prompt_token_ids=prompt,
+                mm_features=[],
+                sampling_params=sampling,
+                pooling_params=None,
+                block_ids=(_in_vllm(scheduled.blocks),),
+                num_computed_tokens=scheduled.num_computed,
+                lora_request=None,
+                prefill_token_ids=all_tokens,
+            )
+        )
 
-    def output(
-        self, finished: set[str], preempted: set[str] | None = None, zeroed: list[int] | None = None
-    ) -> SchedulerOutput:
-        """Return the message, with the requests that ended or were preempted since the last, and blocks to be cleared."""
-        return SchedulerOutput(
-            scheduled_new_reqs=self.new,
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=self.ids,
-                resumed_req_ids=self.resumed,
-                new_token_ids=[],
-                all_token_ids=self.all_tokens,
-                new_block_ids=self.blocks,
-                num_computed_tokens=self.computed,
-                num_output_tokens=self.outputs,
-            ),
-            num_scheduled_tokens=self.num_scheduled,
-            total_num_scheduled_tokens=self.num_tokens,
+    def add_known(
+        self,
+        scheduled: Scheduled,
+        num_outputs: int,
+        *,
+        is_resumed: bool = False,
+        all_tokens: list[int] | None = None,
+    ) -> None:
+        """Compute tokens of a request that the workers know.
+
+        Its blocks are added to its block table, or replace it where it is resumed. `all_tokens` are prompt and output of one that
+        was not part of the step before.
+        """
+        self._schedule(scheduled)
+        name, _, num_computed, blocks = scheduled
+        known = self._known
+        known.req_ids.append(name)
+        known.new_block_ids.append((_in_vllm(blocks),) if blocks else None)
+        known.num_computed_tokens.append(num_computed)
+        known.num_output_tokens.append(num_outputs)
+        if is_resumed:
+            known.resumed_req_ids.add(name)
+        if all_tokens is not None:
+            known.all_token_ids[name] = all_tokens
+
+    def add_decodes(
+        self,
+        names: Sequence[str],
+        blocks: Mapping[int, Sequence[int]],
+        num_computed: Sequence[int],
+        num_outputs: Sequence[int],
+    ) -> None:
+        """Compute one token of each of these requests, all part of the step before; `blocks` are new ones, by place in `names`."""
+        added: list[tuple[list[int], ...] | None] = [None] * len(names)
+        for place, table in blocks.items():
+            added[place] = (_in_vllm(table),)
+        known = self._known
+        known.req_ids += names
+        known.new_block_ids += added
+        known.num_computed_tokens += num_computed
+        known.num_output_tokens += num_outputs
+        self._num_scheduled.update(dict.fromkeys(names, 1))
+        self._num_tokens += len(names)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Clear blocks before the step reads any."""
+        self._cleared += _in_vllm(blocks)
+
+    def take(self) -> SchedulerOutput:
+        """Return the message, and begin the next one."""
+        message = SchedulerOutput(
+            scheduled_new_reqs=self._new,
+            scheduled_cached_reqs=self._known,
+            num_scheduled_tokens=self._num_scheduled,
+            total_num_scheduled_tokens=self._num_tokens,
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
-            finished_req_ids=finished,
+            finished_req_ids=self.finished,
             free_encoder_mm_hashes=[],
-            preempted_req_ids=preempted,
-            new_block_ids_to_zero=zeroed,
+            preempted_req_ids=self.preempted,
+            new_block_ids_to_zero=self._cleared or None,
         )
+        self._begin()
+        return message
+
+    def _schedule(self, scheduled: Scheduled) -> None:
+        self._num_scheduled[scheduled.name] = scheduled.num_tokens
+        self._num_tokens += scheduled.num_tokens
+
+
+def _in_vllm(blocks: Sequence[int]) -> list[int]:
+    return [block + 1 for block in blocks]

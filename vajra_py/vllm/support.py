@@ -1,4 +1,4 @@
-"""Which versions and options of vLLM can be scheduled; everything else is refused with the reason.
+"""Versions and options of vLLM that can be scheduled; everything else is refused with the reason.
 
 `vajra_py.vllm.plugin` checks before the model is loaded; the scheduler checks again, and the KV cache, which is known by then.
 """
@@ -130,7 +130,7 @@ def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _has_other_layers(model: Any) -> bool:
-    """Whether a model names layers without attention, which vLLM does not see where it falls back to the code of transformers."""
+    """Return true if a model names layers without attention, which vLLM does not see where it falls back to the code of transformers."""
     kinds = getattr(getattr(model, "hf_text_config", None), "layer_types", None) or ()
     return any("attention" not in kind or "linear" in kind for kind in kinds)
 

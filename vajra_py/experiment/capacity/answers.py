@@ -1,17 +1,17 @@
-"""Answers of a capacity search: one per setting of the sweep, and differences between them under common seeds."""
+"""Answers of a capacity search, one per setting of the sweep, as data and in words: the rate or the replicas and their uncertainty."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vajra_py.experiment.capacity.search import Answer, Setting
-from vajra_py.experiment.capacity.seeds import ConditionCapacity
-from vajra_py.metrics.comparison.intervals import Interval
-from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, difference, holm
+from vajra_py.experiment.capacity.seeds import FEWEST_SEEDS, Bound, ConditionCapacity
+from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval
+from vajra_py.metrics.comparison.metrics import significant
+
+ONE_SEED = "no interval: all seeds give equal requests and nothing else is random, so it was run under one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,7 @@ class CapacityAnswer:
     @property
     def sentence(self) -> str:
         """The answer with its interval in one line."""
-        from vajra_py.experiment.capacity.words import answer_line
-
-        return answer_line(self)
+        return _sentence(self)
 
     def cost(self, setting: Setting) -> float:
         """Return the cost of replica counts; a rate is its own cost."""
@@ -79,128 +77,141 @@ class CapacityAnswer:
         return {seed: one.rate for seed, one in zip(self.seeds, found.by_seed, strict=True)}
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityDifference:
-    """Relative difference between the capacities of two settings."""
-
-    first: str
-    second: str
-    fraction: float
-    """Relative difference: 0.1 is a tenth more."""
-    interval: Interval
-    """Interval for this comparison alone."""
-    p_value: float
-    """Two-sided p-value under no difference."""
-    corrected_p: float
-    """P-value with Holm's correction over all pairs of settings."""
-    num_seeds: int
-    is_paired: bool
-
-    @property
-    def is_significant(self) -> bool:
-        """True if the difference is significant."""
-        return self.corrected_p < SIGNIFICANT_P
+def _sentence(answer: CapacityAnswer) -> str:
+    found = answer.answer
+    if found is None:
+        return f"{answer.label}: failed: {answer.error}"
+    text = _replicas_text(answer) if answer.costs else _rate_text(answer, found)
+    is_single = found.num_seeds == 1 and answer.note
+    return f"{answer.label}: {text} ({ONE_SEED}; {answer.num_runs} runs)" if is_single else f"{answer.label}: {text}"
 
 
-def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
-    """Return every pair of settings with known rates, the one with the higher capacity first.
-
-    Student's t of the differences of the logarithms of the seeds' capacities, in pairs of one seed: the ratio of two geometric means, which are the two answers where both have the same
-    seeds. Each answer is that of the condition that decides it.
-    """
-    known = [(one.label, rates) for one in answers if (rates := one.by_seed) is not None and len(rates) > 1]
-    pairs = []
-    for (first, ours), (second, theirs) in itertools.combinations(known, 2):
-        found = difference(_logs(ours), _logs(theirs))
-        if found is None or found.interval is None or found.p_value is None:  # equal in every pair: nothing to test
-            continue
-        num_seeds = len(ours.keys() & theirs.keys()) or min(len(ours), len(theirs))
-        if found.mean < 0:
-            first, second = second, first
-        low, high = sorted(math.copysign(1, found.mean) * end for end in (found.interval.low, found.interval.high))
-        ends = Interval(math.expm1(low), math.expm1(high))
-        pairs.append((first, second, math.expm1(abs(found.mean)), ends, found.p_value, num_seeds, found.is_paired))
-    corrected = holm([one[4] for one in pairs])
-    return [
-        CapacityDifference(first, second, fraction, ends, p_value, corrected_p, num_seeds, is_paired)
-        for (first, second, fraction, ends, p_value, num_seeds, is_paired), corrected_p in zip(
-            pairs, corrected, strict=True
+def _rate_text(answer: CapacityAnswer, found: Answer) -> str:
+    lowest, highest = answer.range
+    if found.outcome == "never":
+        failing = [one.text for one in found.conditions if all(each.side == "below" for each in one.by_seed)]
+        what = " and ".join(failing) + " fail" + "s" * (len(failing) == 1) if len(found.conditions) > 1 else "it fails"
+        return f"the SLO never holds: {what} even at the lowest rate allowed ({lowest:g} requests/s; capacity.rate.min)"
+    if found.outcome == "always":
+        return f"the SLO always holds: even at the highest rate allowed ({highest:g} requests/s; capacity.rate.max)"
+    if found.outcome == "apart":
+        still = "a condition" if found.deciding is None else found.deciding.text
+        return (
+            f"the SLO never holds: {still} fails up to {significant(found.setting[0])} requests/s, from where on another "
+            "condition fails"
         )
-    ]
+    text = bounded_text(found.setting[0], found.bound, "requests/s")
+    if found.interval is not None:
+        text += f" ({_interval_text(found)}; {found.num_seeds} seeds, {answer.num_runs} runs)"
+    return text + _conditions_text(found) + _precision_text(answer, found) + _warning(answer)
 
 
-def _logs(rates: Mapping[int, float]) -> dict[str, float]:
-    return {str(seed): math.log(rate) for seed, rate in rates.items()}
+def bounded_text(rate: float, bound: Bound, unit: str = "") -> str:
+    """Return a rate that is exact, or a bound of it."""
+    text = f"{significant(rate)} {unit}".rstrip()
+    return {"exact": text, "unknown": f"not known, about {text}"}.get(bound, f"{bound} {text}")
 
 
-def plain_values(slo: str, answers: Sequence[CapacityAnswer]) -> dict[str, Any]:
-    """Return answers, curves and differences as plain values for JSON."""
-    return {
-        "slo": slo,
-        "answers": [_plain(one) for one in answers],
-        "differences": [
-            {
-                "first": one.first,
-                "second": one.second,
-                "fraction": one.fraction,
-                "interval": _ends(one.interval),
-                "p_value": one.p_value,
-                "corrected_p": one.corrected_p,
-                "num_seeds": one.num_seeds,
-                "is_paired": one.is_paired,
-            }
-            for one in capacity_differences(answers)
-        ],
-    }
+def _interval_text(found: Answer) -> str:
+    assert found.interval is not None
+    ends = bounds_text(found.interval)
+    if found.confidence >= CONFIDENCE:
+        return f"95 % interval {ends}"
+    return f"the seeds' range {ends} is an interval of {100 * found.confidence:.3g} %, one of 95 % takes {FEWEST_SEEDS} seeds"
 
 
-def _plain(one: CapacityAnswer) -> dict[str, Any]:
-    found = one.answer
-    return {
-        "label": one.label,
-        "outcome": None if found is None else found.outcome,
-        "error": one.error,
-        "searched": list(one.paths),
-        "setting": None if found is None else list(found.setting),
-        "bound": None if found is None else found.bound,
-        "interval": None if found is None else _ends(found.interval),
-        "confidence": None if found is None or found.interval is None else found.confidence,
-        "unit": one.unit,
-        "precision_fraction": one.precision_fraction or None,
-        "stop": None if found is None else found.stop,
-        "decides": None if found is None or found.deciding is None else found.deciding.text,
-        "conditions": [] if found is None else [_plain_condition(each, one.seeds) for each in found.conditions],
-        "num_seeds": None if found is None else found.num_seeds,
-        "num_runs": one.num_runs,
-        "note": one.note,
-        "curve": [
-            {
-                "setting": list(point.setting),
-                "seeds": list(point.seeds),
-                "values": {key: list(values) for key, values in point.values.items()},
-                "slacks": list(point.slack),
-                "slacks_by_condition": [list(each) for each in point.slacks],
-                "num_overloaded": point.num_overloaded,
-            }
-            for point in one.curve
-        ],
-    }
+def _conditions_text(found: Answer) -> str:
+    """Return the condition that decides, and where the others end to hold."""
+    if len(found.conditions) < 2 or found.deciding is None:
+        return ""
+    others = [one for place, one in enumerate(found.conditions) if place != found.decides]
+    return f"; {found.deciding.text} decides: " + ", ".join(f"{one.text} holds to {_own(one)}" for one in others)
 
 
-def _plain_condition(one: ConditionCapacity, seeds: Sequence[int]) -> dict[str, Any]:
-    return {
-        "condition": one.text,
-        "rate": one.rate,
-        "bound": one.bound,
-        "interval": _ends(one.interval),
-        "confidence": one.confidence if one.interval is not None else None,
-        "by_seed": [
-            {"seed": seed, "rate": each.rate, "side": each.side} for seed, each in zip(seeds, one.by_seed, strict=True)
-        ],
-    }
+def _own(one: ConditionCapacity) -> str:
+    text = bounded_text(one.rate, one.bound)
+    return f"{text} ({bounds_text(one.interval)})" if one.bound == "exact" and one.interval is not None else text
 
 
-def _ends(interval: Interval | None) -> list[float | None] | None:
+def _precision_text(answer: CapacityAnswer, found: Answer) -> str:
+    """Return a sentence on whether the interval is as narrow as requested, and if not, the reason that the search
+    ended.
+    """
+    wanted = f"{100 * answer.precision_fraction:.3g} % of precision_fraction"
+    if found.stop == "one seed":
+        return "" if answer.note else "; one seed: no interval"
+    if found.stop == "range" and found.deciding is not None:
+        lowest, highest = answer.range
+        above = sum(one.side == "above" and one.rate >= highest for one in found.deciding.by_seed)
+        below = sum(one.side == "below" for one in found.deciding.by_seed)
+        parts = [
+            f"{above} of {found.num_seeds} seeds hold even at {highest:g} requests/s (capacity.rate.max)" * bool(above),
+            f"{below} of {found.num_seeds} seeds fail even at {lowest:g} requests/s (capacity.rate.min)" * bool(below),
+        ]
+        return "; precision_fraction is not reached" + "".join(f", {part}" for part in parts if part)
+    if found.interval is None or found.stop is None:
+        return ""
+    half = f"±{100 * found.interval.half_width / found.setting[0]:.2g} %"
+    if found.stop == "precision":
+        return f"; {half}, within the {wanted}"
+    return f"; {half}, not within the {wanted}: stopped at max_replications ({found.num_seeds})"
+
+
+def _replicas_text(answer: CapacityAnswer) -> str:
+    found = answer.answer
+    assert found is not None
+    counts = counts_text(answer)
+    if found.outcome == "never":
+        return f"the SLO never holds: it fails even with the most replicas allowed ({counts})"
+    if found.outcome == "always":
+        return f"the SLO always holds: even with the fewest replicas allowed ({counts})"
+    text = counts if answer.unit == "replicas" else f"{counts}, {significant(answer.cost(found.setting))} {answer.unit}"
+    interval = found.interval
     if interval is None:
-        return None
-    return [value if math.isfinite(value) else None for value in (interval.low, interval.high)]
+        return text
+    if math.isinf(interval.high):
+        return f"{text} (95 % interval {significant(interval.low)} {answer.unit} to more than the range allows)"
+    return f"{text} (95 % interval {significant(interval.low)} to {significant(interval.high)} {answer.unit}; {found.num_seeds} seeds, {answer.num_runs} runs)"
+
+
+def counts_text(answer: CapacityAnswer) -> str:
+    """Return the numbers of replicas of an answer."""
+    found = answer.answer
+    assert found is not None
+    names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in answer.paths]
+    if names == ["num_replicas"]:
+        return f"{found.setting[0]:g} replicas" if found.setting[0] != 1 else "1 replica"
+    return " + ".join(f"{count:g} {name}" for name, count in zip(names, found.setting, strict=True) if count)
+
+
+def _warning(answer: CapacityAnswer) -> str:
+    """A word where runs below the capacity did not keep up with their load: longer runs would be worse."""
+    found = answer.answer
+    assert found is not None
+    near = [point for point in answer.curve if 0.9 * found.setting[0] <= point.setting[0] <= found.setting[0]]
+    overloaded = sum(point.num_overloaded for point in near)
+    total = sum(len(point.seeds) for point in near)
+    if not overloaded:
+        return ""
+    return (
+        f"; {overloaded} of {total} runs just below it are overloaded: in longer runs the SLO would fail at lower rates"
+    )
+
+
+def bounds_text(interval: Interval) -> str:
+    """Return the ends of an interval that may be open."""
+    low, high = significant(interval.low), significant(interval.high)
+    if math.isinf(interval.high):
+        return f"{low} or more" if interval.low > 0 else "all rates"
+    return f"{low} to {high}" if interval.low > 0 else f"{high} or less"
+
+
+def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
+    """Return the reasons that searches used fewer seeds, or the only source of variation; with the settings if not all
+    are concerned.
+    """
+    notes = []
+    for note in dict.fromkeys(answer.note for answer in answers if answer.note):
+        labels = [answer.label for answer in answers if answer.note == note]
+        notes.append(f"{'' if len(labels) == len(answers) else ', '.join(labels) + ': '}{note}")
+    return notes

@@ -18,7 +18,8 @@ from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
 from vajra_py.config.sweeps import values_of_label
 from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
-from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint, plain_values
+from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint
+from vajra_py.experiment.capacity.plain_values import plain_values
 from vajra_py.experiment.capacity.rate import RateQuestion, search_rate
 from vajra_py.experiment.capacity.search import Answer, Probe, Search, Setting, Slacks, search_replicas
 from vajra_py.experiment.device_figures import devices_of, latency_models
@@ -196,7 +197,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
 
 
 def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) -> tuple[tuple[float, ...], str]:
-    """What a replica of each kind costs, and the unit of it; nothing where a rate is searched.
+    """Return the cost of a replica of each kind, and its unit; nothing where a rate is searched.
 
     Costs that are not given are the devices' prices; where one of those is not known, all replicas cost the same.
     """

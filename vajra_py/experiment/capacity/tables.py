@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vajra_py.experiment.capacity.answers import CapacityAnswer, CapacityDifference, capacity_differences
-from vajra_py.experiment.capacity.words import answer_notes, bounded_text, bounds_text, counts_text
+from vajra_py.experiment.capacity.answers import CapacityAnswer, answer_notes, bounded_text, bounds_text, counts_text
+from vajra_py.experiment.capacity.differences import CapacityDifference, capacity_differences
 from vajra_py.metrics.comparison.baseline_table import p_text
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval
 from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P

@@ -1,4 +1,7 @@
-"""Share of the machine that other processes used during a measurement."""
+"""Share of the machine that other processes used during a measurement.
+
+Not part of `profile`, since benchmarks, which profile nothing, read it too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 
 
 class OtherLoad:
-    """Counts from when it is made."""
+    """Counts what other processes use, from when it is made."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

@@ -59,7 +59,7 @@ class ProfileSettings:
 
     Attributes:
         config: the engine and its replicas; see `profile_config`.
-        passes: how often each batch is measured, besides once to warm up.
+        passes: measurements of each batch, besides one to warm up.
         num_random: shapes drawn at random, besides the grid.
         seed: of the shapes and their order.
         reference_s: times count as they would be at the pace at which the reference takes so long; None: the pace that the

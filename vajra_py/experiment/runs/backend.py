@@ -1,4 +1,4 @@
-"""The interface between experiments and backends, which are found by name."""
+"""The interface between experiments and backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel
-from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
@@ -79,19 +78,3 @@ class Backend(Protocol):
 
 
 MakeBackend: TypeAlias = Callable[[Run], Backend]
-
-
-def make_backend(run: Run) -> Backend:
-    """Build the backend that the configuration names."""
-    kind = run.config.backend.kind
-    if kind == "simulator":
-        from vajra_py.experiment.runs.simulated import SimulatedRun
-
-        return SimulatedRun(run)
-    from vajra_py.engine.config import MODEL_BACKENDS  # a simulation must not import the engine
-
-    if kind in MODEL_BACKENDS:
-        from vajra_py.experiment.runs.engined import EngineRun
-
-        return EngineRun(run)
-    raise ConfigError(Problem("backend", f"nothing here runs it ({kind!r})", "Allowed: engine, simulator, vllm"))

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from vajra_py.config import ExperimentConfig, SweepPoint, SystemConfig
 from vajra_py.errors import ConfigError, Problem, WorkloadError
-from vajra_py.experiment.runs.backend import Run, make_backend
+from vajra_py.experiment.runs.backend import Run
+from vajra_py.experiment.runs.backends import make_backend
 from vajra_py.experiment.runs.run import load_workload
 from vajra_py.plugins import Registry
 from vajra_py.runtime.support.seeds import SeedTree

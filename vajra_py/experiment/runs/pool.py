@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import RunError, RunInterrupted, VajraError
-from vajra_py.experiment.runs.backend import MakeBackend, Progress, make_backend
+from vajra_py.experiment.runs.backend import MakeBackend, Progress
+from vajra_py.experiment.runs.backends import make_backend
 from vajra_py.experiment.runs.divided import Part, PartOfRun
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData

@@ -10,7 +10,8 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError, WorkloadError
-from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run, make_backend
+from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run
+from vajra_py.experiment.runs.backends import make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
 from vajra_py.experiment.runs.results import Tables

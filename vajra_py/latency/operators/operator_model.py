@@ -17,7 +17,11 @@ from vajra_py.latency.operators.profile_bundle import BundleOptions, ProfileBund
 
 
 class OperatorTablesModel(ProfileBundleModel):
-    """A `ProfileBundleModel` whose operator times were looked up in tables by their sizes."""
+    """A `ProfileBundleModel` whose operator times were looked up in tables by their sizes.
+
+    It is one wherever a bundle's model is wanted (calibrations, KV sizes, breakdowns), and gives the same answers; what it adds is
+    how much of the time of each step taken was not measured, which only the terms that the answer was summed from tell.
+    """
 
     def __init__(
         self, operators: Operators, model: ModelSpec, options: BundleOptions, device: DeviceSpec | None = None
@@ -67,14 +71,21 @@ class OperatorTablesModel(ProfileBundleModel):
         return self._filled_s(features, self.batch_time_s(features))
 
     def _filled_s(self, features: BatchFeatures, seconds: float) -> float:
-        tokens = features.num_decodes + features.prefill_tokens
-        filled = self._dense_filled_s(tokens)
+        filled = self._dense_filled_s(features.num_decodes + features.prefill_tokens)
         if features.prefill_context_tokens:
-            of_tokens = self._of_tokens_s.get(tokens)
-            of_sequences = self._of_sequences_s.get(features.num_decodes + features.num_prefills)
-            if of_tokens is not None and of_sequences is not None:
-                filled += max(0.0, seconds - of_tokens - of_sequences[0])
+            filled += self._attention_s(features, seconds)
         return filled
+
+    def _attention_s(self, features: BatchFeatures, seconds: float) -> float:
+        """Seconds of the attention of a step with prompts that takes so many; 0 where the tables do not reach."""
+        if self._is_sum_of_parts(features):
+            parts = self._parts(features) if self.covers(features) else {}
+            return parts.get("prefill_attention", 0.0) + parts.get("decode_attention", 0.0)
+        of_tokens = self._of_tokens_s.get(features.num_decodes + features.prefill_tokens)
+        of_sequences = self._of_sequences_s.get(features.num_decodes + features.num_prefills)
+        if of_tokens is None or of_sequences is None:
+            return 0.0
+        return max(0.0, seconds - of_tokens - of_sequences[0])
 
     def _dense_filled_s(self, tokens: int) -> float:
         known = self._filled_dense.get(tokens)

@@ -132,6 +132,7 @@ class ProfileBundleModel:
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
         self._attention = self._attention_grid()
+        self._longest_chunk = self._attention.largest["prefill_chunk"]
         self._unequal = self._unequal_contexts()
         self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
         """Seconds of a step with prompts for each microsecond of one layer's attention."""
@@ -150,6 +151,14 @@ class ProfileBundleModel:
         self._of_sequences_s: dict[int, tuple[float, float]] = {}
         """(seconds of head and host, least seconds of the step), by sequences."""
         self._largest_tokens = min(float(one.sizes[-1]) for one in bundle.dense.values())
+        reach, largest = options.reach, self._attention.largest
+        self._reached = (
+            reach * self._ranks * self._largest_tokens,
+            reach * self._ranks * largest["n_decode"],
+            reach * largest["kv_prefill"],
+            reach * largest["kv_decode"],
+        )
+        """Most tokens and decodes of a step, and longest mean contexts of its chunks and its decodes, that are answered."""
 
     @property
     def source(self) -> str:
@@ -212,14 +221,13 @@ class ProfileBundleModel:
 
     def covers(self, features: BatchFeatures) -> bool:
         """Return true where every size of the step is within `reach` times the largest that was measured."""
-        reach, largest = self.options.reach, self._attention.largest
-        mean = features.decode_context_tokens / max(1, features.num_decodes)
-        prefill = features.prefill_context_tokens / max(1, features.num_prefills)
+        decodes, decode_context, prefills, prefill_tokens, _, prefill_context, _, _, _ = features
+        tokens, most_decodes, longest_prefill_context, longest_context = self._reached
         return (
-            features.num_tokens <= reach * self._ranks * self._largest_tokens
-            and prefill <= reach * largest["kv_prefill"]
-            and mean <= reach * largest["kv_decode"]
-            and features.num_decodes <= reach * self._ranks * largest["n_decode"]
+            decodes + prefill_tokens <= tokens
+            and prefill_context / max(1, prefills) <= longest_prefill_context
+            and decode_context / max(1, decodes) <= longest_context
+            and decodes <= most_decodes
         )
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
@@ -294,10 +302,10 @@ class ProfileBundleModel:
 
     def _mixed_s(self, features: BatchFeatures) -> float:
         """Seconds of a step with prompts, or with KV blocks to swap."""
-        decodes, context, prefills, tokens, _, _, pairs, merged, swap_bytes = features
-        if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
+        if self._is_sum_of_parts(features):
             gpu, (added, least) = sum(self._parts(features).values()), self._host_s(features.num_requests)
             return max(gpu + added, least)
+        decodes, context, prefills, tokens, _, _, pairs, _, _ = features
         of_tokens = self._of_tokens_s.get(decodes + tokens)
         if of_tokens is None:
             of_tokens = sum(self._token_parts(decodes + tokens, decodes + tokens).values())
@@ -309,6 +317,11 @@ class ProfileBundleModel:
         else:
             microseconds = self._attention.prefill_us(chunk, behind)
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
+
+    def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
+        """True if a step with prompts is not the sum of its attention and of what is kept by its tokens and its sequences."""
+        _, _, _, tokens, _, _, _, merged, swap_bytes = features
+        return bool(merged or swap_bytes) or self._ranks > 1 or tokens > self._longest_chunk
 
     def _of_sequences(self, sequences: int) -> tuple[float, float]:
         """(seconds of the head and the host, least seconds of the step)."""
@@ -351,7 +364,7 @@ class ProfileBundleModel:
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
         """Attention of one layer in microseconds: (the chunk alone, the chunk beside the decodes)."""
         # A chunk longer than any that was measured is as many equal ones, each behind what was computed before.
-        number = max(1, -(-int(chunk) // int(self._attention.largest["prefill_chunk"])))
+        number = max(1, -(-int(chunk) // int(self._longest_chunk)))
         part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
         one = self._attention.prefill_us(part, middle)
         if not decodes:

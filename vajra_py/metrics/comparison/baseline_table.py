@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vajra_py.metrics.comparison.comparison import Comparison, scope_title
+from vajra_py.metrics.comparison.compared_settings import ComparedSettings, scope_title
 from vajra_py.metrics.comparison.metrics import Metric, error_text, metric_text, titled
 from vajra_py.metrics.comparison.significance import Versus
 from vajra_py.metrics.comparison.table_model import Cell, Row, Table
@@ -14,7 +14,7 @@ _HEADS = ("metric", "baseline", "value", "difference", "change", "better in", "p
 
 
 def difference_table(
-    comparison: Comparison, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
+    comparison: ComparedSettings, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
 ) -> Table:
     """Return a row for each other setting under the baseline's load and each metric with a better direction, primary
     metrics first.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vajra_py.latency.hardware.device_costs import POWER_FIELDS
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison
+from vajra_py.metrics.comparison.compared_settings import OVERALL, ComparedSettings
 from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -51,7 +51,7 @@ def _cost_origin(device: Mapping[str, Any]) -> str:
     return f"Cost and energy of {device['device']}: {', '.join(parts)}"
 
 
-def judged_differences(runs: Sequence[RunData], comparison: Comparison) -> list[str]:
+def judged_differences(runs: Sequence[RunData], comparison: ComparedSettings) -> list[str]:
     """Return sentences on whether settings differ by more than the known error of their step times, without full stops.
 
     Covers mean TTFT, TPOT and E2E of settings under one load. Empty if the errors are unknown, or there is nothing to
@@ -73,14 +73,14 @@ def judged_differences(runs: Sequence[RunData], comparison: Comparison) -> list[
     return sentences
 
 
-def _by_load(comparison: Comparison) -> list[list[int]]:
+def _by_load(comparison: ComparedSettings) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for position, load in enumerate(comparison.loads):
         groups.setdefault(load, []).append(position)
     return [positions for positions in groups.values() if len(positions) > 1]
 
 
-def _judged(comparison: Comparison, key: str, error: float, positions: Sequence[int]) -> str | None:
+def _judged(comparison: ComparedSettings, key: str, error: float, positions: Sequence[int]) -> str | None:
     row = comparison.values[OVERALL].get(key)
     values = [value for position in positions if row is not None and (value := row[position])]
     if len(values) < 2:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vajra_py.metrics.comparison.comparison import Comparison, scope_title
+from vajra_py.metrics.comparison.compared_settings import ComparedSettings, scope_title
 from vajra_py.metrics.comparison.metrics import BY_KEY, Metric, error_text, metric_text, titled
 from vajra_py.metrics.comparison.significance import OVERLOADED
 from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Row, Table
@@ -17,7 +17,7 @@ WIDE = 6
 
 
 def value_table(
-    comparison: Comparison, scope: str, metrics: Sequence[Metric] | None = None, *, by_setting: bool | None = None
+    comparison: ComparedSettings, scope: str, metrics: Sequence[Metric] | None = None, *, by_setting: bool | None = None
 ) -> Table:
     """Return the values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are
     named.
@@ -49,7 +49,7 @@ def value_table(
     return Table("setting", heads, found, title, notes, frozenset({0}))
 
 
-def replication_counts(comparison: Comparison) -> list[str]:
+def replication_counts(comparison: ComparedSettings) -> list[str]:
     """Return each setting's number of runs, with the number of seeds represented by a single run."""
     return [
         f"{count} for {comparison.copied[i]} equal seeds" if comparison.is_copied(i) else str(count)
@@ -57,7 +57,7 @@ def replication_counts(comparison: Comparison) -> list[str]:
     ]
 
 
-def cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ...]:
+def cells(comparison: ComparedSettings, metric: Metric, scope: str) -> tuple[Cell, ...]:
     """Value, interval and mark for each setting."""
     marks = comparison.marks(metric.key, scope)
     return tuple(
@@ -71,7 +71,7 @@ def cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ...
     )
 
 
-def interval_text(comparison: Comparison, metric: Metric, position: int, scope: str) -> str:
+def interval_text(comparison: ComparedSettings, metric: Metric, position: int, scope: str) -> str:
     """Return the interval as `±0.12`, as a range where it is lopsided, or nothing."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
     if interval is None or value is None:
@@ -82,7 +82,7 @@ def interval_text(comparison: Comparison, metric: Metric, position: int, scope: 
     return f"[{metric_text(metric, interval.low)}, {metric_text(metric, interval.high)}]"
 
 
-def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
+def value_notes(comparison: ComparedSettings, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
     """Return sentences without full stops: the meaning of values and marks, the comparisons made, the origin of step
     times.
     """
@@ -107,7 +107,7 @@ def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -
         yield comparison.workloads
 
 
-def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
+def family_notes(comparison: ComparedSettings, scope: str) -> Iterator[str]:
     """Yield sentences without full stops on the family of comparisons, and on settings excluded from it."""
     yield from filter(None, (comparison.family_words(scope),))
     unstable = [name for name, own in zip(comparison.names, comparison.stability, strict=True) if own == OVERLOADED]
@@ -118,7 +118,7 @@ def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
         yield f"{reason}: {', '.join(names)}"
 
 
-def origins(comparison: Comparison) -> Iterator[str]:
+def origins(comparison: ComparedSettings) -> Iterator[str]:
     """Yield a sentence without its full stop for each origin of the settings' step times, with its settings if origins
     differ.
     """
@@ -131,7 +131,7 @@ def origins(comparison: Comparison) -> Iterator[str]:
         yield f"Step times{whose}: {sentence}"
 
 
-def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[str, Any]]:
+def records(comparison: ComparedSettings, scope: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield a row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the
     difference from the best setting of the load.
     """
@@ -154,7 +154,7 @@ def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[s
             yield row
 
 
-def _why_not_tested(comparison: Comparison, position: int) -> str:
+def _why_not_tested(comparison: ComparedSettings, position: int) -> str:
     if comparison.stability[position] == OVERLOADED:
         return OVERLOADED
     return comparison.one_sample[position] if comparison.one_sample else ""
@@ -173,7 +173,7 @@ DIFFERENCE_COLUMNS = (
 
 
 def difference_records(
-    comparison: Comparison, scope: str | None = None, baseline: int | None = None
+    comparison: ComparedSettings, scope: str | None = None, baseline: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain
     values; see `DIFFERENCE_COLUMNS`.
@@ -187,7 +187,7 @@ def difference_records(
 
 
 def _difference_record(
-    comparison: Comparison, scope: str, pair: tuple[int, int], metric: Metric
+    comparison: ComparedSettings, scope: str, pair: tuple[int, int], metric: Metric
 ) -> dict[str, Any] | None:
     first, second = pair
     base, value = (comparison.values[scope][metric.key][i] for i in pair)
@@ -208,7 +208,7 @@ def _difference_record(
     return dict(zip(DIFFERENCE_COLUMNS, values, strict=True))
 
 
-def value_csv(comparison: Comparison, scope: str | None = None) -> str:
+def value_csv(comparison: ComparedSettings, scope: str | None = None) -> str:
     """See `Comparison.to_csv`."""
     rows = list(records(comparison, scope))
     present = {name for row in rows for name in row}
@@ -220,7 +220,7 @@ def value_csv(comparison: Comparison, scope: str | None = None) -> str:
     return csv_text(columns, [{name: value for name, value in row.items() if name in columns} for row in rows])
 
 
-def json_text(comparison: Comparison, scope: str | None = None, baseline: int | None = None) -> str:
+def json_text(comparison: ComparedSettings, scope: str | None = None, baseline: int | None = None) -> str:
     """See `Comparison.to_json`."""
     scopes = comparison.scopes if scope is None else (scope,)
     settings = [

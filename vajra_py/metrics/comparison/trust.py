@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison
+from vajra_py.metrics.comparison.compared_settings import OVERALL, ComparedSettings
 from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.comparison.step_time_trust import cost_origins, judged_differences, step_time_origins
 from vajra_py.metrics.runs.replications import Setting
@@ -24,7 +24,7 @@ _WARMUP_FRACTION = 0.02
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
 
 
-def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
+def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> list[tuple[str, list[str]]]:
     """Return warnings, each with the settings or runs that it applies to (none: all)."""
     runs = [run for setting in settings for run in setting.runs]
     found: dict[str, list[str]] = {}
@@ -54,7 +54,7 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
     return [*origins, *judged, *warnings, *_of_chance(settings, comparison), *costs]
 
 
-def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
+def _of_chance(settings: Sequence[Setting], comparison: ComparedSettings) -> list[tuple[str, list[str]]]:
     """Return warnings about chance: settings of one seed, and intervals too wide to be informative."""
     warnings = []
     single = [setting.name for setting in settings if _is_of_one_seed(setting)]
@@ -116,7 +116,7 @@ def _completed(run: RunData) -> int:
     return int(run.summary.value("overall.e2e_s.count") or 0)
 
 
-def _relative_width(comparison: Comparison, position: int) -> float:
+def _relative_width(comparison: ComparedSettings, position: int) -> float:
     """Return the largest relative half width among the relevant intervals."""
     shares = [0.0]
     for key in _NAMED:

@@ -25,8 +25,9 @@ from vajra_py.metrics.plots.style import (
     tapered,
     token_count,
 )
+from vajra_py.metrics.runs.naming import distinct
 from vajra_py.metrics.runs.replications import Setting, group_replications
-from vajra_py.metrics.runs.run_data import RunData, distinct
+from vajra_py.metrics.runs.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

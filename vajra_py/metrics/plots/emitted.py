@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from vajra_py.metrics.plots.layout import arrange_runs
 from vajra_py.metrics.plots.style import add_legend, line_entries, new_figure, styled
-from vajra_py.metrics.runs.run_data import RunData, distinct
+from vajra_py.metrics.runs.naming import distinct
+from vajra_py.metrics.runs.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

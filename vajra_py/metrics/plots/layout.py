@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from vajra_py.metrics.plots.style import DASHES, MAX_SERIES, Look
 from vajra_py.metrics.runs.differences import SEED_PATH, Axis, axes, is_rate, is_workload
+from vajra_py.metrics.runs.naming import distinct
 from vajra_py.metrics.runs.replications import Setting, group_replications, load_labels
-from vajra_py.metrics.runs.run_data import RunData, distinct
+from vajra_py.metrics.runs.run_data import RunData
 
 MAX_PANELS = 9
 _HIGHLIGHTED = 7

@@ -37,7 +37,8 @@ from vajra_py.metrics.plots.style import (
     styled,
     tapered,
 )
-from vajra_py.metrics.runs.run_data import RunData, distinct
+from vajra_py.metrics.runs.naming import distinct
+from vajra_py.metrics.runs.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.errors import RunError
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison, compare
+from vajra_py.metrics.comparison.compared_settings import OVERALL
+from vajra_py.metrics.comparison.comparison import Comparison, compare
 from vajra_py.metrics.comparison.metrics import BY_KEY, Metric, metric_text
 from vajra_py.metrics.comparison.significance import OVERLOADED
 from vajra_py.metrics.comparison.tables import WIDE

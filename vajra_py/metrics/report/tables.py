@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from vajra_py.metrics.comparison.baseline_table import p_text, signed, spread_of
-from vajra_py.metrics.comparison.comparison import OVERALL, Comparison, scope_title
+from vajra_py.metrics.comparison.compared_settings import OVERALL, scope_title
+from vajra_py.metrics.comparison.comparison import Comparison
 from vajra_py.metrics.comparison.metrics import BY_KEY, METRICS, titled
 from vajra_py.metrics.comparison.significance import Versus
 from vajra_py.metrics.comparison.table_model import BEST, Cell, Row, Table, fold

@@ -20,7 +20,8 @@ from vajra_py.metrics.runs.copies import (
 )
 from vajra_py.metrics.runs.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_rate, is_workload
 from vajra_py.metrics.runs.load_variation import load_note
-from vajra_py.metrics.runs.run_data import RunData, distinct
+from vajra_py.metrics.runs.naming import distinct
+from vajra_py.metrics.runs.run_data import RunData
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,11 @@ class Preparer:
             raise of_config_error(error) from None
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
-        """Refuse what even empty queues could not take, so that nobody tries it again and again."""
+        """Refuse what even empty queues could not take.
+
+        `Replicaset.refusal` applies the same bounds to each output beside what waits then, and its client may try again (status
+        429); that the outputs of one HTTP request never fit together it cannot tell, and trying again would be in vain (status 400).
+        """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
         if most is not None and num_outputs > most:

@@ -1,0 +1,106 @@
+"""Differences between the capacities of settings under common seeds, as data and in words."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vajra_py.experiment.capacity.answers import CapacityAnswer
+from vajra_py.metrics.comparison.intervals import Interval
+from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, difference, holm
+
+_MANY_PAIRS = 10
+"""Pairs of settings above which only those with the highest one are printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityDifference:
+    """Relative difference between the capacities of two settings."""
+
+    first: str
+    second: str
+    fraction: float
+    """Relative difference: 0.1 is a tenth more."""
+    interval: Interval
+    """Interval for this comparison alone."""
+    p_value: float
+    """Two-sided p-value under no difference."""
+    corrected_p: float
+    """P-value with Holm's correction over all pairs of settings."""
+    num_seeds: int
+    is_paired: bool
+
+    @property
+    def is_significant(self) -> bool:
+        """True if the difference is significant."""
+        return self.corrected_p < SIGNIFICANT_P
+
+
+def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
+    """Return every pair of settings with known rates, the one with the higher capacity first.
+
+    Student's t of the differences of the logarithms of the seeds' capacities, in pairs of one seed: the ratio of two geometric means, which are the two answers where both have the same
+    seeds. Each answer is that of the condition that decides it.
+    """
+    known = [(one.label, rates) for one in answers if (rates := one.by_seed) is not None and len(rates) > 1]
+    pairs = []
+    for (first, ours), (second, theirs) in itertools.combinations(known, 2):
+        found = difference(_logs(ours), _logs(theirs))
+        if found is None or found.interval is None or found.p_value is None:  # equal in every pair: nothing to test
+            continue
+        num_seeds = len(ours.keys() & theirs.keys()) or min(len(ours), len(theirs))
+        if found.mean < 0:
+            first, second = second, first
+        low, high = sorted(math.copysign(1, found.mean) * end for end in (found.interval.low, found.interval.high))
+        ends = Interval(math.expm1(low), math.expm1(high))
+        pairs.append((first, second, math.expm1(abs(found.mean)), ends, found.p_value, num_seeds, found.is_paired))
+    corrected = holm([one[4] for one in pairs])
+    return [
+        CapacityDifference(first, second, fraction, ends, p_value, corrected_p, num_seeds, is_paired)
+        for (first, second, fraction, ends, p_value, num_seeds, is_paired), corrected_p in zip(
+            pairs, corrected, strict=True
+        )
+    ]
+
+
+def _logs(rates: Mapping[int, float]) -> dict[str, float]:
+    return {str(seed): math.log(rate) for seed, rate in rates.items()}
+
+
+def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
+    """Return the pairwise comparison of settings, the one with the higher capacity first; then the candidates for the
+    highest one, and the criterion.
+    """
+    pairs = capacity_differences(answers)
+    if not pairs:
+        return []
+    rates = {one.label: one.answer.setting[0] for one in answers if one.by_seed is not None and one.answer is not None}
+    top = max(rates, key=lambda label: rates[label])
+    with_top = [one for one in pairs if top in (one.first, one.second)]
+    rivals = [
+        one.second if one.first == top else one.first
+        for one in with_top
+        if not (one.is_significant and one.first == top)
+    ]
+    shown = with_top if len(pairs) > _MANY_PAIRS else pairs
+    lines = [_difference_line(one) for one in sorted(shown, key=lambda one: one.corrected_p)]
+    seeds = "common seeds" if all(one.is_paired for one in pairs) else "seeds that are not common"
+    lines.append(f"({seeds}; p corrected by Holm over {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'})")
+    left_out = [one.label for one in answers if one.label not in rates]
+    if left_out:
+        lines.append(f"Not compared, without a capacity for every seed: {', '.join(left_out)}")
+    elif rivals:
+        lines.append(f"The highest is not told apart from the next: {', '.join([top, *rivals])}")
+    else:
+        lines.append(f"Highest, told apart from all others: {top}")
+    return lines
+
+
+def _difference_line(one: CapacityDifference) -> str:
+    low, high = (f"{100 * end:+.1f} %" for end in (one.interval.low, one.interval.high))
+    numbers = f"{100 * one.fraction:+.1f} % (95 % interval {low} to {high}; p = {one.p_value:.2g}, corrected {one.corrected_p:.2g}; {one.num_seeds} seeds)"
+    if one.is_significant:
+        return f"{one.first} takes more than {one.second}: {numbers}"
+    return f"{one.first} and {one.second} are not told apart: {numbers}"

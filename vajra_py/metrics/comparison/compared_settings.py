@@ -1,0 +1,240 @@
+"""Settings side by side: their values, what is best among them and how they differ.
+
+The scopes are all requests, each SLO class and each tenant. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
+in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark says only which value is lowest or highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from vajra_py.errors import RunError, did_you_mean
+from vajra_py.metrics.comparison.intervals import Interval, positive_interval, proportion_interval
+from vajra_py.metrics.comparison.metrics import BY_KEY, DEFAULT_PRIMARY, METRICS, Metric, metric_text
+from vajra_py.metrics.comparison.significance import OVERLOADED, Field, Samples, Versus, adjust, groups, versus
+from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
+from vajra_py.metrics.runs.differences import natural
+
+OVERALL = "overall"
+_QUIET_ZEROS = (
+    *("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed"),
+    *("num_shed", "num_queue_full", "num_cannot_run", "num_degraded", "num_deferred"),
+)
+Row = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSettings:
+    """The numbers of several settings side by side."""
+
+    names: tuple[str, ...]
+    stability: tuple[str, ...]
+    """The most serious label among each setting's replications."""
+    values: Mapping[str, Mapping[str, Row]]
+    """By scope (`overall`, `slo_class gold`, `tenant a`), then by metric key: a raw value per setting (the mean of its replications), None where it has none."""
+    loads: tuple[str, ...]
+    """Distinctive part of each setting's workload, as text; empty for all if they share one."""
+    samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
+    """Values by seed, in the structure of `values`; only for settings with several replications."""
+    replications: tuple[int, ...] = ()
+    """Runs of each setting."""
+    copied: tuple[int, ...] = ()
+    """Number of seeds for each setting whose seeds all give one run; 0 for others. Such a setting is not tested and has
+    no interval.
+    """
+    step_times: tuple[str, ...] = ()
+    """Origin of each setting's step times, as a sentence without its full stop; empty for runs that do not record it.
+    No entries: no run records it.
+    """
+    primary: tuple[str, ...] = DEFAULT_PRIMARY
+    """Keys of the metrics that are tested."""
+    one_sample: tuple[str, ...] = ()
+    """Reason that each setting's runs count as one observation; empty if each run is a replication. No entries: each
+    is.
+    """
+    workloads: str = ""
+    """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
+    _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
+    """Adjusted p-values by scope, computed once."""
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """All requests first, then each class, then each tenant."""
+        return tuple(self.values)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if some setting was run with several seeds."""
+        return any(count > 1 for count in self.replications)
+
+    def scope(self, given: str) -> str:
+        """Return the scope of this name; a class or tenant needs no `slo_class` or `tenant` prefix if it is
+        unambiguous. Raises `RunError`.
+        """
+        if given in self.values:
+            return given
+        found = [scope for scope in self.values if scope.partition(" ")[2] == given]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise RunError(f"--scope: is the name of several ({given!r}). Allowed: {', '.join(found)}.")
+        names = [*self.values, *(scope.partition(" ")[2] for scope in self.scopes[1:])]
+        raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
+
+    def position(self, name: str) -> int:
+        """Return the position of the setting of this name. Raises `RunError`."""
+        if name in self.names:
+            return self.names.index(name)
+        raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
+
+    def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
+        """Return the 95 % interval of a mean over replications; None for one run, or if all replications are equal."""
+        samples = self._samples(key, scope)
+        if not samples:
+            return None
+        make = proportion_interval if BY_KEY[key].is_proportion else positive_interval
+        return make(list(samples[position].values()))
+
+    def is_copied(self, position: int) -> bool:
+        """Return whether a setting is one run for several seeds, because all of them give the same run."""
+        return bool(self.copied) and self.copied[position] > 0
+
+    def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
+        """Return the positions of the settings with the best value among those under the same load that kept up with
+        it.
+
+        Of settings of one run, all whose values read the same as the best one. Nothing is best among equal values, in a single one, or in a metric without a direction.
+        """
+        row = self.values[scope][key]
+        found: set[int] = set()
+        for members in groups(self.loads):
+            known = {i: value for i in members if self.stability[i] != OVERLOADED and (value := row[i]) is not None}
+            found |= _best_of(BY_KEY[key], known, as_read=not self._is_tested(members))
+        return frozenset(found)
+
+    def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
+        """Return the first setting with the best value under the load of this one; None if there is no best one."""
+        return min(self.best(key, scope) & set(self.of_load(position)), default=None)
+
+    def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
+        """Return marks by position, as explained in `vajra_py.metrics.comparison.tables.value_notes`.
+
+        Settings with replications are marked in primary metrics only. The best value of a load is starred where it is significantly better than every other one, and has an arrow
+        otherwise; values that are significantly worse than it are marked too. No mark means that nothing is claimed.
+        """
+        arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
+        best = self.best(key, scope)
+        found: dict[int, str] = {}
+        for members in groups(self.loads):
+            own = sorted(best & set(members))
+            if self.one_sample and any(self.one_sample[i] for i in members):
+                continue  # no mark: it would suggest significance, which is unknown
+            if not self._is_tested(members):
+                found |= dict.fromkeys(own, arrow)
+            elif own and key in self.primary:
+                others = [i for i in members if i not in own and self.stability[i] != OVERLOADED]
+                worse = [i for i in others if self.versus(i, own[0], key, scope).is_significant]
+                is_alone = len(own) == 1 and len(worse) == len(others)
+                found |= dict.fromkeys(own, BEST if is_alone else arrow) | dict.fromkeys(worse, WORSE)
+        return found
+
+    def versus(self, position: int, baseline: int, key: str, scope: str = OVERALL) -> Versus:
+        """One setting against another in one metric: difference, p-values and verdict, the same wherever they are shown."""
+        own = self._field(scope)
+        if scope not in self._adjusted:
+            self._adjusted[scope] = adjust(own)
+        return versus(own, self._adjusted[scope], (baseline, position), key)
+
+    def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
+        """Return comparisons of every other setting under the load of the baseline with it, in these metrics, as far as
+        they can be tested.
+        """
+        found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
+        return [one for one in found if not one.untested]
+
+    def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
+        """Pairs of settings under one load, the loads in natural order; with a baseline those of it and another one."""
+        if baseline is not None:
+            return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
+        starts = [i for i in self.by_load() if i in self.load_starts()]
+        return [pair for start in starts for pair in combinations(self.of_load(start), 2)]
+
+    def family_words(self, scope: str = OVERALL) -> str:
+        """Return a sentence without its full stop on the comparisons that are adjusted together; empty if nothing is
+        tested.
+        """
+        self.versus(0, 0, METRICS[0].key, scope)
+        tested = self._adjusted[scope]
+        if not tested:
+            return ""
+        keys = [key for key in self.primary if any(key == own for own, *_ in tested)]
+        counts = sorted({len([1 for _, i, _ in tested if i in members]) for members in groups(self.loads)} - {0})
+        count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        each = " under each load" if len(groups(self.loads)) > 1 else ""
+        names = ", ".join(BY_KEY[key].label for key in keys)
+        return f"Significance at 5 % after Holm's correction for {count} comparisons{each}: {names}, between all pairs of settings"
+
+    def one_sample_notes(self) -> dict[str, list[str]]:
+        """Return the reasons that runs of settings count as one observation, with the settings' names."""
+        found: dict[str, list[str]] = {}
+        for name, reason in zip(self.names, self.one_sample, strict=False):
+            if reason:
+                found.setdefault(reason, []).append(name)
+        return found
+
+    def of_load(self, position: int) -> list[int]:
+        """Return the settings under the same load as this one."""
+        return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
+
+    def by_load(self) -> list[int]:
+        """Return the positions of the settings, those of one load together, in natural order of the loads."""
+        return sorted(range(len(self.names)), key=lambda i: (natural(self.loads[i]), i))
+
+    def load_starts(self) -> frozenset[int]:
+        """Return the first setting of each load, in that order."""
+        order = self.by_load()
+        return frozenset(
+            i
+            for before, i in zip([None, *order], order, strict=False)
+            if before is None or self.loads[i] != self.loads[before]
+        )
+
+    def shown(self, scope: str = OVERALL, level: int = 1) -> list[Metric]:
+        """Metrics up to this level that are worth a row: those with a value, without counts of what never happened."""
+        rows = self.values[scope]
+        return [
+            metric
+            for metric in METRICS
+            if metric.level <= level
+            and any(value is not None for value in rows[metric.key])
+            and not (metric.key in _QUIET_ZEROS and not any(rows[metric.key]))
+        ]
+
+    def _samples(self, key: str, scope: str) -> tuple[Samples, ...]:
+        return self.samples.get(scope, {}).get(key, ())
+
+    def _field(self, scope: str) -> Field:
+        return Field(self.names, self.loads, self.stability, self.primary, self.samples.get(scope, {}), self.one_sample)
+
+    def _is_tested(self, members: Sequence[int]) -> bool:
+        """Return whether some of these settings have replications."""
+        return any(self.replications[i] > 1 for i in members) if self.replications else False
+
+
+def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
+    """Return the positions of the best value; `as_read`: of all that read the same."""
+    if metric.lower_is_better is None or len(known) < 2:
+        return set()
+    target = min(known.values()) if metric.lower_is_better else max(known.values())
+    text = metric_text(metric, target)
+    best = {i for i, value in known.items() if value == target or (as_read and metric_text(metric, value) == text)}
+    return set() if len(best) == len(known) else best
+
+
+def scope_title(scope: str) -> str:
+    """Return the heading of a scope."""
+    if scope == OVERALL:
+        return "All requests"
+    return scope.replace("slo_class ", "SLO class ", 1)

@@ -1,0 +1,51 @@
+"""Open several runs under names that tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vajra_py.metrics.runs.differences import axes
+from vajra_py.metrics.runs.run_data import RunData
+
+_LONG_NAME = 28
+
+
+def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
+    """Open several runs, each under a name of its own (see `distinct`)."""
+    return distinct([RunData.load(path) for path in paths])
+
+
+def distinct(runs: Sequence[RunData]) -> list[RunData]:
+    """Return the same runs under names that differ and fit into a table.
+
+    Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not tell all runs
+    apart, clashing names get their parent folder's in front, and then a number.
+    """
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):
+        names = _names_by_difference(runs, names) or names
+    if len(set(names)) < len(names):
+        names = [
+            f"{run.path.resolve().parent.name}/{name}" if names.count(name) > 1 else name
+            for run, name in zip(runs, names, strict=True)
+        ]
+    seen: dict[str, int] = {}
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        seen[name] = seen.get(name, 0) + 1
+        label = name if seen[name] == 1 else f"{name} #{seen[name]}"
+        found.append(run if label == run.name else run.renamed(label))
+    return found
+
+
+def _names_by_difference(runs: Sequence[RunData], names: Sequence[str]) -> list[str] | None:
+    """Return a name for each run from the values of what was varied; None when two would be the same, or the longest no
+    shorter.
+    """
+    varied = axes(runs)
+    found = ["/".join(axis.values[i] for axis in varied) for i in range(len(runs))]
+    clash = len(set(names)) < len(names)
+    if len(set(found)) < len(found) or (not clash and max(map(len, found)) >= max(map(len, names))):
+        return None
+    return found

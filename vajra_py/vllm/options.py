@@ -1,0 +1,29 @@
+"""Options of a runner on vLLM's workers.
+
+Importing this loads neither vLLM nor a tensor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.engine.compute import RunnerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions(RunnerOptions):
+    """Options of a runner on vLLM's workers, besides those of every runner.
+
+    Attributes:
+        max_batch_size: most requests of one step.
+        memory_fraction: part of a device's memory that weights and KV blocks may take.
+        shards: devices that share every layer; vLLM's own processes compute on them.
+        engine_args: further arguments of vLLM's engine.
+    """
+
+    max_batch_size: int = 128
+    memory_fraction: float = 0.9
+    shards: int = 1
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
