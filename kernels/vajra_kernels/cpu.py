@@ -29,7 +29,7 @@ def _widens_chunks(dtype: torch.dtype) -> bool:
     """Return True if chunks in this dtype are attended in float32.
 
     That saves 10 to 15 % of their attention, conversions included, where the processor has no matrix tiles for the dtype
-    (measured with bfloat16 on an AMD EPYC). Decodes lose as much as they gain: their keys no longer fit into the cache.
+    (measured with bfloat16 on an AMD EPYC). For decodes conversions cost more than they save.
     """
     if dtype == torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()
