@@ -21,7 +21,7 @@ import torch
 from gpu_facts import ROOT
 
 if TYPE_CHECKING:
-    from vajra_py.engine.compute import Foreseen, ModelFacts, RunnerOptions, StepInput, StepOutput
+    from vajra_py.engine.compute import LookaheadStep, ModelFacts, RunnerOptions, StepInput, StepOutput
     from vajra_py.engine.compute.step.runner import TorchRunner
 
 BLOCK_SIZE = 64
@@ -236,7 +236,7 @@ class Watch:
         def watched_run(step: StepInput) -> StepOutput:
             return self._note(step, 0, run(step))
 
-        def watched_run_ahead(work: Foreseen) -> StepOutput:
+        def watched_run_ahead(work: LookaheadStep) -> StepOutput:
             return self._note(work.step, len(work.begun), run_ahead(work))
 
         runner.run, runner.run_ahead = watched_run, watched_run_ahead  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from vajra_py.contract import BatchBuilder, LocalReplicaView, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineConfig
-from vajra_py.plugins import Truth, build_output_lengths, load_registry
+from vajra_py.plugins import OutputLengthInputs, build_output_lengths, load_registry
 from vajra_py.runtime.kv import PrivateBlockHashes
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -80,7 +80,7 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
     services = Services(
         registry=registry,
         latency=affine_latency(),
-        output_lengths=build_output_lengths("none", {}, Truth(seeds.stream, {}), registry),
+        output_lengths=build_output_lengths("none", {}, OutputLengthInputs(seeds.stream, {}), registry),
         seeds=seeds,
         facts=ModelFacts(),
         executor_of=lambda replicaset, replica_id: executor,
@@ -104,7 +104,8 @@ def submit(
 ) -> None:
     """Submit one request that generates its maximum number of tokens."""
     facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
-    request, _, _ = controller.submit(facts, lambda size: PrivateBlockHashes(request_id), now)
+    replicaset = controller.replicaset_for(facts)
+    request, _ = controller.submit(facts, replicaset, lambda size: PrivateBlockHashes(request_id), now)
     executor.expect(request, 900_000)
 
 

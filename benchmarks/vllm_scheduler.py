@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 
-from tests.vllm.core import Core, Wish, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
 from vajra_py.vllm import Scheduler
 
 
@@ -27,7 +27,7 @@ def steady(cls: type[Any], model: str, num_running: int, num_waiting: int) -> Co
     core = Core(make_scheduler(cls, config, num_running * 40 + 1, 16))
     for index in range(num_running + num_waiting):
         tokens = tuple((index * 31 + place * 7) % 500 for place in range(24 + index % 16))
-        core.add(Wish(f"r-{index}", tokens, 600, 0), 16, True)
+        core.add(RequestScript(f"r-{index}", tokens, 600, 0), 16, True)
     while len(core.tokens) < num_running:
         core.step()
     return core

@@ -51,6 +51,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What tab completion offers: the front door and nothing else."""
+    """Return the names that tab completion offers: the public interface."""
     contract = importlib.import_module(f"{__name__}.contract")
     return sorted({*_HOME, *contract.__all__, "__version__"})

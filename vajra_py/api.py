@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep, load_config
-from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract import AdmissionSpec, Layer, PolicySpec
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.backend import Progress
 from vajra_py.experiment.runs.check import problems_of_parts
@@ -65,7 +65,7 @@ def load(
     source: str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
     *,
-    policies: Iterable[PolicySpec] = (),
+    policies: Iterable[PolicySpec | AdmissionSpec] = (),
 ) -> ExperimentConfig:
     """Load an experiment from a YAML file or from a mapping of the same form; `overrides` maps dotted paths to values.
 
@@ -102,7 +102,7 @@ def run(
     folder: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-    policies: Sequence[PolicySpec] = (),
+    policies: Sequence[PolicySpec | AdmissionSpec] = (),
     on: str = "local",
 ) -> RunData:
     """Run one experiment (loaded, or anything that `load` accepts) and open its results; see
@@ -134,7 +134,7 @@ def sweep(
     workers: int | None = None,
     overwrite: bool = False,
     progress: SweepProgress | None = None,
-    policies: Sequence[PolicySpec] = (),
+    policies: Sequence[PolicySpec | AdmissionSpec] = (),
     on: str = "local",
 ) -> SweepResult:
     """Run every point of the experiment's sweep and keep finished points. `.runs` holds the results, in order.
@@ -163,7 +163,7 @@ def capacity(
     workers: int | None = None,
     overwrite: bool = False,
     progress: SearchProgress | None = None,
-    policies: Sequence[PolicySpec] = (),
+    policies: Sequence[PolicySpec | AdmissionSpec] = (),
     on: str = "local",
 ) -> list[CapacityAnswer]:
     """Run the experiment's `capacity:` search for every setting of its sweep, in order: `.answer`, `.curve`,
@@ -258,13 +258,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _loaded(config: Experiment, policies: Iterable[PolicySpec]) -> ExperimentConfig:
+def _loaded(config: Experiment, policies: Iterable[PolicySpec | AdmissionSpec]) -> ExperimentConfig:
     return config if isinstance(config, ExperimentConfig) else _read(config, None, _registry(policies))
 
 
 @contextmanager
 def _pool(
-    on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[PolicySpec]
+    on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[PolicySpec | AdmissionSpec]
 ) -> Iterator[MakePool | None]:
     """Yield the pool factory of this place; None for this machine. Raises like `ray_cluster`."""
     from vajra_py.cluster.connect import LOCAL, ray_cluster
@@ -277,11 +277,11 @@ def _pool(
         yield None if cluster is None else pool_on(cluster, config, workers)
 
 
-def _registry(policies: Iterable[PolicySpec]) -> Registry:
+def _registry(policies: Iterable[PolicySpec | AdmissionSpec]) -> Registry:
     return load_registry().with_policies(policies)
 
 
-def _in_process(policies: Sequence[PolicySpec], workers: int | None) -> tuple[Registry, int | None]:
+def _in_process(policies: Sequence[PolicySpec | AdmissionSpec], workers: int | None) -> tuple[Registry, int | None]:
     """Return the registry and number of workers: one worker if there are policies that are not installed, because other
     processes cannot import them.
     """
@@ -296,9 +296,14 @@ def _in_process(policies: Sequence[PolicySpec], workers: int | None) -> tuple[Re
     return _registry(policies), 1 if policies else workers
 
 
-def _names_any(config: ExperimentConfig, policies: Iterable[PolicySpec]) -> bool:
+def _names_any(config: ExperimentConfig, policies: Iterable[PolicySpec | AdmissionSpec]) -> bool:
     """Return whether the experiment selects one of these policies anywhere."""
-    given = {(spec.layer, name) for spec in policies for name in (spec.name, *spec.aliases)}
+    specs = [*policies]
+    layered = [spec for spec in specs if isinstance(spec, PolicySpec)]
+    given = {(spec.layer, name) for spec in layered for name in (spec.name, *spec.aliases)}
+    admission = config.admission_policy
+    if admission is not None and any(isinstance(one, AdmissionSpec) and one.name == admission.policy for one in specs):
+        return True
     settings = config.effective_replicasets.values()
     return any((layer, one.scheduling.choice(layer).policy) in given for one in settings for layer in Layer)
 

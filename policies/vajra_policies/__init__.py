@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import PolicySpec, hookimpl
+from vajra_py.contract import AdmissionSpec, PolicySpec, hookimpl
 from vajra_py.contract.hookspecs import Preset
 
 
@@ -30,6 +30,14 @@ def vajra_policies() -> list[PolicySpec]:
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
     batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *batchers, *POLICIES]
+
+
+@hookimpl
+def vajra_admission_policies() -> list[AdmissionSpec]:
+    """Vajra's own admission policies, and those of other systems."""
+    from vajra_policies.admission import ADMISSION_POLICIES
+
+    return list(ADMISSION_POLICIES)
 
 
 @hookimpl

@@ -44,7 +44,7 @@ class DynamicChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """The same search for a prompt that has the replica to itself."""
+        """Return the chunk for a prompt that has the replica to itself, by the same search."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._target_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

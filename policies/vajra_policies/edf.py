@@ -33,7 +33,7 @@ class Edf:
         return self._deadlines.slack_s(request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """The same relative to D, as `lrs` orders by."""
+        """Slack relative to D, by which `lrs` orders."""
         return self._deadlines.slack_s(request, now) / self._deadlines.relative_s(request)
 
 

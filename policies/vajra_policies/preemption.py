@@ -1,4 +1,4 @@
-"""How a preempted request's memory is released: one parameter shared by Vajra's replica schedulers."""
+"""Release of a preempted request's memory: one parameter shared by Vajra's replica schedulers."""
 
 from __future__ import annotations
 

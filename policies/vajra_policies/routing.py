@@ -11,7 +11,7 @@ LoadUnit: TypeAlias = Literal["requests", "tokens"]
 
 
 def load_in(unit: LoadUnit) -> Callable[[ReplicaLoadView], int]:
-    """How a replica's load is read.
+    """Return the function that reads a replica's load.
 
     `requests`: how many run and wait there. `tokens`: how many tokens these requests have, computed or still to compute.
     """

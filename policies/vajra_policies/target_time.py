@@ -69,7 +69,7 @@ class TargetTime:
         self._last_lone_chunk = FIRST_CHUNK_TOKENS
 
     def is_full(self, batch: BatchBuilder, target_s: float) -> bool:
-        """Whether the step takes its target time already, within the tolerance. An empty step is never full."""
+        """Return True if the step already takes its target time, within the tolerance. An empty step is never full."""
         limit_s = (1.0 - self._config.tolerance_fraction) * target_s
         return batch.num_requests > 0 and batch.predicted_time() > limit_s
 
@@ -94,7 +94,7 @@ class TargetTime:
         return chunk
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
-        """What `chunk` gives a prompt that has the replica to itself; at least 1."""
+        """Return the size of `chunk` for a prompt that has the replica to itself; at least 1."""
         limits = self._context.limits
         cap = self._config.max_chunk
         if limits.max_batch_tokens is not None:
@@ -136,7 +136,7 @@ class ChunkSizes:
         return min(self._first + GRAIN_TOKENS * position, self._largest)
 
     def position_of(self, num_tokens: int) -> int:
-        """Where the largest size of at most `num_tokens` stands; the second and the last for what lies beyond them."""
+        """Return the position of the largest size of at most `num_tokens`, kept between the second and the last."""
         return min(max(1, (num_tokens - self._first) // GRAIN_TOKENS), self.count - 1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.nodes import SWEEP
 from vajra_py.cluster import files
 from vajra_py.cluster.files import Shipment, Workspace, packed, unpack
-from vajra_py.cluster.node import News
+from vajra_py.cluster.node import ProgressCollector
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import ConfigError, RunError
 
@@ -131,9 +131,9 @@ def test_a_folder_of_results_appears_whole(tmp_path: Path) -> None:
 
 
 def test_news_are_the_latest_of_each_run() -> None:
-    news = News()
+    collector = ProgressCollector()
     for done in (1, 2):
-        news.tell(7, done, 10, 0.5)
-    news.tell(3, 1, 10, 0.1)
-    assert sorted(news.take()) == [(3, 1, 10, 0.1), (7, 2, 10, 0.5)]
-    assert news.take() == []
+        collector.report(7, done, 10, 0.5)
+    collector.report(3, 1, 10, 0.1)
+    assert sorted(collector.take()) == [(3, 1, 10, 0.1), (7, 2, 10, 0.5)]
+    assert collector.take() == []

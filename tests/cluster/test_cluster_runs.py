@@ -59,9 +59,9 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch) -> OnNodes:
     ray.cloudpickle.register_pickle_by_value(nodes)  # nodes have the package, and not its tests
 
     def put(before: Callable[[RemoteRun, Any], None]) -> None:
-        def execute(run: RemoteRun, news: Any) -> RemoteResult:
-            result = execute_run(run, news)
-            before(run, news)
+        def execute(run: RemoteRun, collector: Any) -> RemoteResult:
+            result = execute_run(run, collector)
+            before(run, collector)
             return result
 
         monkeypatch.setattr(pool, "execute_run", execute)
@@ -93,7 +93,7 @@ def test_a_killed_worker_costs_only_the_run_that_it_had(
     deaths = tmp_path / "deaths"
     deaths.mkdir()
 
-    def die_once(run: RemoteRun, news: Any) -> None:
+    def die_once(run: RemoteRun, collector: Any) -> None:
         if run.number == 1 and not any(deaths.iterdir()):
             (deaths / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_a_run_that_always_kills_its_worker_fails_alone(
 ) -> None:
     monkeypatch.setattr(pool, "MOST_LOSSES", 1)  # each loss takes the start of a process
 
-    def die(run: RemoteRun, news: Any) -> None:
+    def die(run: RemoteRun, collector: Any) -> None:
         if run.number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -138,7 +138,7 @@ def test_runs_of_a_lost_node_are_executed_on_others(
     deaths = tmp_path / "deaths"
     deaths.mkdir()
 
-    def end_node_once(run: RemoteRun, news: Any) -> None:
+    def end_node_once(run: RemoteRun, collector: Any) -> None:
         if run.number == 1 and not any(deaths.iterdir()):
             (deaths / str(os.getppid())).touch()
             end_node(os.getppid())
@@ -162,7 +162,7 @@ def test_an_interrupt_keeps_what_is_finished(
 ) -> None:
     asker = os.getpid()
 
-    def interrupt(run: RemoteRun, news: Any) -> None:
+    def interrupt(run: RemoteRun, collector: Any) -> None:
         if run.number == 3:
             os.kill(asker, signal.SIGINT)
             threading.Event().wait()
@@ -186,9 +186,9 @@ def test_the_progress_of_every_run_is_told(
 ) -> None:
     seen = tmp_path / "seen"
 
-    def wait_until_seen(run: RemoteRun, news: Any) -> None:
+    def wait_until_seen(run: RemoteRun, collector: Any) -> None:
         if run.number == 2:
-            news.tell.remote(run.number, 30, 60, 1.5)
+            collector.report.remote(run.number, 30, 60, 1.5)
             while not seen.exists():
                 time.sleep(0.01)
 

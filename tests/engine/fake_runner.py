@@ -20,9 +20,9 @@ from xxhash import xxh3_64_intdigest
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
 from vajra_py.engine.compute import (
-    Ahead,
     DoneStep,
-    Foreseen,
+    LookaheadDecodes,
+    LookaheadStep,
     ModelFacts,
     ModelRunner,
     PendingStep,
@@ -108,17 +108,17 @@ class FakeRunner:
         """See `ModelRunner`."""
         return DoneStep(self.run(step))
 
-    def run_ahead(self, work: Foreseen) -> StepOutput:
-        """See `ForeseeingRunner`; KV written by a row that was not needed is kept."""
+    def run_ahead(self, work: LookaheadStep) -> StepOutput:
+        """See `LookaheadRunner`; KV written by a row that was not needed is kept."""
         output = self._finish_begun(work.step, work.begun) if work.begun else self.run(work.step)
         if work.ahead is not None:
             self._begin(work.ahead)
         return output
 
     def begin_ahead(self) -> None:
-        """See `ForeseeingRunner`; a no-op, since `run_ahead` computes everything itself."""
+        """See `LookaheadRunner`; a no-op, since `run_ahead` computes everything itself."""
 
-    def _begin(self, ahead: Ahead) -> None:
+    def _begin(self, ahead: LookaheadDecodes) -> None:
         before = {slot: replace(self._slots[slot], table=[*self._slots[slot].table]) for slot in ahead.decodes}
         grown = []
         for spare, slot in enumerate(ahead.growing, self._num_blocks):

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.fake_runner import FakeRunner, SteppedWorld, expected_output
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
-from vajra_py.engine.compute import Foreseen, RunnerOptions, StepInput
+from vajra_py.engine.compute import LookaheadStep, RunnerOptions, StepInput
 from vajra_py.engine.worker import ReplicaKey, Worker
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
@@ -96,8 +96,8 @@ def backend(run: Run, told: Counter[str]) -> Backend:
         made = world.worker(key, options)
         submit = made.submit
 
-        def noted(work: StepInput | Foreseen) -> None:
-            if isinstance(work, Foreseen):
+        def noted(work: StepInput | LookaheadStep) -> None:
+            if isinstance(work, LookaheadStep):
                 told["begun, with chunks besides"] += bool(work.begun and work.step.chunks)
                 told["needs a block"] += work.ahead is not None and bool(work.ahead.growing)
             submit(work)

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from tests.engine.fake_runner import FakeRunner
-from vajra_py.engine.compute import Chunk, Foreseen, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
+from vajra_py.engine.compute import Chunk, LookaheadStep, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.worker import Finished, LeftFirstStage
 from vajra_py.errors import ExecutorError
@@ -19,7 +19,7 @@ class CannotBegin(FakeRunner):
     """Computes what it is told, and nothing before."""
 
     def begin_ahead(self) -> None:
-        """See `ForeseeingRunner`."""
+        """See `LookaheadRunner`."""
         raise ExecutorError("step: out of memory")
 
 
@@ -31,7 +31,7 @@ def test_a_step_comes_back_before_the_next_one_is_begun(monkeypatch: pytest.Monk
         worker.wait_loaded()
         worker.start(4, 0, news.put)
         new, table = NewRow(0, SamplingParams(temperature=0.0), 0), TableUpdate(0, 0, [0])
-        worker.submit(Foreseen(StepInput([Chunk(0, [5, 6], 0, True)], new=[new], tables=[table])))
+        worker.submit(LookaheadStep(StepInput([Chunk(0, [5, 6], 0, True)], new=[new], tables=[table])))
         first, second = news.get(timeout=30), news.get(timeout=30)
     finally:
         worker.close()

@@ -12,7 +12,7 @@ import pytest
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry, load_registry
-from vajra_py.vllm.mechanism import Intake, RequestFacts, check_policies, make_mechanism
+from vajra_py.vllm.mechanism import RequestFacts, Submission, check_policies, make_mechanism
 from vajra_py.vllm.plugin import TimeToRecord, abort_at_once, grant_time_to_record, is_own
 from vajra_py.vllm.settings import Sizes, VajraOptions, experiment_of, fallback_of, vajra_options_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, policy_options
@@ -27,7 +27,7 @@ def registry() -> Registry:
     return load_registry()
 
 
-def wish(folder: Path, text: str) -> VajraOptions:
+def options_of(folder: Path, text: str) -> VajraOptions:
     (folder / "experiment.yaml").write_text("version: 1\n" + text)
     return VajraOptions(folder / "experiment.yaml")
 
@@ -151,7 +151,9 @@ def test_without_a_file_vllms_algorithm_schedules_under_vllms_options(registry: 
 
 def test_sizes_are_vllms_whatever_the_file_says(tmp_path: Path, registry: Registry) -> None:
     text = "preset: sarathi\nreplica: {max_batch_size: 3, memory: {num_blocks: 7, block_size: 64}}\n"
-    replica = experiment_of(SIZES, wish(tmp_path, text), DEFAULTS, registry).effective_replicasets["default"].replica
+    replica = (
+        experiment_of(SIZES, options_of(tmp_path, text), DEFAULTS, registry).effective_replicasets["default"].replica
+    )
     assert (replica.max_batch_size, replica.max_batch_tokens, replica.max_model_len) == (8, 128, 256)
     assert (replica.memory.num_blocks, replica.memory.block_size) == (40, 16)
     assert replica.memory.prefix_cache.enabled
@@ -172,12 +174,12 @@ def test_sizes_are_vllms_whatever_the_file_says(tmp_path: Path, registry: Regist
 )
 def test_a_file_that_no_vllm_can_follow_is_refused(tmp_path: Path, registry: Registry, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_policies(experiment_of(SIZES, wish(tmp_path, text), DEFAULTS, registry), registry, 256)
+        check_policies(experiment_of(SIZES, options_of(tmp_path, text), DEFAULTS, registry), registry, 256)
 
 
 def test_vllms_own_policy_beside_a_file_is_refused(tmp_path: Path, registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"--watermark: .* Say it in the experiment file"):
-        experiment_of(SIZES, wish(tmp_path, "preset: sarathi\n"), SimpleNamespace(watermark=0.5), registry)
+        experiment_of(SIZES, options_of(tmp_path, "preset: sarathi\n"), SimpleNamespace(watermark=0.5), registry)
 
 
 def test_a_policy_that_wants_predictions_that_nobody_makes_is_refused_at_the_start(
@@ -185,20 +187,23 @@ def test_a_policy_that_wants_predictions_that_nobody_makes_is_refused_at_the_sta
 ) -> None:
     text = "preset: sarathi\nscheduling: {request_prioritizer: edf}\n"
     with pytest.raises(ConfigError, match=r"backend\.vllm\.latency: is not given, and a policy asks"):
-        check_policies(experiment_of(SIZES, wish(tmp_path, text), DEFAULTS, registry), registry, 256)
+        check_policies(experiment_of(SIZES, options_of(tmp_path, text), DEFAULTS, registry), registry, 256)
     text += "backend: {vllm: {latency: {type: affine, base_s: 0.004, per_token_s: 0.0001}}}\n"
-    check_policies(experiment_of(SIZES, wish(tmp_path, text), DEFAULTS, registry), registry, 256)
+    check_policies(experiment_of(SIZES, options_of(tmp_path, text), DEFAULTS, registry), registry, 256)
 
 
 def test_a_fallback_is_a_preset(tmp_path: Path, registry: Registry) -> None:
     text = "preset: sarathi\nbackend: {vllm: {fallback: %s}}\n"
-    config = experiment_of(SIZES, wish(tmp_path, text % "nano-vllm"), DEFAULTS, registry)
+    config = experiment_of(SIZES, options_of(tmp_path, text % "nano-vllm"), DEFAULTS, registry)
     found = fallback_of(config, registry)
     assert found is not None
     assert found[Layer.REPLICA_SCHEDULER].policy == "nano_vllm"
     with pytest.raises(ConfigError, match="nano-vllm"):
-        fallback_of(experiment_of(SIZES, wish(tmp_path, text % "nano-vlm"), DEFAULTS, registry), registry)
-    assert fallback_of(experiment_of(SIZES, wish(tmp_path, "preset: sarathi\n"), DEFAULTS, registry), registry) is None
+        fallback_of(experiment_of(SIZES, options_of(tmp_path, text % "nano-vlm"), DEFAULTS, registry), registry)
+    assert (
+        fallback_of(experiment_of(SIZES, options_of(tmp_path, "preset: sarathi\n"), DEFAULTS, registry), registry)
+        is None
+    )
 
 
 @pytest.mark.parametrize("given", ["text", {"experimnt": "a"}, {"save_run": ""}, {"experiment": 3}])
@@ -245,12 +250,12 @@ def test_a_time_to_drain_is_the_users(timeout: int, additional: dict[str, Any]) 
 def test_turns_end_the_last_step_before_they_form_the_next(tmp_path: Path, registry: Registry) -> None:
     """As vLLM's engine core calls: a step is asked for, executed elsewhere, and ends when the next one is asked for."""
     clock = iter(range(1000, 10**9, 1000))
-    config = experiment_of(SIZES, wish(tmp_path, "preset: sarathi\n"), DEFAULTS, registry)
+    config = experiment_of(SIZES, options_of(tmp_path, "preset: sarathi\n"), DEFAULTS, registry)
     mechanism = make_mechanism(config, registry, lambda: next(clock), 256, 1)
     ended: list[tuple[str, str]] = []
     for index in range(3):
         facts = RequestFacts(request_id=f"r-{index}", num_prompt_tokens=20, max_tokens=3)
-        mechanism.arrive(Intake(facts, 0.0, None, "", lambda one, why: ended.append((one.request_id, why.value))))
+        mechanism.arrive(Submission(facts, 0.0, None, "", lambda one, why: ended.append((one.request_id, why.value))))
     plan = mechanism.step()
     assert plan is not None
     assert sorted(chunk.request.request_id for chunk in plan.chunks) == ["r-0", "r-1", "r-2"]

@@ -9,7 +9,7 @@ from vajra_py.contract import KeyMotion, Layer, SchedulerTraits, SteadyState
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError
 from vajra_py.plugins import (
-    Truth,
+    OutputLengthInputs,
     build_latency_model,
     build_observer,
     build_output_lengths,
@@ -268,6 +268,6 @@ def test_models_predictors_and_observers_are_built_and_checked(site: Any) -> Non
         build_observer("watch", {"every_s": -1}, registry)
     with pytest.raises(PluginError, match="no method 'stage_time_s'"):
         build_latency_model("lab", {"type": "lab"}, registry)
-    truth = Truth(lambda name: None, {"r": 7})
-    predictor: Any = build_output_lengths("guess", {}, truth, registry)
+    inputs = OutputLengthInputs(lambda name: None, {"r": 7})
+    predictor: Any = build_output_lengths("guess", {}, inputs, registry)
     assert predictor.predict("r") == 7

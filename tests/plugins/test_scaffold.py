@@ -11,7 +11,7 @@ import pytest
 
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import write_plugin
-from vajra_py.plugins.scaffold import plugin_names, render_plugin
+from vajra_py.plugins.scaffold import KINDS, plugin_names, render_plugin
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin_template"
@@ -61,8 +61,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (write_plugin("empty-lab", tmp_path) / "pyproject.toml").is_file()
 
 
-def test_every_file_is_renamed_throughout(tmp_path: Path) -> None:
-    folder = write_plugin("my-lab", tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_is_renamed_throughout(kind: str, tmp_path: Path) -> None:
+    folder = write_plugin("my-lab", tmp_path, kind)
     assert (folder / "src" / "my_lab" / "__init__.py").is_file()
     for path in folder.rglob("*"):
         assert "example" not in path.name
@@ -107,6 +108,30 @@ def test_an_installed_package_is_selected_by_name_and_passes_its_own_tests(tmp_p
     ]
     assert chosen["replicaset_scheduler"][0] == "example_prefix_affinity"
     assert chosen["replica_scheduler"][1] == {"chunk_tokens": 2048, "capped_chunk_tokens": 256}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    ran = subprocess.run(tests, cwd=source, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+ADMISSION_PROGRAM = """
+import json, sys
+from vajra_py.config import load_config
+config = load_config(sys.argv[1])
+print(json.dumps([config.admission_policy.policy, config.admission_policy.params]))
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_admission_policy_is_selected_by_name_and_passes_its_own_tests(tmp_path: Path) -> None:
+    source, site = write_plugin("gate-lab", tmp_path, "admission"), tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", ADMISSION_PROGRAM, str(source / "experiment.yaml")]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    name, params = json.loads(done.stdout)
+    assert name == "gate_lab_shorten_when_busy"
+    assert params["short_answer_tokens"] == 64
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     ran = subprocess.run(tests, cwd=source, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]

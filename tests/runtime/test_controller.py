@@ -102,7 +102,9 @@ def test_requests_go_where_the_selector_says() -> None:
     )
     names = []
     for name, size in (("a", 4), ("b", 30), ("c", 9)):
-        request, replicaset, replica = controller.submit(RequestFacts(name, size), lambda block_size: None, 0)
+        facts = RequestFacts(name, size)
+        replicaset = controller.replicaset_for(facts)
+        request, replica = controller.submit(facts, replicaset, lambda block_size: None, 0)
         assert replica is replicaset.replicas[0]
         assert controller.replica_of(request) is replica
         names.append(request.replicaset)

@@ -74,7 +74,8 @@ class Bench:
 
     def submit(self, name: str, num_prompt_tokens: int, max_tokens: int | None = 1, now: int = 0) -> Any:
         spec = RequestSpec(name, 0.0, num_prompt_tokens, 4, max_tokens=max_tokens)
-        request, _, _ = self.controller.submit(facts_of(spec), lambda size: hashes_of(spec, size, ""), now)
+        facts = facts_of(spec)
+        request, _ = self.controller.submit(facts, self.replicaset, lambda size: hashes_of(spec, size, ""), now)
         if request.state is not RequestState.ENDED:
             self.executor.expect(request, 4)
         return request

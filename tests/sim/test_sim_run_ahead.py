@@ -15,6 +15,7 @@ from vajra_py.contract import KeyMotion, Layer
 from vajra_py.contract.observer import Observer, StepRun
 from vajra_py.latency import AffineModel, Variation, factors_among
 from vajra_py.runtime.kv import PrefixCacheOptions
+from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, policies_under_test
 from vajra_py.testing.scenarios import (
@@ -309,3 +310,16 @@ def test_arrivals_and_ends_are_told_without_forming_every_step_by_itself() -> No
 
     assert num_asked(LeastServedOfAll()) == num_asked(ByArrival()) < 20
     assert num_asked(ToldOfSteps()) == 200
+
+
+def test_a_replicaset_is_selected_once_for_an_arrival() -> None:
+    harness = Harness(LeastServedOfAll(), InTurn(), PlainChunks(), HarnessOptions(num_blocks=64))
+    asked = []
+
+    def select(facts: RequestFacts) -> str:
+        asked.append(facts.request_id)
+        return harness.replicaset.name
+
+    harness.controller.select = select
+    harness.run([RequestSpec(name, 0.1 * index, 16, 50) for index, name in enumerate("abc")])
+    assert asked == ["a", "b", "c"]

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.vllm.worker_model import FirstRunner, KvSlots, Runner, SecondRunner, Truth
+from tests.vllm.worker_model import ExpectedTokens, FirstRunner, KvSlots, Runner, SecondRunner
 
 EOS = 7
 VOCABULARY = 512
@@ -60,7 +60,7 @@ def made_up_token(name: str, position: int) -> int:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestScript:
     name: str
     prompt: tuple[int, ...]
     max_tokens: int
@@ -77,21 +77,21 @@ class Wish:
 _NONE_HASH: list[bool] = []
 
 
-def request_of(wish: Wish, block_size: int, caches: bool) -> Request:
+def request_of(script: RequestScript, block_size: int, caches: bool) -> Request:
     hash_fn = get_hash_fn_by_name("sha256")
     if not _NONE_HASH:
         init_none_hash(hash_fn)
         _NONE_HASH.append(True)
-    params = SamplingParams(max_tokens=wish.max_tokens, temperature=0.0, prompt_logprobs=wish.prompt_logprobs)
+    params = SamplingParams(max_tokens=script.max_tokens, temperature=0.0, prompt_logprobs=script.prompt_logprobs)
     params.update_from_generation_config({}, EOS)
     return Request(
-        request_id=wish.name,
-        prompt_token_ids=list(wish.prompt),
+        request_id=script.name,
+        prompt_token_ids=list(script.prompt),
         sampling_params=params,
         pooling_params=None,
-        arrival_time=1e10 + wish.arrives + int(wish.name.rsplit("-", 1)[1]) * 1e-4,
-        priority=wish.priority,
-        cache_salt=wish.salt,
+        arrival_time=1e10 + script.arrives + int(script.name.rsplit("-", 1)[1]) * 1e-4,
+        priority=script.priority,
+        cache_salt=script.salt,
         block_hasher=get_request_block_hasher(block_size, hash_fn) if caches else None,
     )
 
@@ -118,7 +118,7 @@ class Core:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     queue: deque[tuple[Any, Any]] = field(default_factory=deque)
-    wishes: dict[str, Wish] = field(default_factory=dict)
+    scripts: dict[str, RequestScript] = field(default_factory=dict)
     worker: Runner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,13 +126,15 @@ class Core:
         kind = SecondRunner if self.scheduler.tests_use_second_runner else FirstRunner
         self.worker = kind(KvSlots(size), {}, self.is_async, self.scheduler.tests_max_rows)
 
-    def add(self, wish: Wish, block_size: int, caches: bool) -> None:
-        self.take_in(wish, request_of(wish, block_size, caches))
+    def add(self, script: RequestScript, block_size: int, caches: bool) -> None:
+        self.take_in(script, request_of(script, block_size, caches))
 
-    def take_in(self, wish: Any, request: Request) -> None:
-        self.wishes[wish.name] = wish
-        salt = wish.salt or ""
-        self.worker.truths[wish.name] = Truth(wish.prompt, salt, lambda position: self.token(wish.name, position))
+    def take_in(self, script: Any, request: Request) -> None:
+        self.scripts[script.name] = script
+        salt = script.salt or ""
+        self.worker.expected[script.name] = ExpectedTokens(
+            script.prompt, salt, lambda position: self.token(script.name, position)
+        )
         self.scheduler.add_request(request)
 
     def step(self) -> None:
@@ -184,7 +186,7 @@ class Core:
         return ModelRunnerOutput(list(sampled), {name: i for i, name in enumerate(sampled)}, list(sampled.values()))
 
     def token(self, name: str, position: int) -> int:
-        if position + 1 == self.wishes[name].ends_at:
+        if position + 1 == self.scripts[name].ends_at:
             return EOS
         return made_up_token(name, position)
 
@@ -201,16 +203,16 @@ class Core:
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
             self.reasons[name] = "abort"
 
-    def run(self, wishes: list[Wish], block_size: int, caches: bool, max_steps: int = 20000) -> None:
-        arrivals = deque(sorted(wishes, key=lambda one: one.arrives))
-        aborts = sorted((one.aborts, one.name) for one in wishes if one.aborts is not None)
+    def run(self, scripts: list[RequestScript], block_size: int, caches: bool, max_steps: int = 20000) -> None:
+        arrivals = deque(sorted(scripts, key=lambda one: one.arrives))
+        aborts = sorted((one.aborts, one.name) for one in scripts if one.aborts is not None)
         turn = num_calls = 0
         while arrivals or self.scheduler.has_requests() or self.queue:
             while arrivals and arrivals[0].arrives <= turn:
                 self.add(arrivals.popleft(), block_size, caches)
             while aborts and aborts[0][0] <= turn:
                 _, name = aborts.pop(0)
-                if name in self.wishes:
+                if name in self.scripts:
                     self.abort(name)
             before = len(self.steps)
             self.step()

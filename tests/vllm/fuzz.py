@@ -31,7 +31,7 @@ STOPS = (600, 601, 602)
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestScript:
     """A request and its events."""
 
     name: str
@@ -77,7 +77,7 @@ class Session:
     block_size: int
     num_blocks: int
     options: dict[str, Any]
-    wishes: list[Wish]
+    scripts: list[RequestScript]
     events: list[Event]
     is_async: bool
     second_runner: bool
@@ -92,10 +92,10 @@ def session_of(seed: int, *, is_async: bool) -> Session:
     num_blocks = max(4, rng.choice((40, 64, 96, 128, 192, 256, 512, 2048)) // block_size)
     max_len = min(rng.choice((32, 48, 96, 160, 256)), num_blocks * block_size)
     options = _options(rng, max_len)
-    wishes = _wishes(rng, options, block_size, min(max_len, num_blocks * block_size))
-    events = _events(rng, options, max(one.arrives for one in wishes))
+    scripts = _scripts(rng, options, block_size, min(max_len, num_blocks * block_size))
+    events = _events(rng, options, max(one.arrives for one in scripts))
     second_runner, begins = rng.random() < 0.5, rng.choice((10.0, 10.0, -1e4))
-    return Session(seed, block_size, num_blocks, options, wishes, events, is_async, second_runner, begins)
+    return Session(seed, block_size, num_blocks, options, scripts, events, is_async, second_runner, begins)
 
 
 def _options(rng: random.Random, max_len: int) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def _options(rng: random.Random, max_len: int) -> dict[str, Any]:
     }
 
 
-def _wishes(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[Wish]:
+def _scripts(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[RequestScript]:
     trunks = [[rng.randrange(8, 400) for _ in range(capacity)] for _ in range(rng.randint(1, 3))]
     is_long = rng.random() < 0.4
     # Requests that wait for a grammar count in other ways for the threshold and for the interval: docs/evidence/vllm.md.
     is_named = options["long_prefill_token_threshold"] > 0 or options["prefill_schedule_interval"] > 1
     has_grammars = rng.random() < 0.3 and not is_named
-    wishes: list[Wish] = []
+    scripts: list[RequestScript] = []
     arrives, clock = 0, 0.0
     crowd = rng.random() < 0.06
     for index in range(rng.randint(40, 120) if crowd else rng.randint(2, 24)):
@@ -136,15 +136,15 @@ def _wishes(rng: random.Random, options: dict[str, Any], block_size: int, capaci
         length = rng.randint(1, max(1, (capacity - 1) // (1 if rng.random() < 0.2 else 3)))
         common = rng.randint(0, length) if rng.random() < 0.7 else 0
         prompt = rng.choice(trunks)[:common] + [rng.randrange(8, 400) for _ in range(length - common)]
-        if wishes and rng.random() < 0.2:
-            prompt = _following(rng, rng.choice(wishes), capacity)
+        if scripts and rng.random() < 0.2:
+            prompt = _following(rng, rng.choice(scripts), capacity)
         if rng.random() < 0.15:  # whole blocks
             prompt = prompt[: max(1, len(prompt) // block_size) * block_size]
         room = capacity - len(prompt)
         output = min(room, rng.choice((20, 40, 80) if is_long else (1, 1, 2, 5, 20, 40)))
         output += 30 if rng.random() < 0.1 else 0  # more than the model's maximum length
         name, copies = f"r{index}", rng.choice((2, 3)) if rng.random() < 0.1 else 1
-        base = Wish(
+        base = RequestScript(
             name,
             tuple(prompt),
             output,
@@ -158,11 +158,11 @@ def _wishes(rng: random.Random, options: dict[str, Any], block_size: int, capaci
             client=rng.randrange(2),
         )
         names = [f"{copy}_{name}" for copy in range(copies)] if copies > 1 else [name]
-        wishes += [_fate(rng, replace(base, name=one), room, has_grammars) for one in names]
-    return wishes
+        scripts += [_fate(rng, replace(base, name=one), room, has_grammars) for one in names]
+    return scripts
 
 
-def _following(rng: random.Random, before: Wish, capacity: int) -> list[int]:
+def _following(rng: random.Random, before: RequestScript, capacity: int) -> list[int]:
     """The prompt of an earlier request; half the time it goes on as a conversation does, after a part of the output."""
     prompt = list(before.prompt)
     if rng.random() < 0.5:
@@ -171,8 +171,8 @@ def _following(rng: random.Random, before: Wish, capacity: int) -> list[int]:
     return prompt[: capacity - 1]
 
 
-def _fate(rng: random.Random, wish: Wish, room: int, has_grammars: bool) -> Wish:
-    longest = max(1, min(wish.max_tokens, room))
+def _fate(rng: random.Random, script: RequestScript, room: int, has_grammars: bool) -> RequestScript:
+    longest = max(1, min(script.max_tokens, room))
     least = rng.randint(0, longest) if rng.random() < 0.15 else 0
     changes: dict[str, Any] = {"min_tokens": least}
     if rng.random() < 0.3 and least < longest:
@@ -180,14 +180,14 @@ def _fate(rng: random.Random, wish: Wish, room: int, has_grammars: bool) -> Wish
     if rng.random() < 0.2 and least < longest:
         changes["stops_at"] = (rng.randint(least + 1, longest), rng.choice(STOPS))
     if rng.random() < 0.15:
-        changes["aborts"] = (wish.arrives + rng.randint(0, 25), rng.random() < 0.5)
+        changes["aborts"] = (script.arrives + rng.randint(0, 25), rng.random() < 0.5)
     if rng.random() < 0.08:
         changes["string_after"] = rng.randint(1, longest)
     if has_grammars and rng.random() < 0.3:
         refuses = rng.randint(1, longest) if rng.random() < 0.25 else None
         late = rng.choice((0, 0, 1, 3, 9))
-        changes["grammar"] = (wish.arrives + late, rng.choice(("ok", "ok", "ok", "error")), refuses)
-    return replace(wish, **changes)
+        changes["grammar"] = (script.arrives + late, rng.choice(("ok", "ok", "ok", "error")), refuses)
+    return replace(script, **changes)
 
 
 def _events(rng: random.Random, options: dict[str, Any], last: int) -> list[Event]:
@@ -210,18 +210,18 @@ def _events(rng: random.Random, options: dict[str, Any], last: int) -> list[Even
     return events
 
 
-def token_of(wish: Wish, position: int) -> int:
+def token_of(script: RequestScript, position: int) -> int:
     """An output token, from position 0."""
-    if wish.stops_at is not None and position + 1 == wish.stops_at[0]:
-        return wish.stops_at[1]
-    return EOS if position + 1 == wish.ends_at else made_up_token(wish.name, position)
+    if script.stops_at is not None and position + 1 == script.stops_at[0]:
+        return script.stops_at[1]
+    return EOS if position + 1 == script.ends_at else made_up_token(script.name, position)
 
 
 class Grammars:
     """Stand-in for vLLM's manager of structured output."""
 
-    def __init__(self, wishes: list[Wish]) -> None:
-        self._refuses = {one.name: one.grammar[2] for one in wishes if one.grammar is not None}
+    def __init__(self, scripts: list[RequestScript]) -> None:
+        self._refuses = {one.name: one.grammar[2] for one in scripts if one.grammar is not None}
 
     def grammar_bitmask(self, requests: dict[str, Any], names: list[str], spec: Any) -> None:
         assert all(name in requests for name in names)
@@ -254,29 +254,29 @@ def _config(model: str, session: Session) -> Any:
     return config
 
 
-def request_of(wish: Wish, session: Session) -> Request:
+def request_of(script: RequestScript, session: Session) -> Request:
     params = SamplingParams(
-        max_tokens=wish.max_tokens,
-        min_tokens=wish.min_tokens,
+        max_tokens=script.max_tokens,
+        min_tokens=script.min_tokens,
         temperature=0.0,
-        ignore_eos=wish.ignores_eos,
-        stop_token_ids=None if wish.stops_at is None else [wish.stops_at[1]],
-        prompt_logprobs=1 if wish.prompt_logprobs else None,
-        skip_reading_prefix_cache=True if wish.skips_cache else None,
-        structured_outputs=None if wish.grammar is None else StructuredOutputsParams(json_object=True),
+        ignore_eos=script.ignores_eos,
+        stop_token_ids=None if script.stops_at is None else [script.stops_at[1]],
+        prompt_logprobs=1 if script.prompt_logprobs else None,
+        skip_reading_prefix_cache=True if script.skips_cache else None,
+        structured_outputs=None if script.grammar is None else StructuredOutputsParams(json_object=True),
         detokenize=False,
     )
     params.update_from_generation_config({}, EOS)
     caches = session.options["caches"]
     return Request(
-        request_id=wish.name,
-        prompt_token_ids=list(wish.prompt),
+        request_id=script.name,
+        prompt_token_ids=list(script.prompt),
         sampling_params=params,
         pooling_params=None,
-        client_index=wish.client,
-        arrival_time=_MADE["zero"] + session.begins + wish.arrival_time,
-        priority=wish.priority,
-        cache_salt=wish.salt,
+        client_index=script.client,
+        arrival_time=_MADE["zero"] + session.begins + script.arrival_time,
+        priority=script.priority,
+        cache_salt=script.salt,
         block_hasher=get_request_block_hasher(session.block_size, _HASH) if caches else None,
     )
 
@@ -301,7 +301,7 @@ class Play(Core):
     """True if requests preempted each other without end, as they may with vLLM's priorities."""
 
     def token(self, name: str, position: int) -> int:
-        return token_of(self.wishes[name], position)
+        return token_of(self.scripts[name], position)
 
     def update(self, output: Any, result: Any) -> None:
         for client, each in self.scheduler.update_from_output(output, result).items():
@@ -312,15 +312,15 @@ class Play(Core):
     def _hear(self, client: int, one: Any) -> None:
         name = one.request_id
         assert name not in self.reasons, f"{name}: an output after its end"
-        wish = self.wishes[name]
-        assert wish.client == client
+        script = self.scripts[name]
+        assert script.client == client
         told = self.tokens.setdefault(name, [])
         told += one.new_token_ids
         if one.prefill_stats is not None:
             self.stats[name] = (one.prefill_stats.num_prompt_tokens, one.prefill_stats.num_cached_tokens)
         if one.finish_reason is not None:
             self.reasons[name] = f"{one.finish_reason} {one.stop_reason if str(one.finish_reason) == 'stop' else ''}"
-        elif wish.string_after is not None and len(told) >= wish.string_after:
+        elif script.string_after is not None and len(told) >= script.string_after:
             self.stopped.add(name)
 
     def before_update(self) -> None:
@@ -330,13 +330,13 @@ class Play(Core):
         self._happen(in_flight=True)
 
     def _finish(self, name: str, status: RequestStatus, reason: str) -> None:
-        if name in self.wishes and name not in self.reasons:
+        if name in self.scripts and name not in self.reasons:
             (found,) = self.scheduler.finish_requests([name], status)
             assert found.request_id == name
             self.reasons[name] = reason
 
     def _happen(self, *, in_flight: bool) -> None:
-        for one in self.session.wishes:
+        for one in self.session.scripts:
             if one.aborts is None or one.aborts[0] > self.turn:
                 continue
             if one.aborts[1] is in_flight or not (in_flight or self.scheduler.has_requests()):
@@ -360,15 +360,15 @@ class Play(Core):
             self.scheduler.set_pause_state(states.get(kind, PauseState.UNPAUSED))
 
     def play(self) -> None:
-        arrivals = deque(sorted(self.session.wishes, key=lambda one: one.arrives))
+        arrivals = deque(sorted(self.session.scripts, key=lambda one: one.arrives))
         self.events = deque(self.session.events)
         for _ in range(MAX_CALLS):
             if not (arrivals or self.events or self.scheduler.has_requests() or self.queue or self._waits()):
                 return
             while arrivals and arrivals[0].arrives <= self.turn:
-                wish = arrivals.popleft()
-                self.requests[wish.name] = request_of(wish, self.session)
-                self.take_in(wish, self.requests[wish.name])
+                script = arrivals.popleft()
+                self.requests[script.name] = request_of(script, self.session)
+                self.take_in(script, self.requests[script.name])
             self._compile()
             self._happen(in_flight=False)
             for name in sorted(self.stopped):
@@ -379,19 +379,19 @@ class Play(Core):
             # An attempt at a step that only preempts is a call of its own in vLLM, and part of the next step here.
             only_preempts = any(one.preempted and not one.scheduled for one in self.steps[before:])
             self.turn += not only_preempts
-        assert self.scheduler.has_requests(), f"nothing is done for {sorted(self.wishes.keys() - self.reasons.keys())}"
+        assert self.scheduler.has_requests(), f"nothing is done for {sorted(self.scripts.keys() - self.reasons.keys())}"
         self.is_endless = True
 
     def _waits(self) -> bool:
-        return bool(self.wishes.keys() - self.reasons.keys())
+        return bool(self.scripts.keys() - self.reasons.keys())
 
     def _compile(self) -> None:
-        for name, wish in self.wishes.items():
-            if wish.grammar is not None and wish.grammar[0] <= self.turn:
+        for name, script in self.scripts.items():
+            if script.grammar is not None and script.grammar[0] <= self.turn:
                 structured = self.requests[name].structured_output_request
                 assert structured is not None
                 if structured.grammar is None:
-                    is_bad = wish.grammar[1] == "error"
+                    is_bad = script.grammar[1] == "error"
                     structured.grammar = ValueError("no grammar") if is_bad else object()  # type: ignore[assignment]
 
 
@@ -404,7 +404,7 @@ def play(cls: type[Any], model: str, session: Session) -> Play:
             config,
             session.num_blocks + 1,
             session.block_size,
-            grammars=Grammars(session.wishes),
+            grammars=Grammars(session.scripts),
             include_finished_set=True,
             log_stats=True,
         )
@@ -444,10 +444,10 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
             return f"resets answered {own.answers}, here {ours.answers}"
         if own.stats != ours.stats:
             return f"prefill statistics {own.stats.items() ^ ours.stats.items()}"
-    by_time = {one.name for one in session.wishes if session.is_async and (one.aborts or one.string_after)}
+    by_time = {one.name for one in session.scripts if session.is_async and (one.aborts or one.string_after)}
     if session.is_async and any(one.kind == "abort all" for one in session.events):
-        by_time = {one.name for one in session.wishes}
-    by_time |= {one.name for one in session.wishes if one.grammar is not None and one.grammar[1] == "error"}
+        by_time = {one.name for one in session.scripts}
+    by_time |= {one.name for one in session.scripts if one.grammar is not None and one.grammar[1] == "error"}
     for name in sorted(own.reasons.keys() | ours.reasons.keys()):
         if name in by_time:
             continue
@@ -474,8 +474,8 @@ def end_check(session: Session, ours: Play) -> str | None:
 
 def _has_equals(session: Session) -> bool:
     """Return whether requests share priority and arrival: such may preempt each other in turns for ever."""
-    ranks = {(one.priority, one.arrival_time) for one in session.wishes}
-    return session.options["policy"] == "priority" and len(ranks) < len(session.wishes)
+    ranks = {(one.priority, one.arrival_time) for one in session.scripts}
+    return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
 
 
 def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Counter[str]]:
@@ -486,7 +486,7 @@ def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Count
 def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     """Return the difference in this session, and counts of its contents."""
     _MADE["zero"] = time.time()
-    counts: Counter[str] = Counter(sessions=1, requests=len(session.wishes), second_runner=session.second_runner)
+    counts: Counter[str] = Counter(sessions=1, requests=len(session.scripts), second_runner=session.second_runner)
     plays = []
     for who, cls in (("vLLM", AsyncScheduler if session.is_async else SyncScheduler), ("here", Scheduler)):
         try:
@@ -507,7 +507,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
     counts["cached"] += sum(cached > 0 for _, cached in ours.stats.values())
     counts["resets"] += len(ours.answers)
-    counts["grammars"] += sum(one.grammar is not None for one in session.wishes)
+    counts["grammars"] += sum(one.grammar is not None for one in session.scripts)
     counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
     if own.is_endless or ours.is_endless:

@@ -19,15 +19,15 @@ def test_every_request_gets_the_tokens_that_vllms_gives_it(tiny_model: str, seed
     block_size = rng.choice((4, 16))
     num_blocks = rng.choice((8, 12, 20, 200)) * 16 // block_size + 1
     given = options(rng, by_priority, caches)
-    wishes = list(workload(rng, block_size, num_blocks, 256, by_priority))
+    scripts = list(workload(rng, block_size, num_blocks, 256, by_priority))
     runs = []
     for cls in (AsyncScheduler, Scheduler):
         config = vllm_config(tiny_model, is_async=True, **given)
         core = Core(make_scheduler(cls, config, num_blocks, block_size), is_async=True)
-        core.run(wishes, block_size, caches)
+        core.run(scripts, block_size, caches)
         runs.append(core)
     own, ours = runs
-    aborted = {one.name for one in wishes if one.aborts is not None}
+    aborted = {one.name for one in scripts if one.aborts is not None}
     assert own.reasons.keys() == ours.reasons.keys()
     for name in own.reasons.keys() - aborted:
         assert own.tokens[name] == ours.tokens[name], name

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 
-from tests.vllm.core import Core, Step, Wish, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, Step, make_scheduler, vllm_config
 from vajra_py.vllm import Scheduler
 
 
-def workload(rng: random.Random, block_size: int, num_blocks: int, max_len: int, by_priority: bool) -> list[Wish]:
+def workload(
+    rng: random.Random, block_size: int, num_blocks: int, max_len: int, by_priority: bool
+) -> list[RequestScript]:
     capacity = min((num_blocks - 1) * block_size, max_len)
-    wishes, arrives = [], 0
+    scripts, arrives = [], 0
     shared = [rng.randrange(500) for _ in range(capacity)]
     for index in range(rng.randint(3, 24)):
         arrives += rng.choice((0, 0, 0, 1, 2, 9))
@@ -24,8 +26,8 @@ def workload(rng: random.Random, block_size: int, num_blocks: int, max_len: int,
         tokens = shared[:common] + [rng.randrange(500) for _ in range(prompt - common)]
         longest = max(1, capacity - prompt)
         output = rng.randint(1, min(longest, 60))
-        wishes.append(
-            Wish(
+        scripts.append(
+            RequestScript(
                 f"r-{index}",
                 tuple(tokens),
                 output,
@@ -36,7 +38,7 @@ def workload(rng: random.Random, block_size: int, num_blocks: int, max_len: int,
                 salt=rng.choice((None, "a")) if rng.random() < 0.2 else None,
             )
         )
-    return wishes
+    return scripts
 
 
 def options(rng: random.Random, by_priority: bool, caches: bool) -> dict[str, Any]:
@@ -75,12 +77,12 @@ def same(model: str, seed: int, *, is_async: bool = False) -> None:
     block_size = rng.choice((4, 16))
     num_blocks = rng.choice((8, 12, 20, 200)) * 16 // block_size + 1
     given = options(rng, by_priority, caches)
-    wishes = workload(rng, block_size, num_blocks, 256, by_priority)
+    scripts = workload(rng, block_size, num_blocks, 256, by_priority)
     runs = []
     for cls in (VllmsOwn, Scheduler):
         config = vllm_config(model, is_async=is_async, **given)
         core = Core(make_scheduler(cls, config, num_blocks, block_size), is_async)
-        core.run(wishes, block_size, caches)
+        core.run(scripts, block_size, caches)
         runs.append(core)
     own, ours = runs
     pairs = zip(_that_run(own.steps), _that_run(ours.steps), strict=True)

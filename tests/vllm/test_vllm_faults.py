@@ -13,7 +13,7 @@ import pytest
 
 from tests.vllm.core import Core, make_scheduler, vllm_config
 from tests.vllm.plugins import install_broken
-from tests.vllm.test_vllm_interface import wish
+from tests.vllm.test_vllm_interface import script
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry, build_registry
 from vajra_py.vllm import Scheduler
@@ -55,7 +55,7 @@ def core_of(
 
 
 def run(core: Core, *, num_requests: int = 6) -> None:
-    core.run([wish(index, arrives=index) for index in range(num_requests)], 4, True, max_steps=500)
+    core.run([script(index, arrives=index) for index in range(num_requests)], 4, True, max_steps=500)
     core.scheduler.schedule()
 
 
@@ -136,7 +136,7 @@ def test_a_second_breach_ends_the_requests(
 def test_an_abort_while_the_fallback_takes_over_is_kept(tiny_model: str, tmp_path: Path, registry: Registry) -> None:
     core = core_of(tiny_model, tmp_path / "e.yaml", POLICY_EXCEPTIONS["raises"][0], fallback="vllm-v1", is_async=True)
     for index in range(3):
-        core.add(wish(index), 4, True)
+        core.add(script(index), 4, True)
     while core.scheduler.mechanism.fault is None and core.scheduler._fallback is not None:
         core.step()
     core.abort("r-1")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from tests.vllm.fuzz import Session, Wish, compare, compare_in
-from tests.vllm.worker_model import FirstRunner, KvSlots, Runner, SecondRunner, Truth, WorkerFault
+from tests.vllm.fuzz import RequestScript, Session, compare, compare_in
+from tests.vllm.worker_model import ExpectedTokens, FirstRunner, KvSlots, Runner, SecondRunner, WorkerFault
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -46,37 +46,37 @@ PLAIN = {
 }
 
 
-def session(wishes: list[Wish], num_blocks: int, **options: Any) -> Session:
-    return Session(0, 4, num_blocks, PLAIN | options, wishes, [], is_async=False, second_runner=False)
+def session(scripts: list[RequestScript], num_blocks: int, **options: Any) -> Session:
+    return Session(0, 4, num_blocks, PLAIN | options, scripts, [], is_async=False, second_runner=False)
 
 
 def test_blocks_of_who_is_aborted_while_a_step_is_computed_are_reused_before_those_of_who_ends_with_it(
     tiny_model: str,
 ) -> None:
     first, second, third = (tuple(range(at, at + 16)) for at in (100, 200, 300))
-    wishes = [
-        Wish("aborted", first, 20, 0, 0.0, aborts=(3, True)),
-        Wish("ends", second, 4, 0, 0.1),
-        Wish("evicts", third + first[:12][::-1], 1, 4, 0.2),
-        Wish("hits", second, 1, 6, 0.3),
+    scripts = [
+        RequestScript("aborted", first, 20, 0, 0.0, aborts=(3, True)),
+        RequestScript("ends", second, 4, 0, 0.1),
+        RequestScript("evicts", third + first[:12][::-1], 1, 4, 0.2),
+        RequestScript("hits", second, 1, 6, 0.3),
     ]
-    found, counts = compare_in(tiny_model, session(wishes, 12))
+    found, counts = compare_in(tiny_model, session(scripts, 12))
     assert found is None
     assert counts["cached"] == 1
 
 
 def test_times_of_frontends_before_the_start_order_requests_of_equal_priority(tiny_model: str) -> None:
-    wishes = [Wish(f"r{index}", (index, 5, 6), 3, 0, 1.0 * index) for index in range(12)]
-    given = session(wishes, 20, policy="priority", max_num_seqs=1)
+    scripts = [RequestScript(f"r{index}", (index, 5, 6), 3, 0, 1.0 * index) for index in range(12)]
+    given = session(scripts, 20, policy="priority", max_num_seqs=1)
     assert compare_in(tiny_model, replace(given, begins=-1e6))[0] is None
 
 
 def test_where_vllms_requests_preempt_each_other_for_ever_they_do_here(tiny_model: str) -> None:
     """Copies of one prompt arrive at once, and each is the other's victim."""
-    wishes = [Wish(f"{index}_r", tuple(range(100, 158)), 6, 0, 0.0) for index in range(2)]
+    scripts = [RequestScript(f"{index}_r", tuple(range(100, 158)), 6, 0, 0.0) for index in range(2)]
     options = {"policy": "priority", "caches": False, "scheduler_reserve_full_isl": False}
     found, counts = compare_in(
-        tiny_model, session(wishes, 16, max_num_batched_tokens=11, long_prefill_token_threshold=8, **options)
+        tiny_model, session(scripts, 16, max_num_batched_tokens=11, long_prefill_token_threshold=8, **options)
     )
     assert found is None
     assert counts["endless"] == 1
@@ -113,7 +113,7 @@ def cached(name: str, computed: int, output: int, **given: Any) -> CachedRequest
 def runner(kind: type[Runner], *, is_async: bool = False, **prompts: list[int]) -> Runner:
     made = kind(KvSlots(4), {}, is_async, 2)
     for name, prompt in prompts.items():
-        made.truths[name] = Truth(prompt, "", lambda position: 100 + position)
+        made.expected[name] = ExpectedTokens(prompt, "", lambda position: 100 + position)
     return made
 
 
@@ -170,7 +170,7 @@ def test_two_writers_of_a_slot_and_too_many_rows_are_noticed(kind: type[Runner])
     both = [new("a", [1, 2], [1]), new("b", [3, 4], [1])]
     with pytest.raises(WorkerFault, match="write one slot"):
         worker.execute(message(scheduled_new_reqs=both, num_scheduled_tokens={"a": 2, "b": 2}))
-    three = [new(name, worker.truths[name].prompt, [row]) for row, name in enumerate("abc", 1)]  # type: ignore[arg-type]
+    three = [new(name, worker.expected[name].prompt, [row]) for row, name in enumerate("abc", 1)]  # type: ignore[arg-type]
     with pytest.raises(WorkerFault, match=r"room for|no slot"):
         runner(kind, a=[1, 2], b=[3, 4], c=[5]).execute(
             message(scheduled_new_reqs=three, num_scheduled_tokens={"a": 2, "b": 2, "c": 1})

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from tests.vllm.core import Core, make_scheduler, request_of, vllm_config
 from tests.vllm.plugins import install
-from tests.vllm.test_vllm_interface import core_of, wish
+from tests.vllm.test_vllm_interface import core_of, script
 from tests.vllm.test_vllm_recording import core_of as recorded_core_of
 from tests.vllm.test_vllm_recording import end
 from vajra_py.errors import ConfigError
@@ -79,12 +79,12 @@ def test_when_the_last_client_has_its_answer_nothing_is_held_and_the_cache_can_b
 ) -> None:
     core = core_of(tiny_model, is_async=is_async)
     for index in range(2):
-        core.add(wish(index), 4, True)
+        core.add(script(index), 4, True)
     until_over(core)
     assert core.scheduler.get_request_counts() == (0, 0)
     assert core.scheduler.get_kv_cache_usage() == 0.0
     assert core.scheduler.reset_prefix_cache()
-    core.add(wish(0).__class__(**{**wish(0).__dict__, "name": "r-9"}), 4, True)
+    core.add(script(0).__class__(**{**script(0).__dict__, "name": "r-9"}), 4, True)
     before = len(core.steps)
     until_over(core)
     assert core.steps[before].computed == {"r-9": 0}, "nothing of before the reset is hit"
@@ -94,7 +94,7 @@ def test_when_the_last_client_has_its_answer_nothing_is_held_and_the_cache_can_b
 def test_who_is_aborted_in_a_pause_holds_nothing(tiny_model: str, is_async: bool) -> None:
     core = core_of(tiny_model, is_async=is_async)
     for index in range(2):
-        core.add(wish(index), 4, True)
+        core.add(script(index), 4, True)
     for _ in range(4):
         core.step()
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -118,7 +118,7 @@ def test_a_policy_that_schedules_nothing_has_broken_the_contract(
     text = f"scheduling: {{request_prioritizer: fcfs, replica_scheduler: lazy}}\nbackend: {{vllm: {{{settings}}}}}"
     core = recorded_core_of(tiny_model, tmp_path, text)
     with caplog.at_level(logging.WARNING):
-        core.run([wish(index) for index in range(3)], 4, True, max_steps=400)
+        core.run([script(index) for index in range(3)], 4, True, max_steps=400)
     assert set(core.reasons.values()) == {"length" if fallback else "error"}
     assert any("policy lazy" in one.getMessage() and "scheduled nothing" in one.getMessage() for one in caplog.records)
     assert sum(not one.scheduled for one in core.steps) <= 55
@@ -134,7 +134,7 @@ def test_a_policy_that_wants_to_end_the_process_ends_its_requests(
     lazy = f"{{policy: lazy, params: {{how: {how}}}}}"
     text = f"scheduling: {{request_prioritizer: fcfs, replica_scheduler: {lazy}}}\nbackend: {{vllm: {{fallback: vllm-v1}}}}"
     core = recorded_core_of(tiny_model, tmp_path, text, is_async=is_async)
-    core.run([wish(index) for index in range(3)], 4, True, max_steps=400)
+    core.run([script(index) for index in range(3)], 4, True, max_steps=400)
     assert set(core.reasons.values()) == {"length"}
     assert core.scheduler._fallback is None
 
@@ -144,8 +144,8 @@ def test_a_session_with_log_probabilities_of_prompts_replays_equal(
     tiny_model: str, tmp_path: Path, is_async: bool
 ) -> None:
     core = recorded_core_of(tiny_model, tmp_path, "preset: vllm-v1", is_async=is_async, blocks=31)
-    wishes = [wish(index, prompt=40, output=40, prompt_logprobs=1 if index % 2 else None) for index in range(6)]
-    core.run(wishes, 4, True)
+    scripts = [script(index, prompt=40, output=40, prompt_logprobs=1 if index % 2 else None) for index in range(6)]
+    core.run(scripts, 4, True)
     end(core)
     assert any(one.preempted for one in core.steps)
     assert replay(tmp_path / "run").difference is None
@@ -177,8 +177,8 @@ def nothing(core: Core) -> tuple[Any, Any]:
 
 def test_an_id_that_is_used_twice_raises_nothing(tiny_model: str) -> None:
     core = core_of(tiny_model)
-    core.add(wish(0), 4, True)
-    core.scheduler.add_request(request_of(wish(0), 4, True))
+    core.add(script(0), 4, True)
+    core.scheduler.add_request(request_of(script(0), 4, True))
     until_over(core)
     assert core.reasons == {"r-0": "length"}
 
@@ -188,7 +188,7 @@ def test_vllms_own_session_is_the_views_session(tiny_model: str) -> None:
     for name, extra, expected in (("a", {}, "mine"), ("b", {"vajra_session_id": "other"}, "other")):
         params = SamplingParams(max_tokens=2, temperature=0.0, extra_args=extra)
         core.scheduler.add_request(Request(name, [1, 2], params, None, session_id="mine"))
-        assert core.scheduler._records[name].intake.facts.session_id == expected
+        assert core.scheduler._records[name].submission.facts.session_id == expected
 
 
 def test_a_line_at_the_start_says_which_policies_schedule(tiny_model: str, tmp_path: Path) -> None:
@@ -249,6 +249,6 @@ def test_every_figure_of_vllms_is_filled_or_its_option_refused(tiny_model: str) 
     assert all(option in source for option in REFUSED.values())
     config = vllm_config(tiny_model, max_model_len=256)
     core = Core(make_scheduler(Scheduler, config, 41, 4, log_stats=True))
-    core.add(wish(0), 4, True)
+    core.add(script(0), 4, True)
     core.step()
     assert core.scheduler.make_stats().num_running_reqs == 1

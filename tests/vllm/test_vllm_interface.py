@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
-from tests.vllm.core import Core, Wish, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
 from vajra_py.errors import ConfigError
 from vajra_py.vllm import Scheduler
 from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, vajra_options_of
 from vajra_py.vllm.support import VERSIONS, check_version, installed_version
 
 
-def wish(index: int, prompt: int = 40, output: int = 12, arrives: int = 0, **given: Any) -> Wish:
+def script(index: int, prompt: int = 40, output: int = 12, arrives: int = 0, **given: Any) -> RequestScript:
     rng = random.Random(index)
     tokens = tuple(rng.randrange(500) for _ in range(prompt))
-    return Wish(f"r-{index}", tokens, output, arrives, **given)
+    return RequestScript(f"r-{index}", tokens, output, arrives, **given)
 
 
 def core_of(model: str, num_blocks: int = 101, *, is_async: bool = False, **options: Any) -> Core:
@@ -32,7 +32,7 @@ def core_of(model: str, num_blocks: int = 101, *, is_async: bool = False, **opti
 def test_after_a_reset_of_the_cache_everything_is_computed_again(tiny_model: str) -> None:
     core = core_of(tiny_model)
     for index in range(4):
-        core.add(wish(index), 4, True)
+        core.add(script(index), 4, True)
     for _ in range(6):
         core.step()
     assert not core.scheduler.reset_prefix_cache()
@@ -47,7 +47,7 @@ def test_after_a_reset_of_the_cache_everything_is_computed_again(tiny_model: str
 
 def test_a_pause_forms_no_steps(tiny_model: str) -> None:
     core = core_of(tiny_model)
-    core.add(wish(0), 4, True)
+    core.add(script(0), 4, True)
     core.step()
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert not core.scheduler.has_unfinished_requests()
@@ -73,8 +73,8 @@ def _empty() -> Any:
 
 def test_a_request_that_never_fits_is_told_so(tiny_model: str) -> None:
     core = core_of(tiny_model, num_blocks=21)
-    core.add(wish(0, prompt=60, output=100), 4, True)
-    core.add(wish(1, prompt=20, output=10), 4, True)
+    core.add(script(0, prompt=60, output=100), 4, True)
+    core.add(script(1, prompt=20, output=10), 4, True)
     while core.scheduler.has_requests():
         core.step()
     assert core.reasons == {"r-0": "abort", "r-1": "length"}
@@ -108,7 +108,7 @@ def test_every_method_of_the_interface_is_there_and_takes_its_arguments() -> Non
 
 def test_a_request_is_there_until_its_end(tiny_model: str) -> None:
     core = core_of(tiny_model)
-    core.add(wish(0), 4, True)
+    core.add(script(0), 4, True)
     assert core.scheduler.has_request("r-0")
     while core.scheduler.has_requests():
         core.step()
@@ -119,14 +119,14 @@ def test_a_request_is_there_until_its_end(tiny_model: str) -> None:
 def test_a_pause_for_new_requests_lets_the_others_finish(tiny_model: str, is_async: bool) -> None:
     core = core_of(tiny_model, num_blocks=26, is_async=is_async)  # room for two of 14 blocks at most
     for index in range(4):
-        core.add(wish(index), 4, True)
+        core.add(script(index), 4, True)
     for _ in range(6):
         core.step()
     num_running, num_waiting = core.scheduler.get_request_counts()
     assert num_running
     assert num_waiting
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    core.add(wish(4), 4, True)
+    core.add(script(4), 4, True)
     while core.scheduler.has_requests() or core.queue:
         core.step()
     finished = [name for name, reason in core.reasons.items() if reason == "length"]
@@ -144,7 +144,7 @@ def test_a_pause_for_new_requests_lets_the_others_finish(tiny_model: str, is_asy
 
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole_after_a_preemption(tiny_model: str) -> None:
     core = core_of(tiny_model, num_blocks=31)
-    prompts = [replace(wish(index, prompt=40, output=40), prompt_logprobs=1) for index in range(2)]
+    prompts = [replace(script(index, prompt=40, output=40), prompt_logprobs=1) for index in range(2)]
     for one in prompts:
         core.add(one, 4, True)
     preempted: set[str] = set()

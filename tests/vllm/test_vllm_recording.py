@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.vllm.core import Core, Wish, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
 from tests.vllm.plugins import install_broken
-from tests.vllm.test_vllm_interface import wish
+from tests.vllm.test_vllm_interface import script
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
@@ -47,7 +47,7 @@ def core_of(model: str, folder: Path, text: str, *, is_async: bool = False, bloc
     return Core(make_scheduler(Scheduler, config, blocks, 4), is_async)
 
 
-def fuzzed(rng: random.Random, number: int) -> list[Wish]:
+def fuzzed(rng: random.Random, number: int) -> list[RequestScript]:
     common = tuple(rng.randrange(500) for _ in range(40))
     found = []
     for index in range(number):
@@ -55,7 +55,7 @@ def fuzzed(rng: random.Random, number: int) -> list[Wish]:
         tokens = common[: rng.choice((0, 17, 40))] + own
         arrives, output = rng.randint(0, 30), rng.randint(1, 50)
         found.append(
-            Wish(
+            RequestScript(
                 f"r-{index}",
                 tokens,
                 output,
@@ -130,7 +130,7 @@ def test_a_fallback_a_reset_and_a_pause_are_replayed(
     )
     core = core_of(tiny_model, tmp_path, text, is_async=is_async, blocks=41)
     for index in range(6):
-        core.add(wish(index, output=30), 4, True)
+        core.add(script(index, output=30), 4, True)
     for _ in range(14):
         core.step()
     assert core.scheduler._fallback is None
@@ -151,7 +151,7 @@ def test_a_fallback_a_reset_and_a_pause_are_replayed(
 def test_what_runs_at_the_end_is_recorded_as_unfinished(tiny_model: str, tmp_path: Path) -> None:
     core = core_of(tiny_model, tmp_path, POLICIES["vllm-v1"])
     for index in range(3):
-        core.add(wish(index, output=40), 4, True)
+        core.add(script(index, output=40), 4, True)
     for _ in range(12):
         core.step()
     core.scheduler.shutdown()
@@ -163,11 +163,11 @@ def test_what_runs_at_the_end_is_recorded_as_unfinished(tiny_model: str, tmp_pat
 
 def test_salts_and_prompts_are_in_the_inputs(tiny_model: str, tmp_path: Path) -> None:
     core = core_of(tiny_model, tmp_path, POLICIES["vllm-v1"])
-    core.run([wish(0, salt="a"), wish(1)], 4, True)
+    core.run([script(0, salt="a"), script(1)], 4, True)
     end(core)
     arrivals = [one for one in read_inputs(tmp_path / "run" / INPUTS_FILE) if isinstance(one, Arrival)]
     assert [one.salt for one in arrivals] == ["a", ""]
-    assert arrivals[0].prompt_token_ids == wish(0).prompt
+    assert arrivals[0].prompt_token_ids == script(0).prompt
 
 
 def test_a_folder_that_holds_something_is_refused(tiny_model: str, tmp_path: Path) -> None:

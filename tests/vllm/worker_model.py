@@ -21,7 +21,7 @@ class WorkerFault(AssertionError):
 
 
 @dataclass
-class Truth:
+class ExpectedTokens:
     """Tokens of each request, independent of the scheduler.
 
     Attributes:
@@ -68,20 +68,20 @@ class KvSlots:
         if 0 in table or len(set(table)) != len(table):
             raise WorkerFault(f"{name}: block table {table}")
 
-    def read(self, name: str, truth: Truth, table: Sequence[int], end: int) -> None:
+    def read(self, name: str, expected: ExpectedTokens, table: Sequence[int], end: int) -> None:
         for position in range(end):
             held = self._held.get((table[position // self.size], position % self.size))
-            if held != truth.digest(position):
+            if held != expected.digest(position):
                 what = "nothing" if held is None else "another content"
                 raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
 
-    def write(self, name: str, truth: Truth, table: Sequence[int], start: int, end: int) -> None:
+    def write(self, name: str, expected: ExpectedTokens, table: Sequence[int], start: int, end: int) -> None:
         for position in range(start, end):
             slot = (table[position // self.size], position % self.size)
             other = self._written_by.setdefault(slot, name)
             if other != name:
                 raise WorkerFault(f"{name} and {other} write one slot of KV memory")
-            self._held[slot] = truth.digest(position)
+            self._held[slot] = expected.digest(position)
 
 
 @dataclass
@@ -108,13 +108,13 @@ class Runner:
     """Common base of both runners: computes a batch and returns its tokens as outputs.
 
     Attributes:
-        truths: the requests' tokens, by name.
+        expected: the requests' tokens, by name.
         max_rows: largest number of requests.
         seen: tokens that it computed for each request before the step at hand.
     """
 
     slots: KvSlots
-    truths: dict[str, Truth]
+    expected: dict[str, ExpectedTokens]
     is_async: bool
     max_rows: int
     seen: dict[str, int] = field(default_factory=dict)
@@ -135,16 +135,16 @@ class Runner:
         sampled: dict[str, list[int]] = {}
         reads = {name: self.inputs(name, count) for name, count in scheduled.items()}
         for name, (start, tokens, table) in reads.items():
-            truth, end = self.truths[name], start + len(tokens)
-            wanted = [truth.at(position) for position in range(start, end)]
+            expected, end = self.expected[name], start + len(tokens)
+            wanted = [expected.at(position) for position in range(start, end)]
             if tokens != wanted:
                 raise WorkerFault(f"{name}: tokens {start} to {end} are read as {tokens}, and are {wanted}")
             self.slots.check_table(name, table, end)
             self.seen[name] = start
         for name, (start, tokens, table) in reads.items():  # a step writes before it reads
-            self.slots.write(name, self.truths[name], table, start, start + len(tokens))
+            self.slots.write(name, self.expected[name], table, start, start + len(tokens))
         for name, (start, tokens, table) in reads.items():
-            self.slots.read(name, self.truths[name], table, start + len(tokens))
+            self.slots.read(name, self.expected[name], table, start + len(tokens))
         for name, (start, tokens, _) in reads.items():
             sampled[name] = self.sample(name, start + len(tokens))
         self.finish_step()
@@ -166,10 +166,10 @@ class Runner:
         """Finish the step after sampling."""
 
     def next_token(self, name: str, end: int) -> int:
-        truth = self.truths[name]
-        if end < len(truth.prompt):
-            raise WorkerFault(f"{name}: samples a token in its prompt, at {end} of {len(truth.prompt)}")
-        return truth.token(end - len(truth.prompt))
+        expected = self.expected[name]
+        if end < len(expected.prompt):
+            raise WorkerFault(f"{name}: samples a token in its prompt, at {end} of {len(expected.prompt)}")
+        return expected.token(end - len(expected.prompt))
 
 
 @dataclass
@@ -250,8 +250,8 @@ class FirstRunner(Runner):
                 state.output[-1] = self.last[name]
         if len(tokens) < count:
             raise WorkerFault(f"{name}: computes up to {start + count}, and {len(row.tokens)} tokens are known")
-        truth = self.truths[name]
-        told = [truth.token(position) for position in range(len(state.output))]
+        expected = self.expected[name]
+        told = [expected.token(position) for position in range(len(state.output))]
         if state.output != told:
             raise WorkerFault(f"{name}: its output is {state.output} for the sampler, and is {told}")
         return start, tokens, row.blocks

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.contract import PolicySpec
+    from vajra_py.contract import AdmissionSpec, PolicySpec
     from vajra_py.plugins import Offer
+
+ADMISSION = "admission"
+"""Key of admission policies under `scheduling:`, in the column of layers."""
 
 
 class _Policies(click.Group):
@@ -28,7 +31,7 @@ class _Policies(click.Group):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def policies(ctx: click.Context, as_json: bool) -> None:
-    """List installed policies by layer: name, package, version, summary."""
+    """List installed policies by layer, and admission policies: name, package, version, summary."""
     if ctx.invoked_subcommand is not None:
         return
     from vajra_py.contract import Layer
@@ -39,6 +42,10 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         (layer.value, name, offer.source.package, offer.source.version, offer.spec.summary)
         for layer in Layer
         for name, offer in sorted(registry.policies(layer).items())
+    ]
+    rows += [
+        (ADMISSION, name, offer.package, offer.version, offer.spec.summary)
+        for name, offer in registry.admission_policies.items()
     ]
     _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
 
@@ -52,19 +59,21 @@ def show(name: str) -> None:
     from vajra_py.plugins import load_registry
 
     registry = load_registry()
-    found = registry.find_policies(name)
-    if not found:
-        raise UnknownNameError("policy", name, [one for layer in Layer for one in registry.policy_names(layer)])
-    for offer in found:
-        _show_one(offer)
+    policies = {one for layer in Layer for one in registry.policy_names(layer)}
+    if name not in policies.union(registry.admission_policies):
+        raise UnknownNameError("policy", name, policies.union(registry.admission_policies))
+    for offer in registry.find_policies(name) if name in policies else ():
+        aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
+        _show_one(offer, offer.spec.layer.value, aliases)
+    if name in registry.admission_policies:
+        _show_one(registry.admission_policy(name), ADMISSION)
 
 
-def _show_one(offer: Offer[PolicySpec]) -> None:
+def _show_one(offer: Offer[PolicySpec] | Offer[AdmissionSpec], kind: str, aliases: str = "") -> None:
     from vajra_py.plugins import parameters_of
 
     spec = offer.spec
-    aliases = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
-    click.echo(f"{spec.name}{aliases}, {spec.layer.value}, from {offer.source.package} {offer.source.version}")
+    click.echo(f"{spec.name}{aliases}, {kind}, from {offer.source.package} {offer.source.version}")
     click.echo(f"  {spec.summary}")
     if spec.source:
         click.echo(f"  source: {spec.source}")

@@ -25,7 +25,6 @@ _MIN_RENDER_S = 0.1
 MOSTLY_REJECTED = 5
 """Exit code of finished runs in which more than half of the requests were rejected for reasons of their own."""
 
-TURNED_AWAY = ("the queue is full", "every replica has failed")
 """Prefixes of rejection details that are unrelated to the request itself."""
 
 
@@ -107,10 +106,12 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
     """Report on standard error the number of requests rejected for reasons of their own; return False if they exceed
     half of a run's.
 
-    Requests rejected by a bounded queue do not count: rejection is the purpose of the bound. Equal messages of several
+    Requests rejected by a bounded queue or an admission policy do not count: rejection is their purpose. Equal messages of several
     runs are printed once.
     """
     import pyarrow.compute as pc
+
+    from vajra_py.runtime.requests.rejections import TURNED_AWAY
 
     named: dict[str, list[str]] = {}
     is_served = True

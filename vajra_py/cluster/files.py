@@ -105,7 +105,7 @@ class Workspace:
         return None if text is None else text.replace(str(self.root), "")
 
     def as_asked(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The same for the texts among a run's files."""
+        """Return a run's files, with paths in texts as on the submitting machine."""
         root = str(self.root).encode()
         return {name: one.replace(root, b"") if name.endswith(_TEXTS) else one for name, one in files.items()}
 

@@ -43,13 +43,13 @@ class RemoteResult:
     error: str | None
 
 
-class News:
+class ProgressCollector:
     """Collects the progress of runs; an actor that nodes report to and the submitter polls."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, int, int, float]] = {}
 
-    def tell(self, number: int, done: int, total: int, now: float) -> None:
+    def report(self, number: int, done: int, total: int, now: float) -> None:
         """Report a run's progress: requests done, requests in all, its time in seconds."""
         self._latest[number] = number, done, total, now
 
@@ -64,8 +64,8 @@ def _own_fingerprint() -> Mapping[str, str]:
     return fingerprint()
 
 
-def execute_run(run: RemoteRun, news: Any) -> RemoteResult:
-    """Execute a run in a folder of its own; `news`: the `News` actor, None if progress is not needed."""
+def execute_run(run: RemoteRun, collector: Any) -> RemoteResult:
+    """Execute a run in a folder of its own; `collector`: the `ProgressCollector` actor, None if progress is not needed."""
     if differs := difference(run.fingerprint, _own_fingerprint()):
         return RemoteResult({}, f"node {ray.util.get_node_ip_address()}: {differs}. {EVERY_NODE}")
     told_at = 0.0
@@ -73,9 +73,9 @@ def execute_run(run: RemoteRun, news: Any) -> RemoteResult:
     def report(done: int, total: int, now: float) -> None:
         nonlocal told_at
         moment = time.monotonic()
-        if news is not None and moment - told_at >= _REPORT_S:
+        if collector is not None and moment - told_at >= _REPORT_S:
             told_at = moment
-            news.tell.remote(run.number, done, total, now)
+            collector.report.remote(run.number, done, total, now)
 
     try:
         with tempfile.TemporaryDirectory(prefix="vajra-run-") as folder:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.files import MANIFEST, Shipment, Workspace, unpack
-from vajra_py.cluster.node import News, RemoteResult, RemoteRun, execute_run, remove_workspace
+from vajra_py.cluster.node import ProgressCollector, RemoteResult, RemoteRun, execute_run, remove_workspace
 from vajra_py.config.manifest import git_state
 from vajra_py.errors import RunError, RunInterrupted, VajraError
 from vajra_py.experiment.runs.folder import RunFolder, files_digest
@@ -52,8 +52,8 @@ class RayPool:
         self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
         # Not on a compute node, where it would occupy a worker process that a run could use.
         beside_asker = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
-        actor = self._ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_asker)(News)
-        self._news: Any = None if progress is None else actor.remote()
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_asker)(ProgressCollector)
+        self._collector: Any = None if progress is None else actor.remote()
         self._asked: Any = None
         self._tasks: dict[int, RunTask] = {}
         self._queue: deque[int] = deque()
@@ -104,8 +104,8 @@ class RayPool:
         try:
             for reference in self._running:
                 self._ray.cancel(reference, force=True)
-            if self._news is not None:
-                self._ray.kill(self._news)
+            if self._collector is not None:
+                self._ray.kill(self._collector)
             self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
         except Exception:  # a lost cluster needs no clean-up
             _log.debug("files of runs stay on a node", exc_info=True)
@@ -125,7 +125,7 @@ class RayPool:
                 self._refused.append((number, str(error)))
                 continue
             run = RemoteRun(number, task.settings, files, self._workspace, self._cluster.fingerprint, task.part)
-            self._running[self._execute.remote(run, self._news)] = number
+            self._running[self._execute.remote(run, self._collector)] = number
 
     def _take(self, reference: Any) -> Iterator[End]:
         """Yield the end of a run; nothing if it is executed again."""
@@ -155,7 +155,7 @@ class RayPool:
 
     def _report(self) -> None:
         """Forward new progress reports, without waiting for them."""
-        if self._news is None or self._progress is None:
+        if self._collector is None or self._progress is None:
             return
         if self._asked is not None:
             ready, _ = self._ray.wait([self._asked], timeout=0)
@@ -169,7 +169,7 @@ class RayPool:
             for message in messages:
                 if message[0] in running:
                     self._progress(*message)
-        self._asked = self._news.take.remote()
+        self._asked = self._collector.take.remote()
 
     def _check_alive(self, *, is_idle: bool) -> None:
         """Raise `RunError` if the cluster has had no CPU for a while."""

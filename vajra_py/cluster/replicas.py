@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.rank import WATCH, Rank
 from vajra_py.config import SystemConfig
-from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, RunnerOptions, StepInput
+from vajra_py.engine.compute import LoadRunner, LookaheadStep, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
@@ -133,7 +133,7 @@ class RayWorker:
         self._receiver = threading.Thread(target=self._receive, args=(deliver,), name=name, daemon=True)
         self._receiver.start()
 
-    def submit(self, step: StepInput | Foreseen) -> None:
+    def submit(self, step: StepInput | LookaheadStep) -> None:
         """See `Worker`."""
         name = "run" if isinstance(step, StepInput) else "run_ahead"
         for rank, one in enumerate(self._actors):
@@ -185,8 +185,8 @@ class RayWorker:
     def _receive(self, deliver: Deliver) -> None:
         """Deliver steps as they complete, until a rank is lost or the worker is closed."""
         answers = RankAnswers(self._replica, self._options)
-        while (news := self._answers.get()) is not None:
-            rank, done = news
+        while (item := self._answers.get()) is not None:
+            rank, done = item
             try:
                 answer = done.result()
             except Exception as error:  # the actor's end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
+from vajra_py.config.links import LinksConfig
 from vajra_py.config.load import (
     config_from_mapping,
     dump_effective,
@@ -15,6 +16,7 @@ from vajra_py.config.load import (
 )
 from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.schema import (
+    DEFAULT_POOL,
     AdmissionConfig,
     BackendConfig,
     ExperimentConfig,
@@ -22,6 +24,7 @@ from vajra_py.config.schema import (
     MemoryConfig,
     OutputConfig,
     PolicyChoice,
+    PoolConfig,
     PrefixCacheConfig,
     ReplicaConfig,
     ReplicasetConfig,
@@ -34,13 +37,16 @@ from vajra_py.config.schema import (
 from vajra_py.config.sweeps import SweepPoint
 
 __all__ = [
+    "DEFAULT_POOL",
     "AdmissionConfig",
     "BackendConfig",
     "ExperimentConfig",
     "KvParallelConfig",
+    "LinksConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
+    "PoolConfig",
     "PrefixCacheConfig",
     "ReplicaConfig",
     "ReplicasetConfig",

@@ -20,7 +20,7 @@ from vajra_py.config.schema import PolicyChoice, TypedChoice
 from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
-from vajra_py.plugins import Offer, Registry, kind_of
+from vajra_py.plugins import ADMISSION, Offer, Registry, kind_of
 
 STAND_IN = "stand-in"
 
@@ -69,9 +69,12 @@ class PluginParts:
         """Check every part."""
         replicasets = _mapping(self.data.get("replicasets"))
         self._scheduling((), self.data, optional=bool(replicasets))
+        self._pools((), self.data)
         for name, replicaset in replicasets.items():
             if isinstance(replicaset, dict):
+                self._refuse_admission(("replicasets", name, "scheduling"), replicaset.get("scheduling"))
                 self._scheduling(("replicasets", name), replicaset)
+                self._pools(("replicasets", name), replicaset)
         self._backend()
         observers = self.data.get("observers")
         if isinstance(observers, list):
@@ -91,6 +94,7 @@ class PluginParts:
             scheduling = section["scheduling"] = {}
         if not isinstance(scheduling, dict):
             return
+        admission = None if path else self._admission(scheduling)
         complete = True
         for layer in Layer:
             if optional and scheduling.get(layer.value) is None:
@@ -103,6 +107,38 @@ class PluginParts:
             for key in [each for each in scheduling if each not in known]:
                 self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
             section["scheduling"] = None
+        if admission is not None:
+            section["scheduling"] = {**(section["scheduling"] or {}), "admission": admission}
+
+    def _admission(self, scheduling: dict[str, Any]) -> PolicyChoice | None:
+        """Take the admission policy out of the section and complete it; None if there is none, or it is wrong."""
+        path, choice = ("scheduling", "admission"), scheduling.pop("admission", None)
+        if choice is None:
+            return None
+        found = self._named_choice(path, choice, tuple(self._registry.admission_policies))
+        if found is None:
+            return None
+        name, params = found
+        if name not in self._registry.admission_policies:
+            message = f"no installed package offers an {ADMISSION} of that name (got {name!r})"
+            self._found((*path, "policy"), message, did_you_mean(name, self._registry.admission_policies))
+            return None
+        offer = self._registry.admission_policies[name]
+        model = self._validated(offer.spec.config, params, (*path, "params"), str(offer.source))
+        return None if model is None else PolicyChoice.of_validated({"policy": name, "params": _dumped(model)}, model)
+
+    def _refuse_admission(self, path: KeyPath, scheduling: Any) -> None:
+        if isinstance(scheduling, dict) and scheduling.pop("admission", None) is not None:
+            message = "one admission policy serves the whole system, and a replicaset has none of its own"
+            self._found((*path, "admission"), message, "Allowed: scheduling.admission at the top of the file")
+
+    def _pools(self, path: KeyPath, section: dict[str, Any]) -> None:
+        """Complete the replica scheduler of each pool that has one."""
+        key = Layer.REPLICA_SCHEDULER.value
+        for name, pool in _mapping(section.get("pools")).items():
+            if isinstance(pool, dict) and pool.get(key) is not None:
+                choice = self._policy(Layer.REPLICA_SCHEDULER, (*path, "pools", name, key), pool[key])
+                pool[key] = choice or PolicyChoice(policy=STAND_IN)
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice; None if it is wrong."""
@@ -110,6 +146,22 @@ class PluginParts:
         if choice is None:
             self._found(path, "is missing", did_you_mean("", known))
             return None
+        found = self._named_choice(path, choice, known)
+        if found is None:
+            return None
+        name, params = found
+        try:
+            offer = self._registry.policy(layer, name)
+        except UnknownNameError:
+            self._unknown_policy(layer, name, (*path, "policy"))
+            return None
+        model = self._validated(offer.spec.config, params, (*path, "params"), str(offer.source))
+        if model is None:
+            return None
+        return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
+
+    def _named_choice(self, path: KeyPath, choice: Any, known: tuple[str, ...]) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the name and parameters of a choice; None if it has not the form of one."""
         if not isinstance(choice, dict):
             self._found(path, f"must be a policy's name, or a mapping of policy and params (got {show(choice)})")
             return None
@@ -120,19 +172,11 @@ class PluginParts:
             state = f"must be a name (got {show(name)})" if "policy" in choice else "is missing"
             self._found((*path, "policy"), state, did_you_mean(str(name or ""), known))
             return None
-        try:
-            offer = self._registry.policy(layer, name)
-        except UnknownNameError:
-            self._unknown_policy(layer, name, (*path, "policy"))
-            return None
         params = choice.get("params")
         if params is not None and not isinstance(params, dict):
             self._found((*path, "params"), f"must be a mapping (got {show(params)})")
             return None
-        model = self._validated(offer.spec.config, params or {}, (*path, "params"), str(offer.source))
-        if model is None:
-            return None
-        return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
+        return name, params or {}
 
     def _unknown_policy(self, layer: Layer, name: str, path: KeyPath) -> None:
         elsewhere = [other.value for other in Layer if name in self._registry.policy_names(other)]
@@ -197,6 +241,15 @@ class PluginParts:
         for name, own in _mapping(simulator.get("replicasets")).items():
             self._predictions((*path, "replicasets", name), own)
             self._known_replicaset((*path, "replicasets", name))
+            pools = _mapping(_mapping(self._replicaset(name)).get("pools"))
+            for pool, section in _mapping(_mapping(own).get("pools")).items():
+                self._predictions((*path, "replicasets", name, "pools", pool), section)
+                if pool not in pools:
+                    self._found((*path, "replicasets", name, "pools", pool), "no such pool", did_you_mean(pool, pools))
+
+    def _replicaset(self, name: str) -> Any:
+        replicasets = _mapping(self.data.get("replicasets"))
+        return replicasets.get(name) if replicasets else self.data
 
     def _known_replicaset(self, path: KeyPath) -> None:
         known = list(_mapping(self.data.get("replicasets"))) or ["default"]

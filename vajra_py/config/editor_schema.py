@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.load import EXPERIMENT_KEYS
+from vajra_py.config.presets import ADMISSION_KEY
 from vajra_py.config.schema import ExperimentConfig
-from vajra_py.contract import Layer
+from vajra_py.contract import AdmissionSpec, Layer, PolicySpec
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.plugins import Offer, Registry
 
@@ -33,9 +35,16 @@ def json_schema(registry: Registry) -> Schema:
         described = definitions["SchedulingConfig"]["properties"][layer.value].get("description", "")
         definitions["SchedulingConfig"]["properties"][layer.value] = {
             "description": described,
-            "oneOf": [_short(registry.policy_names(layer)), *_policy_variants(layer, registry, definitions)],
+            "oneOf": [
+                _short(registry.policy_names(layer)),
+                *_policy_variants(registry.policies(layer), definitions),
+            ],
         }
+    scheduler = definitions["SchedulingConfig"]["properties"][Layer.REPLICA_SCHEDULER.value]
+    own_scheduler: Schema = definitions["PoolConfig"]["properties"]
+    own_scheduler["replica_scheduler"] = _in_place_of(own_scheduler["replica_scheduler"], scheduler)
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
+    properties["scheduling"] = _with_admission(properties["scheduling"], registry, definitions)
     simulator: Schema = definitions["SimulatorConfig"]["properties"]
     latency = _typed(registry.latency_models, definitions, simulator["latency"])
     length = _typed(registry.output_lengths, definitions, simulator["output_length"])
@@ -59,22 +68,41 @@ def json_schema(registry: Registry) -> Schema:
         own.update({key: _in_place_of(own[key], typed[key]) for key in typed if "TypedChoice" in str(own.get(key))})
     for name in ("PolicyChoice", "TypedChoice"):
         definitions.pop(name, None)
-    for name in ("SchedulingConfig", "ReplicasetConfig"):
+    for name in ("SchedulingConfig", "SystemSchedulingConfig", "ReplicasetConfig"):
         definitions[name].pop("required", None)  # presets and the top of the file supply the rest
     schema["required"] = ["version", "backend"]
     schema["dependentRequired"] = {key: ["workload"] for key in EXPERIMENT_KEYS if key != "workload"}
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}
 
 
-def _policy_variants(layer: Layer, registry: Registry, definitions: Schema) -> Iterable[Schema]:
-    for name, offer in registry.policies(layer).items():
+def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema) -> Schema:
+    """Return the schema of `scheduling` at the top, where an admission policy may be named beside the layers."""
+    definitions["SystemSchedulingConfig"] = whole = copy.deepcopy(definitions["SchedulingConfig"])
+    whole["title"] = "SystemSchedulingConfig"
+    whole["properties"][ADMISSION_KEY] = {
+        "description": "Which requests are let in? One policy for the whole system; without one every request is.",
+        "oneOf": [
+            _short(registry.admission_policies),
+            *_policy_variants(registry.admission_policies, definitions),
+            {"type": "null"},
+        ],
+    }
+    old, new = "#/$defs/SchedulingConfig", "#/$defs/SystemSchedulingConfig"
+    variants = [{"$ref": new} if one.get("$ref") == old else one for one in scheduling["anyOf"]]
+    return {**scheduling, "anyOf": variants}
+
+
+def _policy_variants(
+    offers: Mapping[str, Offer[PolicySpec]] | Mapping[str, Offer[AdmissionSpec]], definitions: Schema
+) -> Iterable[Schema]:
+    for name, offer in offers.items():
         params = _embedded(TypeAdapter(offer.spec.config), definitions)
         required = ["policy", "params"] if _has_required(offer.spec.config) else ["policy"]
         yield {
             "type": "object",
             "title": name,
             "description": _summary(offer.spec.summary, offer.package, offer.version),
-            "properties": {"policy": {"enum": [name, *offer.spec.aliases]}, "params": params},
+            "properties": {"policy": {"enum": [name, *getattr(offer.spec, "aliases", ())]}, "params": params},
             "required": required,
             "additionalProperties": False,
         }

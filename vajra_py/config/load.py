@@ -46,7 +46,7 @@ class Context:
     registry: Registry
     base_folder: Path | None = None
     may_be_system: bool = False
-    """Whether a tree without any key of an experiment is a system; else it lacks its workload."""
+    """True if a tree without any key of an experiment is a system; otherwise it lacks its workload."""
 
     @property
     def model(self) -> type[SystemConfig]:
@@ -127,6 +127,13 @@ def dump_effective(config: SystemConfig) -> str:
         for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
             if not data.get(key):
                 data.pop(key, None)
+        for section in (data, *data.get("replicasets", {}).values()):
+            if not section.get("pools"):
+                for key in ("pools", "hand_off", "links"):
+                    section.pop(key, None)
+        for own in (data["backend"].get("simulator") or {}).get("replicasets", {}).values():
+            if not own.get("pools"):
+                own.pop("pools", None)
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120

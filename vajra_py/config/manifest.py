@@ -40,6 +40,7 @@ def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
             for each in registry.plugins
         ],
         "policies": _policies(config, registry),
+        **_admission(config, registry),
         "environment": environment(),
     }
 
@@ -98,3 +99,12 @@ def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, d
         }
         for name, replicaset in config.effective_replicasets.items()
     }
+
+
+def _admission(config: SystemConfig, registry: Registry) -> dict[str, dict[str, str]]:
+    """Return the admission policy, package and version as a section; nothing without one."""
+    choice = config.admission_policy
+    if choice is None:
+        return {}
+    offer = registry.admission_policy(choice.policy)
+    return {"admission": {"policy": choice.policy, "package": offer.package, "version": offer.version}}

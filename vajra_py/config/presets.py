@@ -17,6 +17,9 @@ from vajra_py.plugins import Registry
 
 CHOICES: Sequence[KeyPath] = tuple(("backend", "simulator", key) for key in ("latency", "predictions", "output_length"))
 
+ADMISSION_KEY = "admission"
+"""Key of the admission policy under `scheduling` at the top, which replicasets do not inherit."""
+
 REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
 
@@ -26,7 +29,17 @@ def long_forms(root: Entries) -> Entries:
     """
     layers = [("scheduling", layer.value) for layer in Layer]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
-    policies = [*layers, *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers)]
+    policies: list[KeyPath] = [
+        *layers,
+        *(("replicasets", name, *path) for name in _names(root, "replicasets") for path in layers),
+        ("scheduling", ADMISSION_KEY),
+    ]
+    policies += [
+        (*path, "pools", pool, Layer.REPLICA_SCHEDULER.value)
+        for path in replicaset_paths(root)
+        for pool in _names(root, *path, "pools")
+    ]
+    own += [(*path, "pools", pool) for path in own for pool in _names(root, *path, "pools")]
     typed = [*CHOICES, *((*path, key) for path in own for key in ("latency", "predictions"))]
     observers = get(root, "observers")
     if isinstance(observers, Items):
@@ -38,6 +51,11 @@ def long_forms(root: Entries) -> Entries:
                 place = section.place_of(path[-1])
                 root = put(root, path, Entries({key: name}, place), place)
     return root
+
+
+def replicaset_paths(root: Entries) -> Sequence[KeyPath]:
+    """Return the places that describe a replicaset: the top level, and each one under `replicasets`."""
+    return [(), *(("replicasets", name) for name in _names(root, "replicasets"))]
 
 
 def _names(root: Entries, *path: Step) -> Sequence[str]:
@@ -55,16 +73,42 @@ def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:
         if isinstance(own, Entries):
             own = _inherit(_with_preset(own, ("replicasets", name), registry, findings), root, registry)
             root = put(root, ("replicasets", name), own, replicasets.place_of(name))
+    for path in replicaset_paths(root):
+        root = _with_pools_completed(root, path, registry)
     return root, findings
 
 
+def _with_pools_completed(root: Entries, path: KeyPath, registry: Registry) -> Entries:
+    """Complete each pool of a replicaset with the replicaset's own `replica` and replica scheduler."""
+    layer = Layer.REPLICA_SCHEDULER
+    above = {"replica": get(root, *path, "replica"), layer.value: get(root, *path, "scheduling", layer.value)}
+    for name in _names(root, *path, "pools"):
+        pool = get(root, *path, "pools", name)
+        if not isinstance(pool, Entries):
+            continue
+        for key, value in above.items():
+            mine = pool.get(key)
+            if not isinstance(value, Entries) or (mine is not None and not isinstance(mine, Entries)):
+                continue
+            if mine is None:
+                completed, place = value, pool.place
+            elif key == layer.value and not _same_policy(layer, mine.get("policy"), value.get("policy"), registry):
+                continue
+            else:
+                completed, place = merged(mine, value), pool.place_of(key)
+            root = put(root, (*path, "pools", name, key), completed, place)
+    return root
+
+
 def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
-    for key in ("scheduling", "replica", "num_replicas", "view_interval_s"):
-        if key not in root:
+    for key in ("scheduling", "replica", "num_replicas", "pools", "hand_off", "links", "view_interval_s"):
+        if key not in root or (key == "num_replicas" and "pools" in own) or (key == "pools" and "num_replicas" in own):
             continue
         above, place = root[key], root.place_of(key)
-        if key == "scheduling" and isinstance(above, Entries) and get(own, "scheduling", "preset") is not None:
-            above = above.without("preset")
+        if key == "scheduling" and isinstance(above, Entries):
+            above = above.without(ADMISSION_KEY)
+            if get(own, "scheduling", "preset") is not None:
+                above = above.without("preset")
         if key in own:
             above, place = _completed(own[key], above, registry), own.place_of(key)
         own = own.replaced(key, above, place)
@@ -105,6 +149,9 @@ def _completed(over: Any, under: Any, registry: Registry) -> Any:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
             under = under.without(layer.value)
+    admission = get(over, ADMISSION_KEY, "policy")
+    if admission is not None and admission != get(under, ADMISSION_KEY, "policy") and ADMISSION_KEY in under:
+        under = under.without(ADMISSION_KEY)
     return merged(over, under)
 
 

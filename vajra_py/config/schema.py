@@ -11,11 +11,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
-from vajra_py.contract import Layer, RequestView
+from vajra_py.config.hand_off import HandOffConfig
+from vajra_py.config.links import LinksConfig
+from vajra_py.contract import Layer, PoolRole, RequestView
 from vajra_py.contract.latency import LAST_S
 
 if TYPE_CHECKING:
@@ -251,6 +263,45 @@ class SelectConfig(Section):
         return self == SelectConfig()
 
 
+class PoolConfig(Section):
+    """One pool of a replicaset: replicas of one kind. Keys of `replica` that it leaves out are the replicaset's."""
+
+    role: Literal["mixed", "prefill", "decode"] | None = Field(
+        None,
+        description=(
+            "Work that its replicas take: prompts, whose requests then leave with their KV; decodes, which come with it; or both. "
+            "null: as its name says, if it is one of the three; else mixed."
+        ),
+    )
+    num_replicas: ReplicaCount = Field(1, description="Replicas.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
+    replica_scheduler: PolicyChoice | None = Field(
+        None, description="What runs in a step of its replicas; null: the replicaset's replica scheduler."
+    )
+
+
+Pools: TypeAlias = dict[Annotated[str, Field(pattern=NAME_PATTERN)], PoolConfig]
+
+DEFAULT_POOL = "default"
+"""Name of the only pool of a replicaset without `pools:`."""
+
+
+def _role_of(name: str, pool: PoolConfig) -> PoolRole:
+    roles = {one.value: one for one in PoolRole}
+    return roles[pool.role] if pool.role is not None else roles.get(name, PoolRole.MIXED)
+
+
+def _check_pools(pools: Pools, num_replicas: int) -> None:
+    """Raise `ValueError` where prompts or decodes have no pool that takes them, or replicas are counted twice."""
+    if num_replicas != 1:
+        raise ValueError("num_replicas is the sum over the pools; give each pool its own")
+    roles = {_role_of(name, pool) for name, pool in pools.items()}
+    if PoolRole.PREFILL in roles and not roles & {PoolRole.DECODE, PoolRole.MIXED}:
+        raise ValueError("no pool takes the requests that leave the prefill pool; add one with role decode or mixed")
+    if PoolRole.DECODE in roles and not roles & {PoolRole.PREFILL, PoolRole.MIXED}:
+        raise ValueError("no pool computes prompts for the decode pool; add one with role prefill or mixed")
+
+
 class ReplicasetConfig(Section):
     """One of several replicasets. Missing keys are taken from the top level of the file."""
 
@@ -261,7 +312,32 @@ class ReplicasetConfig(Section):
     scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
     num_replicas: ReplicaCount = Field(1, description="Replicas.")
+    pools: Pools = Field(default_factory=dict, description="As at the top.")
+    hand_off: HandOffConfig = Field(default_factory=HandOffConfig, description="As at the top.")
+    links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
+
+    @model_validator(mode="after")
+    def _sized(self) -> Self:
+        if self.pools:
+            _check_pools(self.pools, self.num_replicas)
+        return self
+
+    @property
+    def effective_pools(self) -> Mapping[str, PoolConfig]:
+        """Pools in the order of their replicas' ids; one of mixed replicas where the file names none."""
+        if self.pools:
+            return self.pools
+        return {DEFAULT_POOL: PoolConfig(role="mixed", num_replicas=self.num_replicas, replica=self.replica)}
+
+    def role_of(self, pool: str) -> PoolRole:
+        """Return the work that a pool takes."""
+        return _role_of(pool, self.effective_pools[pool])
+
+    @property
+    def total_replicas(self) -> int:
+        """Replicas of all pools."""
+        return sum(pool.num_replicas for pool in self.effective_pools.values())
 
 
 class AdmissionConfig(Section):
@@ -271,6 +347,16 @@ class AdmissionConfig(Section):
     max_queued_tokens: PositiveCount | None = Field(None, description="Most waiting prompt tokens; null: no limit.")
 
 
+class PoolSimulatorConfig(Section):
+    """Settings of one pool that override those of its replicaset: another device or parallelism."""
+
+    latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the replicaset's.")
+    predictions: TypedChoice | None = Field(
+        None,
+        description="Latency model that the policies of its replicas ask; null: its own `latency` where it has one.",
+    )
+
+
 class ReplicasetSimulatorConfig(Section):
     """Settings of one replicaset that override the simulator's section: another model or device."""
 
@@ -278,6 +364,9 @@ class ReplicasetSimulatorConfig(Section):
     predictions: TypedChoice | None = Field(
         None,
         description="Latency model that its policies ask; null: its own `latency` where it has one, else as for the others.",
+    )
+    pools: dict[str, PoolSimulatorConfig] = Field(
+        default_factory=dict, description="By pool, where they are not all of one device."
     )
 
 
@@ -289,7 +378,8 @@ class SimulatorConfig(Section):
         None, description="Latency model that policies ask for predictions; null: `latency`, which is then never wrong."
     )
     replicasets: dict[str, ReplicasetSimulatorConfig] = Field(
-        default_factory=dict, description="By replicaset, where they are not all of one model or device."
+        default_factory=dict,
+        description="By replicaset, where they are not all of one model or device (`default` is the only one of a file without names).",
     )
     output_length: TypedChoice = Field(
         default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
@@ -362,6 +452,14 @@ class SystemConfig(Section):
     )
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes and memory of each replica.")
     num_replicas: ReplicaCount = Field(1, description="Replicas of the single replicaset.")
+    pools: Pools = Field(
+        default_factory=dict,
+        description="Pools that the single replicaset is made of, by name, where its replicas are not all of one kind.",
+    )
+    hand_off: HandOffConfig = Field(
+        default_factory=HandOffConfig, description="How requests go from one pool to another with their KV."
+    )
+    links: LinksConfig = Field(default_factory=LinksConfig, description="Links between replicas, over which KV goes.")
     view_interval_s: Seconds = Field(
         0.0,
         description=(
@@ -385,8 +483,31 @@ class SystemConfig(Section):
     output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
 
+    _admission_policy: PolicyChoice | None = PrivateAttr(None)
+    """See `admission_policy`."""
     _source: Any = PrivateAttr(None)
     """Tree from which the experiment was built; the points of a sweep are built from it too."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_admission_policy(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take `scheduling.admission` out: it is of the whole system, and the layers' policies are of a replicaset."""
+        scheduling = value.get("scheduling") if isinstance(value, Mapping) else None
+        if not isinstance(scheduling, Mapping) or "admission" not in scheduling:
+            return handler(value)
+        layers = {key: one for key, one in scheduling.items() if key != "admission"}
+        choice = scheduling["admission"]
+        made = handler({**value, "scheduling": layers or None})
+        made._admission_policy = None if choice is None else PolicyChoice.model_validate(choice)
+        return made
+
+    @model_serializer(mode="wrap")
+    def _written_admission_policy(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        choice = self._admission_policy
+        if choice is not None and "scheduling" in data:
+            data["scheduling"] = {**(data["scheduling"] or {}), "admission": choice.model_dump(mode="json")}
+        return data
 
     @field_validator("replicasets")
     @classmethod
@@ -403,11 +524,18 @@ class SystemConfig(Section):
     def _decided(self) -> Self:
         if self.scheduling is None and not self.replicasets:
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
+        if self.pools:
+            _check_pools(self.pools, self.num_replicas)
         return self
 
     def __eq__(self, other: object) -> bool:
         """True for one run: neither a sweep nor replications."""
         return type(other) is type(self) and self.model_dump() == other.model_dump()
+
+    @property
+    def admission_policy(self) -> PolicyChoice | None:
+        """Admission policy of the system (`scheduling.admission`); None: every request is accepted."""
+        return self._admission_policy
 
     @property
     def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:
@@ -418,7 +546,9 @@ class SystemConfig(Section):
         only = ReplicasetConfig(
             scheduling=self.scheduling,
             replica=self.replica,
-            num_replicas=self.num_replicas,
+            **({"pools": self.pools} if self.pools else {"num_replicas": self.num_replicas}),
+            hand_off=self.hand_off,
+            links=self.links,
             view_interval_s=self.view_interval_s,
         )
         return {"default": only}

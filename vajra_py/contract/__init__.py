@@ -18,7 +18,7 @@ from vajra_py.contract.admission import (
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState, WakeUps
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
-from vajra_py.contract.hookspecs import PolicySpec, hookimpl
+from vajra_py.contract.hookspecs import AdmissionSpec, PolicySpec, hookimpl
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
@@ -59,6 +59,7 @@ __all__ = [
     "Accept",
     "AdmissionDecision",
     "AdmissionPolicy",
+    "AdmissionSpec",
     "BatchBuilder",
     "BatchFeatures",
     "ChunkRule",

@@ -21,6 +21,7 @@ class Refusal(Enum):
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
     NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
+    LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 
@@ -105,6 +106,13 @@ class BatchBuilder(Protocol):
         `IN_FLIGHT` can be refused.
         """
 
+    def idle_until(self, time_s: float) -> None:
+        """Run nothing on purpose: with an empty batch, ask again at `time_s`, or when anything happens before.
+
+        Seconds on the run's clock, after `now`. No effect if the batch is not empty in the end. Raises `ValueError` for a time that
+        is not after now.
+        """
+
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request for good, now: it is reported as rejected, with the policy's name and this reason.
 
@@ -114,7 +122,8 @@ class BatchBuilder(Protocol):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
 
-        0 for a running request, without a prefix cache, and for a request that is swapped.
+        0 for a running request, without a prefix cache, and for a request that is swapped. For one that came from another replica
+        with its KV: the tokens of that KV.
         """
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:

@@ -73,7 +73,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     still get their turn, since memory that they hold comes back only when they are done. False when one of them was
     refused the blocks to go on.
     """
-    has_looked = not replica.num_waiting  # into the queue: no sooner than needed, it is cheapest once its head has left
+    has_looked = not replica.num_waiting  # into the queue, as late as possible: it is cheapest once its head has left
     if has_looked and not replica.num_partial_prefills:
         return True
     partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()
@@ -107,7 +107,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if refusal is Refusal.BATCH_FULL or refusal is Refusal.TOKEN_BUDGET:
                 break
             if refusal is Refusal.JUST_PREEMPTED:
-                continue  # victims of this very step must not use up what others may be passed over
+                continue  # victims of this step do not count towards MAX_SKIPPED
             if refusal is Refusal.KV_BLOCKS and request.is_resident:
                 all_can_grow = False
         num_skipped += 1
@@ -124,7 +124,7 @@ def _free_the_most_urgent(
 ) -> None:
     partial = list(replica.partial_prefills())
     if len(partial) < replica.num_running:
-        return  # others are in flight; what they free may do
+        return  # others are in flight and may free enough
     first = partial[0]
     while len(partial) > 1:
         if not _give_way(batch, partial.pop(), mode):

@@ -22,6 +22,7 @@ from typing import Any
 import pluggy
 from pydantic import BaseModel
 
+from vajra_py.contract.admission import AdmissionPolicy
 from vajra_py.contract.context import PolicyConfig, PolicyContext
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -47,6 +48,22 @@ class PolicySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionSpec:
+    """Makes an admission policy available as `scheduling: {admission: {policy: name, params: …}}`.
+
+    `build` gets parameters that `config` has validated, and a context whose limits are the largest of all replicasets; its predictions
+    are those of the first replicaset.
+    """
+
+    name: str
+    config: type[PolicyConfig]
+    build: Callable[[Any, PolicyContext], AdmissionPolicy]
+    summary: str
+    source: str = ""
+    """Paper, section or system that the policy follows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Preset:
     """A whole system's settings by name: all three layers and the replica's options."""
 
@@ -54,9 +71,9 @@ class Preset:
     summary: str
     source: str
     scheduling: Mapping[str, Any]
-    """As under `scheduling:` in YAML, all three layers."""
+    """Contents of `scheduling:` in YAML, all three layers."""
     replica: Mapping[str, Any] = field(default_factory=dict)
-    """As under `replica:` in YAML: batch limits, memory and prefix-cache options."""
+    """Contents of `replica:` in YAML: batch limits, memory and prefix-cache options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,11 @@ class ObserverSpec:
 @hookspec
 def vajra_policies() -> Iterable[PolicySpec]:  # type: ignore[empty-body]
     """Policies that this package offers. Called once; may not build anything heavy."""
+
+
+@hookspec
+def vajra_admission_policies() -> Iterable[AdmissionSpec]:  # type: ignore[empty-body]
+    """Admission policies that this package offers. Called once; may not build anything heavy."""
 
 
 @hookspec

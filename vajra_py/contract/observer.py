@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vajra_py.contract.admission import AdmissionDecision
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
@@ -71,7 +72,7 @@ class StepRun:
     replica_id: ReplicaId
     first_step_index: int
     formed_at: float
-    """Of the first step; each further one was formed when the one before it ended."""
+    """Time at which the first step was formed, seconds; each further step was formed when the one before it ended."""
     ended_at: Sequence[float]
     num_decodes: int
     first_context_tokens: int
@@ -108,7 +109,13 @@ class Observer:
     wants_step_ends: bool = True
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """A request was accepted."""
+        """A request was submitted; what cannot be taken in ends at once (`on_ended`)."""
+
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
+        """The admission policy degraded, refused or deferred a request, or let in one that it had deferred.
+
+        A request that is accepted as it is when it arrives is not told of.
+        """
 
     def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
         """A request was bound to a replica's queue, or left in the shared queue (None)."""
@@ -118,6 +125,20 @@ class Observer:
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
         """A running request lost its memory or was swapped out."""
+
+    def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request's prompt is computed, and it leaves this replica, which holds its KV until another one has it."""
+
+    def on_transfer(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
+    ) -> None:
+        """Blocks of the target are set aside, and KV of so many tokens is on its way to them."""
+
+    def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The target has the KV of a request, which waits there to run."""
+
+    def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """The source of a request has given back the blocks that it held for it."""
 
     def on_first_token(self, request: RequestView, now: float) -> None:
         """A request's client saw its first token."""

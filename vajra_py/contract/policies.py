@@ -74,7 +74,7 @@ class PredictsSlack(Protocol):
         """Seconds that the request can still lose at `now` before it is late; negative when it is late already."""
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """The same as part of the time that the request is allowed in all, from arrival to deadline; at most 1."""
+        """Slack as a fraction of the time that the request is allowed in all, from arrival to deadline; at most 1."""
 
 
 @runtime_checkable
@@ -187,18 +187,18 @@ class SchedulerTraits:
     """
 
     repeats_decodes: frozenset[SteadyState] = frozenset()
-    """Of a replica scheduler: the situations in which a step of all decodes is followed by equal ones.
+    """Situations in which a step of all decodes is followed by equal ones; for replica schedulers.
 
     After such a step every further one is decided the same way, whatever the time, until a request arrives (with
     `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then works such steps out at once.
     """
     reads_load: bool = True
-    """Of a replicaset scheduler; False: `assign` reads nothing of the replicas but `replica_id` and `is_up`.
+    """False: `assign` reads nothing of the replicas but `replica_id` and `is_up`; for replicaset schedulers.
 
     A simulator then need not bring every replica up to date at each arrival.
     """
     needs_slack: bool = False
-    """Of a replica scheduler: it reads slack, and is refused beside a prioritizer without `PredictsSlack`, when policies are built."""
+    """True if a replica scheduler reads slack: it is refused beside a prioritizer without `PredictsSlack`, when policies are built."""
     is_work_conserving: bool = False
     """No replica idles while there is work that it could do.
 

@@ -22,11 +22,11 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer than it allowed."""
     REJECTED = "rejected"
-    """It was refused at the door (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
+    """It was refused on arrival (it can never fit, an admission policy shed it, or the queues are full), or a scheduler dropped it."""
     FAILED = "failed"
     """The replica that ran it failed."""
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 class RequestView(Protocol):
@@ -40,6 +40,10 @@ class RequestView(Protocol):
     @property
     def request_id(self) -> RequestId:
         """The name that the client or the workload gave."""
+
+    @property
+    def replicaset(self) -> str:
+        """Name of the replicaset that takes it."""
 
     @property
     def index(self) -> int:
@@ -153,9 +157,9 @@ class RequestView(Protocol):
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
         Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
-        that nobody else has, and before the request is accepted.
+        that nobody else has, and before the request reaches the admission policy or a queue.
         """
 
     @property
     def metadata(self) -> Mapping[str, str | int | float]:
-        """Whatever else the workload or the client attached."""
+        """Other facts that the workload or the client attached."""

@@ -112,7 +112,7 @@ class LocalReplicaView(Protocol):
         """Seconds that the request can still lose before it is late (`PredictsSlack`); None when the prioritizer predicts none."""
 
     def slack_fraction(self, request: RequestView) -> float | None:
-        """The same as part of the time that it is allowed in all; None when the prioritizer predicts none."""
+        """Slack as a fraction of the time from arrival to deadline; None when the prioritizer predicts none."""
 
 
 class ReplicaLoadView(Protocol):

@@ -56,7 +56,7 @@ class _Reader:
         self._num_characters = 0
 
     def on_progress(self, submission: Submission, request: Request, reason: EndReason | None) -> None:
-        """In the loop's thread: hand over what is new."""
+        """Hand over new output; called in the loop's thread."""
         buffer = submission.output
         start, text = self._num_tokens, buffer.text
         part = StreamPart(

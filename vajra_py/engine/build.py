@@ -97,7 +97,7 @@ class WorkerMaker:
         ordinals: dict[ReplicaKey, int] = {}
         ordinal = 0
         for name, one in replicasets.items():
-            for replica_id in range(one.num_replicas):
+            for replica_id in range(one.total_replicas):
                 ordinals[name, replica_id] = ordinal
                 ordinal += options[name].num_ranks
         return cls(services, options, ordinals, settings.workers == "in_process")
@@ -170,7 +170,8 @@ class Engine:
         sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
         executors = {key: _executor(maker.options[key[0]]) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
-        controller = build_controller(config, replace(all_services, records_copies=True))
+        served = config.backend.settings.served_models(replicasets)
+        controller = build_controller(config, replace(all_services, records_copies=True, served_models=served))
         replicas = {
             key: EngineReplica(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
@@ -278,7 +279,7 @@ class Engine:
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """By replicaset, sizes and names that a replay and a reader of the results need."""
+        """Sizes and names that replays and readers of the results need, by replicaset."""
         return {
             name: {
                 "model_type": facts.model_type,
@@ -314,7 +315,7 @@ class Engine:
 def _dry_controller(
     config: SystemConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
 ) -> Controller:
-    """Everything but what computes."""
+    """Build the controller without workers."""
     executor = EngineExecutor(1)
     return build_controller(config, _services(services, sizes, lambda name, replica_id: executor))
 
@@ -387,7 +388,7 @@ def _options_by_replicaset(
         if asked or (asked is None and options[name].device.startswith("cuda")):
             spare = spare_blocks(options[name].max_requests)
             options[name] = replace(options[name], spare_blocks=spare)
-    num_workers = sum(one.num_replicas * options[name].num_ranks for name, one in replicasets.items())
+    num_workers = sum(one.total_replicas * options[name].num_ranks for name, one in replicasets.items())
     if num_workers == 1:
         return options
     num_threads = max(1, _usable_cores() // num_workers)

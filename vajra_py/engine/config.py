@@ -5,7 +5,7 @@ Importing this loads no tensor library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -33,7 +33,7 @@ MAX_STEP_TOKENS = 8192
 
 
 class SamplingConfig(Section):
-    """How tokens are chosen in an experiment; greedy unless said otherwise."""
+    """Token sampling of an experiment; greedy unless set otherwise."""
 
     temperature: Number = Field(0.0, description="Logits are divided by it; 0: the likeliest token.")
     top_k: PositiveCount | None = Field(None, description="Only the k likeliest tokens; null: all.")
@@ -60,7 +60,7 @@ class SamplingConfig(Section):
         return self
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """The same for one request."""
+        """Return the sampling parameters of one request."""
         return SamplingParams(max_tokens=max_tokens, **self.model_dump())
 
 
@@ -77,7 +77,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 class PlacementConfig(Section):
-    """Where the ranks of a replica go on a cluster (`--on`); read nowhere else."""
+    """Placement of a replica's ranks on a cluster (`--on`); read nowhere else."""
 
     cpus_per_rank: PositiveCount = Field(
         1,
@@ -104,7 +104,7 @@ class PlacementConfig(Section):
 
 
 class ReplicasetEngineConfig(Section):
-    """What one replicaset has otherwise than the engine's section says: another model, another device. Null: the same."""
+    """Settings of one replicaset that differ from the engine's section: another model, another device. Null: the same."""
 
     model: ModelFolder | None = Field(None, description="Directory of its model.")
     random_weights: Switch | None = Field(None, description="Make its weights instead of reading them.")
@@ -120,7 +120,7 @@ class ReplicasetEngineConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """What becomes of a replica whose worker is lost, and of its requests."""
+    """Handling of a replica whose worker is lost, and of its requests."""
 
     max_reruns: Count | None = Field(
         None,
@@ -177,7 +177,7 @@ class Recovery(NamedTuple):
 
 
 class ModelBackendConfig(Section):
-    """What every backend has that computes steps with a model, instead of predicting how long they take."""
+    """Settings of every backend that computes steps with a model, instead of predicting their durations."""
 
     kind: ClassVar[str]
     """The backend's name."""
@@ -237,6 +237,10 @@ class ModelBackendConfig(Section):
     def of(self, replicaset: str) -> Self:
         """The settings of one replicaset."""
         return self
+
+    def served_models(self, replicasets: Iterable[str]) -> dict[str, str]:
+        """Return the model of each replicaset; a prompt's tokens are those of one model."""
+        return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
         """Return the settings of replicasets that this backend cannot carry out, without loading a model."""
@@ -307,6 +311,15 @@ class EngineConfig(ModelBackendConfig):
         models: dict[tuple[str, bool], None] = {}
         for name, one in replicasets.items():
             found += check_replica(where_of(name, replicasets), one.replica)
+            if one.pools:
+                message = "the engine's replicas are all of one pool"
+                found.append(
+                    Problem(
+                        where_of(name, replicasets).removesuffix("replica") + "pools",
+                        message,
+                        "Allowed: `backend: simulator`",
+                    )
+                )
             own = self.of(name)
             models[own.model, own.random_weights] = None
         for model, random_weights in models:

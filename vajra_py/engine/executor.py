@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from vajra_py.engine.compute import Ahead, Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
+from vajra_py.engine.compute import Chunk, LookaheadDecodes, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT, forbids_tokens, needs_outputs, needs_prompt
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
@@ -27,10 +27,10 @@ class _Row:
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
-    """By KV-parallel group, leading entries of its block table there."""
+    """Leading entries of its block table in each KV-parallel group."""
     sampling_group: int | None = None
     """The KV-parallel group that holds its newest tokens, and samples."""
-    is_foreseeable: bool = True
+    allows_lookahead: bool = True
     """True when a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
     """True when it has the request's newest token, so that the next step need not name it."""
@@ -90,12 +90,12 @@ class EngineExecutor:
         self._steps: deque[_Step] = deque()
         """Steps under way, in order."""
         self._pool_rows: _PoolRows | None = None
-        """Of the last step."""
+        """Pool rows of the last step."""
 
     # What the mechanism asks
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """After how many tokens the request ends, where its submission says so."""
+        """Number of tokens after which the request ends, if its submission states it."""
         return self._submissions[request].num_output_tokens
 
     def release(self, request: Request) -> None:
@@ -163,23 +163,25 @@ class EngineExecutor:
         first, *others = [StepInput(*one) for one in rows if one[0] or one[1]]
         return [replace(first, new=step.new, freed=step.freed, tables=step.tables, copies=step.copies), *others]
 
-    def foreseen(self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int) -> Ahead | None:
-        """One more decode of (request, tokens computed by then); None without any, or when they must not be begun ahead.
+    def lookahead_decodes(
+        self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int
+    ) -> LookaheadDecodes | None:
+        """Return one more decode for each (request, tokens computed by then); None if none may be started ahead.
 
-        Penalties, bad words and log-probabilities would have to be taken back with a row that is dropped. At most `num_spare` rows may
-        need a block.
+        Penalties, bad words and log-probabilities would have to be undone with a dropped row. At most `num_spare` rows may need
+        a block.
         """
         decodes, growing = [], []
         for request, num_computed in rows:
             row = self._rows[request]
-            if not row.is_foreseeable:
+            if not row.allows_lookahead:
                 return None
             if num_computed >= max_model_len:
                 continue
             decodes.append(row.slot)
             if num_computed >= row.num_blocks[0] * self._block_size:
                 growing.append(row.slot)
-        return Ahead(decodes, growing) if decodes and len(growing) <= num_spare else None
+        return LookaheadDecodes(decodes, growing) if decodes and len(growing) <= num_spare else None
 
     def step_result(self, output: StepOutput) -> StepResult:
         """Return the mechanism's part of a worker's answer; requests' outputs are brought up to date."""
@@ -300,8 +302,8 @@ class EngineExecutor:
         row = self._rows.get(request)
         if row is None:
             sampling = self._submissions[request].output.sampling
-            is_foreseeable = sampling.logprobs is None and not needs_outputs(sampling)
-            row = self._rows[request] = _Row(heapq.heappop(self._free), is_foreseeable=is_foreseeable)
+            allows_lookahead = sampling.logprobs is None and not needs_outputs(sampling)
+            row = self._rows[request] = _Row(heapq.heappop(self._free), allows_lookahead=allows_lookahead)
             changes.new.append(self._new_row(request, row.slot))
         return row
 

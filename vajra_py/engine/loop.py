@@ -83,7 +83,9 @@ class EngineLoop(Backend[EngineReplica]):
         self._clock = clock
         self._options = options = options or LoopOptions()
         self._note = note
-        rules = DriverOptions(options.check_every_steps, isolates_policies=options.isolates_policies)
+        rules = DriverOptions(
+            options.check_every_steps, serves=options.serves, isolates_policies=options.isolates_policies
+        )
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_through(self._form_step)
         self._events = self._driver.events
@@ -97,10 +99,10 @@ class EngineLoop(Backend[EngineReplica]):
         """Policy changes that wait for steps whose plan was dropped."""
         self._restarting: set[ReplicaKey] = set()
         self._abandon_at: dict[str, int] = {}
-        """By replicaset without any replica, until when its requests wait for one."""
+        """Tick until which requests wait for a replica, by replicaset without any."""
         self._stops = False
         self._stalled_at = -1
-        """After how many steps a server last said that requests stand still."""
+        """Number of steps after which the server last logged that requests make no progress."""
         self._submissions: dict[Request, Submission] = {}
 
     @property
@@ -304,6 +306,10 @@ class EngineLoop(Backend[EngineReplica]):
 
     # Requests
 
+    def on_transfer(self, request: Request, source: EngineReplica, target: EngineReplica) -> None:
+        """See `Backend`; pools are refused when an engine is built."""
+        raise ExecutorError("engine: KV does not move between replicas")
+
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""
         if isinstance(payload, Timed):
@@ -467,7 +473,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._deferred = []
 
     def refuse_swaps(self) -> None:
-        """Nothing more will happen: whoever waits for a swap is told so."""
+        """Refuse the swaps that are still waited for, since the loop has ended."""
         self._receive()
         for message in (*self._events.remove(Phase.POLICY), *self._deferred):
             message.done(ExecutorError("engine: it ends; the policy stays as it is"))

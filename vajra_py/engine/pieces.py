@@ -14,7 +14,7 @@ from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"
-"""Stands for a blank in vocabularies of SentencePiece."""
+"""Character that stands for a blank in vocabularies of SentencePiece."""
 _CACHED_PIECES = 65536
 _SENTENCE_PIECE = [
     {"type": "Replace", "pattern": {"String": _WORD_START}, "content": " "},

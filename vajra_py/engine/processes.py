@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from vajra_py.engine.compute import (
-    ForeseeingRunner,
-    Foreseen,
     LoadRunner,
+    LookaheadRunner,
+    LookaheadStep,
     ModelFacts,
     ModelRunner,
     RunnerOptions,
@@ -77,7 +77,7 @@ def _answer(pipe: Connection, runner: ModelRunner) -> None:
         try:
             pipe.send(getattr(runner, name)(*arguments))
             if name == "run_ahead":
-                cast(ForeseeingRunner, runner).begin_ahead()
+                cast(LookaheadRunner, runner).begin_ahead()
         except Exception as error:
             _send(pipe, error)
 
@@ -163,7 +163,7 @@ class ProcessWorker:
         self._receiver = threading.Thread(target=self._receive, name=f"vajra-pipe-{self._replica[1]}", daemon=True)
         self._receiver.start()
 
-    def submit(self, step: StepInput | Foreseen) -> None:
+    def submit(self, step: StepInput | LookaheadStep) -> None:
         """See `Worker`."""
         name = "run" if isinstance(step, StepInput) else "run_ahead"
         for pipe in self._pipes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vajra_py.engine.ahead import LookAhead
-from vajra_py.engine.compute import Foreseen, StepInput, StepOutput
+from vajra_py.engine.compute import LookaheadStep, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.step_watch import StepWatch
@@ -35,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """Somebody wants another policy; `done` is told what came of it, in the loop's thread."""
+    """Request to swap a policy; `done` is called with the result, in the loop's thread."""
 
     change: PolicyChange
     done: Callable[[Swapped | VajraError], None]
@@ -89,7 +89,7 @@ class EngineReplica(BackendReplica):
     busy_ticks: int = 0
     """Time from forming them to taking their results in."""
 
-    def submit(self, step: StepInput | Foreseen) -> None:
+    def submit(self, step: StepInput | LookaheadStep) -> None:
         """Give its worker a step."""
         if self.watch is not None:
             self.watch.begin((self.replica.replicaset, self.replica.replica_id), step)

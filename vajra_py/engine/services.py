@@ -10,7 +10,7 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.build import EngineServices
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.latency.models.unknown import NoPredictions
-from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.runtime.support.seeds import SeedTree
 
 
@@ -24,9 +24,9 @@ def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyMode
 def length_predictor(
     settings: ModelBackendConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
 ) -> OutputLengthPredictor:
-    """Return the predictor of output lengths that policies ask; `lengths` is the truth, for whoever asks for it."""
-    truth = Truth(seeds.child("output_lengths").stream, lengths)
-    return build_output_lengths(settings.output_length.type, settings.output_length.parameters, truth, registry)
+    """Return the predictor of output lengths that policies ask; `lengths`: the true lengths, for oracles."""
+    inputs = OutputLengthInputs(seeds.child("output_lengths").stream, lengths)
+    return build_output_lengths(settings.output_length.type, settings.output_length.parameters, inputs, registry)
 
 
 def engine_services(

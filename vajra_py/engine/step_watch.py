@@ -14,24 +14,24 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from vajra_py.engine.compute import Foreseen, StepInput
+from vajra_py.engine.compute import LookaheadStep, StepInput
 from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey, Worker
 from vajra_py.errors import ExecutorError
 
 _log = logging.getLogger(__name__)
 _FACTOR = 10.0
-"""A step may take so many times the longest seen."""
+"""Factor over the longest step seen that a step may take."""
 _FLOOR_S = {"cpu": 10.0}
 _DEVICE_FLOOR_S = 60.0
-"""A step may always take as long: a machine stalls now and then, and a device's libraries compile what a step is the first to need."""
+"""Seconds that any step may take: machines stall now and then, and a device's libraries compile on first use."""
 _NUM_FIRST = 8
-"""First steps of a worker tell nothing: they load libraries and fill caches."""
+"""Number of first steps of a worker that count for nothing: they load libraries and fill caches."""
 _FIRST_S = 600.0
-"""What these may take."""
+"""Time limit of a worker's first steps, seconds."""
 _FIRST_AGAIN_S = 60.0
-"""The same where other workers of the replica have computed before."""
+"""Time limit of first steps if other workers of the replica have computed before, seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
-"""The same for loading a worker again, against loading the first ones."""
+"""Factor and minimum of the time limit for loading a worker again, against loading the first ones."""
 _PAUSE_S = 0.25
 
 
@@ -81,12 +81,12 @@ class _Timer:
     deliver: Deliver
     times: StepTimes
     num_tokens: deque[int] = field(default_factory=deque)
-    """Of the steps that have not come back."""
+    """Tokens of each step in flight."""
     num_done: int = 0
     began_at: float = 0.0
-    """The first of them, on the monotonic clock."""
+    """Start of the first of them, on the monotonic clock."""
     age_s: float = 0.0
-    """The same as this process has lived it: one that was stopped has not aged."""
+    """Seconds since then in which this process ran: time in which it was stopped does not count."""
     is_over: bool = False
 
 
@@ -114,9 +114,9 @@ class StepWatch:
             self._timers[replica] = timer
         return lambda news: self._deliver(timer, news)
 
-    def begin(self, replica: ReplicaKey, step: StepInput | Foreseen) -> None:
+    def begin(self, replica: ReplicaKey, step: StepInput | LookaheadStep) -> None:
         """A step is about to be given to the replica's worker."""
-        wanted = step.step if isinstance(step, Foreseen) else step
+        wanted = step.step if isinstance(step, LookaheadStep) else step
         num_tokens = len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks)
         with self._gate:
             timer = self._timers.get(replica)

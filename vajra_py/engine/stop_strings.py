@@ -29,11 +29,11 @@ class StopAutomaton:
         self.beginnings = frozenset(stop[0] for stop in stops)
         self.edges: dict[tuple[int, str], int] = {}
         self.depths = [0]
-        """By node, how many characters it stands for."""
+        """Number of characters of each node."""
         self.fallbacks = [0]
-        """By node, the longest proper end of it that is a node too."""
+        """Longest proper suffix of each node that is a node too."""
         self.found = [0]
-        """By node, length of the longest stop string that it ends with; 0: with none."""
+        """Length of the longest stop string that each node ends with; 0: none."""
         self.held_nodes = [0]
         """By node, the longest end of it (or itself) that more has to follow for a stop string to be complete."""
         children: list[list[tuple[str, int]]] = [[]]

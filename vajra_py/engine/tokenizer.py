@@ -24,7 +24,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 
 class ChatEnd(Enum):
-    """Where the text of a conversation ends."""
+    """End of a conversation's text."""
 
     ANSWER = "answer"
     """Place where the model's answer begins."""
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         """The tokens' text, without special tokens."""
 
     def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The same for several sequences of tokens."""
+        """Return the texts of several sequences of tokens."""
 
     def piece(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None for special tokens and numbers without a token."""
@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 
     @property
     def with_special(self) -> Tokenizer:
-        """The same tokenizer, which writes special tokens out where it turns tokens into text."""
+        """Return this tokenizer with special tokens kept in decoded text."""
 
     def name(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for a number without a token."""
@@ -128,7 +128,7 @@ class HubTokenizer:
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The same parameters, their `bad_words` among `bad_words_token_ids`. Raises `ConfigError` without a tokenizer.
+    """Return the parameters with `bad_words` as `bad_words_token_ids`. Raises `ConfigError` without a tokenizer.
 
     Each word is forbidden at a text's beginning, and behind a blank where that makes as many tokens, of which the first is
     another one: vLLM's rule.

@@ -18,9 +18,9 @@ from queue import SimpleQueue
 from typing import Protocol, TypeAlias, cast
 
 from vajra_py.engine.compute import (
-    ForeseeingRunner,
-    Foreseen,
     LoadRunner,
+    LookaheadRunner,
+    LookaheadStep,
     ModelFacts,
     ModelRunner,
     RunnerOptions,
@@ -72,8 +72,8 @@ class Worker(Protocol):
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
         """Make KV memory and be ready for steps. Raises `ExecutorError`."""
 
-    def submit(self, step: StepInput | Foreseen) -> None:
-        """Compute a step; its result is delivered. What is foreseen needs a `ForeseeingRunner`."""
+    def submit(self, step: StepInput | LookaheadStep) -> None:
+        """Compute a step; its result is delivered. A `LookaheadStep` needs a `LookaheadRunner`."""
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
@@ -110,14 +110,14 @@ def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
     return replace(options, device=f"cuda:{ordinal % count}") if count else options
 
 
-def _run_step(runner: ModelRunner, step: StepInput | Foreseen) -> StepOutput:
+def _run_step(runner: ModelRunner, step: StepInput | LookaheadStep) -> StepOutput:
     """A step on a runner of this process."""
     if isinstance(step, StepInput):
         return runner.run(step)
-    return cast(ForeseeingRunner, runner).run_ahead(step)
+    return cast(LookaheadRunner, runner).run_ahead(step)
 
 
-def _run(runner: ModelRunner, step: StepInput | Foreseen) -> tuple[StepOutput | None, str | None]:
+def _run(runner: ModelRunner, step: StepInput | LookaheadStep) -> tuple[StepOutput | None, str | None]:
     try:
         return _run_step(runner, step), None
     except Exception as error:  # whatever it was, this worker's requests end with it and the others go on
@@ -156,7 +156,7 @@ class InlineWorker:
         self._runner.allocate(num_blocks, num_host_blocks)
         self._deliver = deliver
 
-    def submit(self, step: StepInput | Foreseen) -> None:
+    def submit(self, step: StepInput | LookaheadStep) -> None:
         """See `Worker`."""
         assert self._deliver is not None
         self._deliver(Finished(self._replica, *_run(self._runner, step)))
@@ -175,7 +175,7 @@ class ThreadWorker(InlineWorker):
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
-        self._steps: SimpleQueue[StepInput | Foreseen | None] = SimpleQueue()
+        self._steps: SimpleQueue[StepInput | LookaheadStep | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
@@ -183,7 +183,7 @@ class ThreadWorker(InlineWorker):
         super().start(num_blocks, num_host_blocks, deliver)
         self._thread.start()
 
-    def submit(self, step: StepInput | Foreseen) -> None:
+    def submit(self, step: StepInput | LookaheadStep) -> None:
         """See `Worker`."""
         self._steps.put(step)
 

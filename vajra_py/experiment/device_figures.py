@@ -18,7 +18,10 @@ from vajra_py.plugins import Registry, build_latency_model
 def latency_models(
     config: ExperimentConfig, registry: Registry, shared: LatencyModel | None = None
 ) -> dict[str, LatencyModel]:
-    """Build the latency model of each replicaset's steps, unless it is the `shared` one; none for a real engine."""
+    """Build the latency model of each replicaset's steps, unless it is the `shared` one; none for a real engine.
+
+    Under `model_key` those of pools with one of their own.
+    """
     if config.backend.kind != "simulator":
         return {}
     settings = config.backend.settings
@@ -27,7 +30,16 @@ def latency_models(
     for name, own in settings.replicasets.items():
         if own.latency is not None:
             models[name] = build_latency_model(own.latency.type, own.latency.parameters, registry)
+        for pool, of_pool in own.pools.items():
+            if of_pool.latency is not None:
+                model = build_latency_model(of_pool.latency.type, of_pool.latency.parameters, registry)
+                models[model_key(name, pool)] = model
     return models
+
+
+def model_key(replicaset: str, pool: str) -> str:
+    """Return the name of a pool among latency models by replicaset."""
+    return f"{replicaset}/{pool}"
 
 
 def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> dict[str, ReplicasetDevices]:
@@ -43,7 +55,7 @@ def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> 
             device, count = config.costs.device, config.costs.devices_per_replica or count
         if device is not None:
             stages = replicaset.replica.pipeline_stages or stages
-            found[name] = ReplicasetDevices(_figures(device, config.costs), count, replicaset.num_replicas, stages)
+            found[name] = ReplicasetDevices(_figures(device, config.costs), count, replicaset.total_replicas, stages)
     _check_names(config.costs, {one.costs.device for one in found.values()})
     return found
 

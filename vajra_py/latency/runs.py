@@ -48,7 +48,7 @@ class CountsSteps(Protocol):
     """Counts what the steps that are taken, as against those that policies ask about, were predicted from."""
 
     def taken_time_s(self, features: BatchFeatures) -> float:
-        """The same as `stage_time_s`, of a step that is taken."""
+        """Return `stage_time_s`, and count the step as taken."""
 
 
 @runtime_checkable

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from vajra_py.plugins.build import (
-    Truth,
+    OutputLengthInputs,
+    build_admission_policy,
     build_latency_model,
     build_observer,
     build_output_lengths,
     build_policy,
+    check_admission_shape,
     check_policy_shape,
     validated_params,
 )
 from vajra_py.plugins.discovery import build_registry, load_registry
 from vajra_py.plugins.parameters import Parameter, parameters_of
-from vajra_py.plugins.registry import Offer, PluginSource, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, Offer, PluginSource, Registry, kind_of
 from vajra_py.plugins.scaffold import write_plugin
 
 __all__ = [
+    "ADMISSION",
     "Offer",
+    "OutputLengthInputs",
     "Parameter",
     "PluginSource",
     "Registry",
-    "Truth",
+    "build_admission_policy",
     "build_latency_model",
     "build_observer",
     "build_output_lengths",
     "build_policy",
     "build_registry",
+    "check_admission_shape",
     "check_policy_shape",
     "kind_of",
     "load_registry",

@@ -10,7 +10,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulerTraits, SchedulingPolicy, SteadyState
+from vajra_py.contract import (
+    AdmissionPolicy,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    SchedulerTraits,
+    SchedulingPolicy,
+    SteadyState,
+)
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
@@ -25,7 +33,7 @@ from vajra_py.errors import (
     did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import Offer, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, Offer, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -40,15 +48,19 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_preemption": 3,
     "on_step_end": 1,
     "on_departures": 2,
+    "on_wake": 2,
 }
-"""Optional methods of policies of any layer that notify them about requests."""
+"""Optional methods of policies of any layer that notify them about requests and wake-ups."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
-    Layer.REPLICASET_SCHEDULER: {},
+    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
+
+ADMISSION_METHODS: Mapping[str, int] = {"admit": 3}
+"""Methods required of an admission policy."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
@@ -91,6 +103,21 @@ def build_policy(
     return policy
 
 
+def build_admission_policy(
+    name: str,
+    params: Mapping[str, Any] | BaseModel,
+    context: PolicyContext,
+    registry: Registry | None = None,
+) -> AdmissionPolicy:
+    """Build the admission policy of this name; raises like `build_policy`."""
+    offer = (registry or load_registry()).admission_policy(name)
+    where = "scheduling.admission"
+    config = _validated(offer.spec.config, params, f"{where}.params")
+    policy: AdmissionPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
+    check_admission_shape(policy, f"{ADMISSION} {offer.spec.name!r}", str(offer.source))
+    return policy
+
+
 def build_latency_model(
     name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None
 ) -> LatencyModel:
@@ -104,7 +131,7 @@ def build_latency_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class OutputLengthInputs:
     """Inputs for building an output-length predictor: random streams by name, and the true lengths (for oracles)."""
 
     random_stream: Callable[[str], Any]
@@ -112,14 +139,14 @@ class Truth:
 
 
 def build_output_lengths(
-    name: str, params: Mapping[str, Any] | BaseModel, truth: Truth, registry: Registry | None = None
+    name: str, params: Mapping[str, Any] | BaseModel, inputs: OutputLengthInputs, registry: Registry | None = None
 ) -> OutputLengthPredictor:
     """Build the output-length predictor of this name; raises like `build_policy`."""
     offer = (registry or load_registry()).output_length(name)
     where = "output_length"
     config = validated_params(offer, params, where)
     predictor: OutputLengthPredictor = _built(
-        offer, where, lambda: offer.spec.build(config, truth.random_stream, truth.output_tokens)
+        offer, where, lambda: offer.spec.build(config, inputs.random_stream, inputs.output_tokens)
     )
     _check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
     return predictor
@@ -166,6 +193,29 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
+
+
+def check_admission_shape(policy: object, what: str, plugin: str) -> None:
+    """Check that an object is an admission policy. Raises `PluginError` like `check_policy_shape`."""
+    if isinstance(policy, type):
+        raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
+    _check_methods(policy, ADMISSION_METHODS, what, plugin)
+    present = {name: count for name, count in LISTENING_METHODS.items() if getattr(policy, name, None) is not None}
+    _check_methods(policy, present, what, plugin)
+    hooks = admission_hooks()
+    own = frozenset().union(*map(hooks_of, _layers_served(policy)))
+    for name in dir(policy):
+        if name.startswith("_") or name in own or name in hooks:
+            continue
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
+        if name.startswith("on_") or (near and not hasattr(policy, near[0])):
+            allowed = did_you_mean(name, hooks)
+            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+
+
+def admission_hooks() -> frozenset[str]:
+    """Return all attribute names of an admission policy that the mechanism calls."""
+    return frozenset((*ADMISSION_METHODS, *LISTENING_METHODS))
 
 
 def hooks_of(layer: Layer) -> frozenset[str]:

@@ -16,11 +16,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
+from vajra_py.contract.hookspecs import AdmissionSpec, LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
 from vajra_py.errors import PluginError, UnknownNameError
 
-SpecT = TypeVar("SpecT", PolicySpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)
+SpecT = TypeVar("SpecT", PolicySpec, AdmissionSpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
+ADMISSION = "admission policy"
+"""Term for an admission policy in messages."""
 DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
 
@@ -63,7 +65,7 @@ Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """Everything that the installed plug-ins provide, by name.
+    """Offers of the installed plug-ins, by name.
 
     `lazy` calls a hook of every plug-in, at most once for each kind that is used.
     """
@@ -72,17 +74,25 @@ class Registry:
     policy_claims: Sequence[tuple[PluginSource, object]]
     preset_claims: Sequence[tuple[PluginSource, object]]
     lazy: Callable[[str], Claims]
+    own_admission: Sequence[tuple[PluginSource, object]] = ()
+    """Admission policies that no installed package provides."""
 
     def __post_init__(self) -> None:
         """Check policies and presets, which are always needed."""
         _ = self._names, self.presets
 
-    def with_policies(self, specs: Iterable[PolicySpec]) -> Registry:
+    def with_policies(self, specs: Iterable[PolicySpec | AdmissionSpec]) -> Registry:
         """Return a copy with policies that no installed package provides; raises `PluginError` like any clash or broken
         offer.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
-        return replace(self, policy_claims=[*self.policy_claims, *given])
+        admission = [one for one in given if isinstance(one[1], AdmissionSpec)]
+        policies = [one for one in given if not isinstance(one[1], AdmissionSpec)]
+        return replace(
+            self,
+            policy_claims=[*self.policy_claims, *policies],
+            own_admission=[*self.own_admission, *admission],
+        )
 
     @cached_property
     def _policies(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
@@ -120,6 +130,19 @@ class Registry:
             names = {known for layer in Layer for known in self.policy_names(layer)}
             raise UnknownNameError("policy", name, names)
         return found
+
+    @cached_property
+    def admission_policies(self) -> Mapping[str, Offer[AdmissionSpec]]:
+        """Admission policies by name, sorted."""
+        claims = [*self.lazy("vajra_admission_policies"), *self.own_admission]
+        offers = [_checked(source, claim, AdmissionSpec, ADMISSION) for source, claim in claims]
+        for offer in offers:
+            _check_parameters(offer)
+        return _by_name(offers, ADMISSION)
+
+    def admission_policy(self, name: str) -> Offer[AdmissionSpec]:
+        """Return the admission policy of this name; raises `UnknownNameError`."""
+        return lookup(self.admission_policies, ADMISSION, name)
 
     @cached_property
     def presets(self) -> Mapping[str, Offer[Preset]]:
@@ -182,17 +205,21 @@ def lookup(offers: Mapping[str, Offer[SpecT]], kind: str, name: str) -> Offer[Sp
 def _checked(source: PluginSource, claim: object, kind: type[SpecT], noun: str) -> Offer[SpecT]:
     """Return the claim as an offer if it is a well-formed spec of its kind; raises `PluginError` otherwise."""
     if not isinstance(claim, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise PluginError(str(source), f"offers {claim!r} as a {noun}; expected {article} {kind.__name__}")
+        raise PluginError(str(source), f"offers {claim!r} as {_a(noun)}; expected {_a(kind.__name__)}")
     given: Any = claim  # annotations do not guarantee the type that a plug-in passes
     if not isinstance(given.name, str) or not NAME_PATTERN.fullmatch(given.name):
         allowed = "lower-case letters, digits, '_', '-' and '.'"
-        raise PluginError(str(source), f"offers a {noun} named {claim.name!r}; a name is made of {allowed}")
+        raise PluginError(str(source), f"offers {_a(noun)} named {claim.name!r}; a name is made of {allowed}")
     if not isinstance(given.summary, str) or not given.summary.strip():
         raise PluginError(str(source), f"offers the {noun} {claim.name!r} without a summary; one sentence is needed")
     if not isinstance(claim, Preset):
         _check_config(source, f"the {noun} {claim.name!r}", given.config, given.build)
     return Offer(claim, source)
+
+
+def _a(noun: str) -> str:
+    """Return a noun behind its article."""
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def _check_config(source: PluginSource, what: str, config: object, build: object) -> None:
@@ -212,12 +239,18 @@ def _check_policy(offer: Offer[PolicySpec]) -> None:
     if not isinstance(spec.layer, Layer):
         choices = ", ".join(f"Layer.{layer.name}" for layer in Layer)
         raise PluginError(str(offer.source), f"offers {what} in layer {spec.layer!r}; expected one of {choices}")
-    if not issubclass(spec.config, PolicyConfig):
-        raise PluginError(str(offer.source), f"offers {what} with {spec.config.__name__}, which is not a PolicyConfig")
+    _check_parameters(offer)
     if not isinstance(spec.aliases, tuple) or not all(
         isinstance(alias, str) and NAME_PATTERN.fullmatch(alias) for alias in spec.aliases
     ):
         raise PluginError(str(offer.source), f"offers {what} with aliases {spec.aliases!r}; expected a tuple of names")
+
+
+def _check_parameters(offer: Offer[PolicySpec] | Offer[AdmissionSpec]) -> None:
+    config: type[BaseModel] = offer.spec.config  # a plug-in may give another
+    if not issubclass(config, PolicyConfig):
+        what = f"{offer.spec.name!r} with {config.__name__}"
+        raise PluginError(str(offer.source), f"offers the policy {what}, which is not a PolicyConfig")
 
 
 def _by_name(offers: Iterable[Offer[SpecT]], kind: str) -> Mapping[str, Offer[SpecT]]:
@@ -241,4 +274,4 @@ def _claim(named: dict[str, Offer[SpecT]], name: str, offer: Offer[SpecT], kind:
     if other is not offer:
         remedy = f"Uninstall one of them, or leave one out with {DISABLE_VARIABLE}"
         first, second = other.source, offer.source
-        raise PluginError(str(second), f"offers a {kind} named {name!r}, and so does plug-in {first}. {remedy}")
+        raise PluginError(str(second), f"offers {_a(kind)} named {name!r}, and so does plug-in {first}. {remedy}")

@@ -1,7 +1,8 @@
 """Generate a working plug-in package.
 
-The template is the example package of the documentation: one policy for each layer, with parameters of its own, tests
-that run the shipped conformance suite, and an experiment that selects the policies by name.
+The template of policies is the example package of the documentation: one policy for each layer, with parameters of its own,
+tests that run the shipped conformance suite, and an experiment that selects the policies by name. Other kinds of package replace
+its files but for those that are the same for all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from vajra_py import __version__
 from vajra_py.errors import ConfigError, Problem
 
 TEMPLATE = Path(__file__).parent / "template"
+POLICIES = "policies"
+KINDS: Mapping[str, Path] = {POLICIES: TEMPLATE, "admission": TEMPLATE.with_name("template_admission")}
+"""Templates by kind of package."""
+_OF_ALL_KINDS = ("pyproject.toml.j2", "src/__package__/py.typed.j2")
 SUFFIX = ".j2"
 PACKAGE_FOLDER = "__package__"
 RESERVED = frozenset({"vajra", "vajra_py", "vajra_policies", "vajra_kernels"})
@@ -46,24 +51,27 @@ def plugin_names(name: str) -> PluginNames:
     return PluginNames(package.replace("_", "-"), package, prefix or package)
 
 
-def render_plugin(name: str) -> Mapping[str, str]:
+def render_plugin(name: str, kind: str = POLICIES) -> Mapping[str, str]:
     """Return the files of a new package: text by path inside its folder, sorted by path."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    names = plugin_names(name)
+    names, folder = plugin_names(name), KINDS[kind]
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATE), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+        loader=FileSystemLoader([folder, TEMPLATE]),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
+    own = {source.relative_to(folder).as_posix() for source in folder.rglob(f"*{SUFFIX}")}
     files: dict[str, str] = {}
-    for source in sorted(TEMPLATE.rglob(f"*{SUFFIX}")):
-        path = source.relative_to(TEMPLATE).as_posix()
+    for path in sorted(own.union(_OF_ALL_KINDS)):
         target = path.removesuffix(SUFFIX).replace(PACKAGE_FOLDER, names.package)
         files[target] = environment.get_template(path).render(names=names, vajra_version=__version__)
     return files
 
 
-def write_plugin(name: str, directory: str | Path) -> Path:
-    """Write a package named `name` into `directory`/<distribution> and return that folder.
+def write_plugin(name: str, directory: str | Path, kind: str = POLICIES) -> Path:
+    """Write a package named `name` into `directory`/<distribution> and return that folder. `kind`: one of `KINDS`.
 
     The package is complete: `pip install` makes its policies available by name. Raises `ConfigError` if the name is
     invalid or the folder exists and is not empty; nothing is overwritten.
@@ -73,7 +81,7 @@ def write_plugin(name: str, directory: str | Path) -> Path:
         raise ConfigError(
             Problem(str(folder), "is there already and not an empty folder", "Choose another name or folder")
         )
-    for path, text in render_plugin(name).items():
+    for path, text in render_plugin(name, kind).items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # needs an extra
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _TURNS = 8
-"""Of the event loop: after so many, everything that has already happened on connections has had its effect."""
+"""Turns of the event loop after which all earlier events on connections have had their effect."""
 
 
 class Service:
@@ -101,7 +101,7 @@ class Service:
         return self.num_generating >= self.options.max_concurrent
 
     async def enter(self) -> None:
-        """One more request generates. Raises `ApiError` when there are too many, or no replica is ready."""
+        """Count one more generating request. Raises `ApiError` when there are too many, or no replica is ready."""
         for _ in range(_TURNS):
             if self.is_saturated:  # clients that have left give their places back first
                 await asyncio.sleep(0)
@@ -114,7 +114,7 @@ class Service:
         self.num_generating += 1
 
     def leave(self) -> None:
-        """One request less."""
+        """Count one generating request less."""
         self.num_generating -= 1
 
     async def generate(self, request: Request, body: GenerationBody) -> Response:
@@ -136,7 +136,7 @@ class Service:
     async def _generation(
         self, body: GenerationBody, headers: SchedulingHeaders, trace: RequestTrace | None
     ) -> Generation:
-        """Everything about a request before the engine gets it. Raises `ApiError`."""
+        """Prepare a request up to its submission to the engine. Raises `ApiError`."""
         if body.model not in self.names:
             raise unknown_model(body.model, self.names)
         await self.enter()
@@ -260,7 +260,7 @@ def _add_numbers(app: FastAPI, service: Service) -> None:
 
     @app.get("/dashboard/data", response_model=dict[str, Any], responses=answers.errors(401))
     async def dashboard_data(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> JSONResponse:
-        """What the page shows: now, and the last hour's samples after a time, in seconds since 1970."""
+        """Data of the page: the present, and the last hour's samples after `since`, in seconds since 1970."""
         shown: dict[str, Any] = server_health(service.session)
         if service.stats is not None and service.controller is not None:
             shown.update(live(service.controller, service.stats, service.catalogue))
@@ -307,14 +307,14 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", response_model=answers.HealthAnswer, responses=answers.errors(503))
     async def healthy() -> JSONResponse:
-        """Whether the server is alive: loading counts, a failed engine does not."""
+        """Liveness of the server: alive while it loads, not after the engine has failed."""
         if session.has_ended:
             raise ApiError(503, session.why_unavailable(), code="unavailable")
         return JSONResponse(health())
 
     @app.get("/ready", response_model=answers.HealthAnswer, responses=answers.errors(401, 503))
     async def ready() -> JSONResponse:
-        """Whether requests are taken: the model is loaded, a replica is up, no shutdown has begun."""
+        """Readiness for requests: the model is loaded, a replica is up, no shutdown has begun."""
         if not session.is_ready:
             raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
         return JSONResponse(health())

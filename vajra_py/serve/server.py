@@ -41,7 +41,7 @@ _LAST_BYTES_S = 1.0
 """Time that connections get, at the very end, to take what was written to them; more where grace time is left."""
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
-"""After the grace time, or a second signal, what is left takes less; then the process is ended from outside the event loop."""
+"""Seconds that the rest may take after the grace time or a second signal; then the process is ended from outside the event loop."""
 EXIT_STUCK = 5
 """Exit code of a process whose engine or event loop did not stop."""
 _LOG_S = 0.5
@@ -62,7 +62,7 @@ class DrainingServer(uvicorn.Server):
         """Ends the process when it does not end by itself; None: nobody does."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come; called between two bytecodes of the main thread."""
+        """Handle a signal; called between two bytecodes of the main thread."""
         is_first = self._event_loop is not None and self._drain is None
         if self.guard is not None:
             self.guard.end_within(self._service.options.grace_s + END_S if is_first else END_S)
@@ -116,7 +116,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _until_engine_ends(self) -> None:
-        """An engine that fails takes the server with it: whoever runs it starts it again."""
+        """End the server when the engine fails, so that a supervisor can start it again."""
         await self._service.session.ended()
         if self._service.session.state is SessionState.FAILED:
             self.begin_drain()
@@ -155,7 +155,7 @@ class Guard(threading.Thread):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """The server has ended: what else this process does has no deadline."""
+        """Remove the deadline, since the server has ended."""
         self._is_over = True
 
     def end_within(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""Steps that are worked out at once, at first and at most; a longer run goes on in another."""
+"""First and greatest number of steps worked out at once; a longer run goes on in another."""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
@@ -28,14 +28,14 @@ class TimesRuns(Protocol):
     """A step timer that knows the durations of several steps in advance."""
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """Ticks at which steps end that begin now, with durations equal to `stage_ticks` asked step by step.
+        """Return the end ticks of steps that begin now, one after another, with the durations of `stage_ticks`.
 
-        Perhaps fewer than were asked for: none that ends after the clock's last tick.
+        Steps that would end after the clock's last tick are left out.
         """
 
 
 def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
-    """How this model's decode runs are predicted: (decodes, their context tokens at first, steps) to seconds of each step."""
+    """Return the predictor of decode runs: (decodes, their context tokens at first, steps) to the seconds of each step."""
     if isinstance(latency, PredictsDecodeRuns):
         return latency.decode_run_times_s
 
@@ -47,13 +47,13 @@ def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepT
 
 
 def check_step_time(seconds: float) -> None:
-    """Raises `ExecutorError` for what a latency model cannot have meant as the duration of a step, or of a run of them."""
+    """Raise `ExecutorError` for a number that cannot be the duration of a step, or of a run of them."""
     if not 0.0 <= seconds <= LAST_S:
         raise ExecutorError(f"latency model: a step cannot last {seconds} s. Allowed: 0 to {LAST_S:,.0f} s.")
 
 
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
-    """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
+    """Return the end ticks of steps that begin now one after another, each with a fixed overhead and of at least one tick."""
     if isinstance(seconds, np.ndarray):
         shortest, longest = float(np.minimum.reduce(seconds)), float(np.maximum.reduce(seconds))
         check_step_time(shortest)
@@ -69,7 +69,7 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
         seconds = seconds.tolist()
     shortest = min(seconds)
     check_step_time(shortest)
-    check_step_time(sum(seconds))  # also finds a NaN among them, which `min` may pass over
+    check_step_time(sum(seconds))  # also finds a NaN, which `min` may miss
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
     if shortest * TICKS_PER_SECOND + overhead_ticks < 1:
         durations = [max(1, duration) for duration in durations]
@@ -77,6 +77,6 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
 
 
 def ends_of(now: int, durations: Sequence[int]) -> array[int]:
-    """When steps end that begin now and last so many ticks, as far as the clock reaches."""
+    """Return the end ticks of steps that begin now and last so many ticks, as far as the clock reaches."""
     ends = list(accumulate(durations, initial=now))
     return array("q", ends[1:] if ends[-1] <= NEVER else ends[1 : bisect_right(ends, NEVER)])

@@ -28,7 +28,7 @@ class StepTimer(Protocol):
 
 @runtime_checkable
 class TimesFirstStage(Protocol):
-    """A timer of steps that went through pipeline stages: `stage_ticks` is how long a step took in all of them."""
+    """Timer of steps that went through pipeline stages: `stage_ticks` is a step's time in all of them."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """Ticks from forming the step to its result."""
@@ -38,7 +38,7 @@ class TimesFirstStage(Protocol):
 
 
 class PredictedTimer:
-    """Steps last what the latency model says, and a fixed overhead for scheduling."""
+    """Timer by the latency model, with a fixed overhead for scheduling."""
 
     def __init__(self, latency: LatencyModel, overhead_s: float = 0.0) -> None:
         self._stage_time_s = latency.taken_time_s if isinstance(latency, CountsSteps) else latency.stage_time_s
@@ -53,13 +53,13 @@ class PredictedTimer:
         return round(seconds * TICKS_PER_SECOND) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """When steps end that begin now and do nothing but decode, one after another."""
+        """Return the end ticks of steps that begin now, one after another, and only decode."""
         seconds = self._decode_run_times_s(num_decodes, first_context_tokens, num_steps)
         return run_ends_of(now, seconds, self._overhead_ticks)
 
 
 class VariedTimer(PredictedTimer):
-    """Steps of one replica last what the latency model says times a factor drawn for each, and the fixed overhead.
+    """Timer of one replica by the latency model, with a random factor for each step, and the fixed overhead.
 
     The n-th step of a replica is equally lucky however it is asked for: alone, or as part of a run of decodes.
     """
@@ -87,7 +87,7 @@ class VariedTimer(PredictedTimer):
 def predicted_timers(
     latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0
 ) -> Callable[[Replica], PredictedTimer]:
-    """The timer of each replica, whose steps differ where the latency model says so."""
+    """Return the timer of each replica; they differ where the latency model draws random factors."""
     variation = latency.variation if isinstance(latency, VariesSteps) else None
     if variation is None:
         timer = PredictedTimer(latency, overhead_s)
@@ -101,7 +101,7 @@ def predicted_timers(
 
 
 class RecordedTimer:
-    """Steps last what they lasted in a recorded run, in the order in which the replica formed them."""
+    """Timer by a recorded run, in the order in which the replica formed its steps."""
 
     def __init__(self, next_duration_s: Callable[[int], float]) -> None:
         self._next_duration_s = next_duration_s
@@ -115,17 +115,17 @@ _NOTHING_KNOWN = StepResult()
 
 
 class SimulatedExecutor:
-    """Knows the true output lengths of a workload; tokens have no identity here."""
+    """Executor that knows the true output lengths of a workload; tokens have no ids here."""
 
     def __init__(self) -> None:
         self._output_tokens: dict[Request, int] = {}
 
     def expect(self, request: Request, num_output_tokens: int) -> None:
-        """This request will stop by itself after so many tokens."""
+        """Set the number of tokens after which the request will stop by itself."""
         self._output_tokens[request] = num_output_tokens
 
     def result(self, plan: StepPlan) -> StepResult:
-        """What a step that has just ended gave: nothing but one token for every entry that was due one."""
+        """Return the result of a step that has just ended: one token for every entry that was due one."""
         return _NOTHING_KNOWN
 
     def known_output_tokens(self, request: Request) -> int | None:

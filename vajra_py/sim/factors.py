@@ -12,7 +12,7 @@ _BLOCK = 1024
 
 
 class StepFactors:
-    """The factors of one replica's steps, by step index. Worked out in blocks, of which the last one asked for is kept.
+    """Factors of one replica's steps, by step index. Computed in blocks, of which the last one asked for is kept.
 
     How lucky a step is depends on the seed and its index alone; by what factor that lengthens it, on what it does too.
     """
@@ -24,7 +24,7 @@ class StepFactors:
         self._blocks: dict[bool, npt.NDArray[np.float64]] = {}
 
     def of(self, first: int, count: int, *, has_prompts: bool) -> npt.NDArray[np.float64]:
-        """Those of `count` steps from the `first` on, all of one kind."""
+        """Return the factors of `count` steps from the `first` on, all of one kind."""
         index, at = divmod(first, _BLOCK)
         if at + count <= _BLOCK:
             return self._drawn(index)[has_prompts][at : at + count]

@@ -1,4 +1,4 @@
-"""Decode fast-forward: launches all repetitions of a steady decode step as one event, and applies them when somebody looks.
+"""Decode fast-forward: launches all repetitions of a steady decode step as one event, and applies them on demand.
 
 How many repetitions are sure is the mechanism's to say (`vajra_py.runtime.step.fast_forward`). The results are those of single steps.
 """
@@ -25,7 +25,7 @@ class DecodeFastForward:
         self._driver = driver
         self._end_now = end_now
         self._running: dict[str, dict[int, SimReplica]] = {name: {} for name in driver.controller.replicasets}
-        """By replicaset and id, those whose step in flight is the first of a run."""
+        """Replicas whose step in flight is the first of a run, by replicaset and id."""
 
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
         """Launch a plan with its repetitions; returns when the last one ends, None when it is not sure to be repeated."""
@@ -45,7 +45,7 @@ class DecodeFastForward:
         return ends[-1]
 
     def finish(self, one: SimReplica) -> None:
-        """The last step of a run ends now: apply those before it."""
+        """Apply the steps before the last one of a run, which ends now."""
         assert one.run_ends is not None
         if len(one.run_ends) > 1:
             self._sync(one, goes_on=True)
@@ -53,7 +53,7 @@ class DecodeFastForward:
         self.forget(one)
 
     def forget(self, one: SimReplica) -> None:
-        """The replica is in no run any more."""
+        """Take the replica out of its run."""
         one.run_ends = None
         self._running[one.replica.replicaset].pop(one.replica.replica_id, None)
 
@@ -72,9 +72,9 @@ class DecodeFastForward:
         if replica.run_ends is not None:
             self._sync(replica, goes_on=replica.replica.repeats.ignores_arrivals(replica.plan))
 
-    def interrupt(self, replica: SimReplica) -> None:
+    def interrupt(self, replica: SimReplica, *, up_to_now: bool = True) -> None:
         """See `FastForward`."""
-        self._sync(replica, goes_on=False)
+        self._sync(replica, goes_on=False, up_to_now=up_to_now)
 
     def interrupt_all(self, replicaset: str) -> None:
         """See `FastForward`."""
@@ -87,7 +87,7 @@ class DecodeFastForward:
         return [one for one in self._running[replicaset].values() if one.run_ends and one.run_ends[0] <= now]
 
     def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
-        """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last.
+        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight is its last.
 
         `up_to_now`: also the one that ends now, which precedes what happens now.
         """
@@ -100,7 +100,8 @@ class DecodeFastForward:
             one.plan = replica.complete_repeats(plan, ends[:num_done], driver.now)
             driver.count_repeats(num_done)
             del ends[:num_done]
-        if up_to_now and len(ends) > 1 and ends[0] == driver.now:  # the next one follows what happens now
+        # The step after one that ends now is formed after the other events of this tick.
+        if up_to_now and len(ends) > 1 and ends[0] == driver.now:
             del ends[1:]
             driver.end_run_at(one, driver.now)
             self._end_now(one)

@@ -1,4 +1,4 @@
-"""A simulated replica: what it executes, until when, and how its steps are timed."""
+"""A simulated replica: the step that it executes, its end, and its timer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class SimReplica(BackendReplica):
 
     timer: StepTimer
     runs: TimesRuns | None
-    """The timer, where it knows the durations of several steps in advance."""
+    """The timer, if it knows the durations of several steps in advance."""
     stage_free_at: list[int] = field(default_factory=list)
     """Tick from which each pipeline stage is free; empty where there is one."""
     plan: StepPlan | None = None
     """The step in flight, with one pipeline stage."""
     run_ends: array[int] | None = None
-    """Ticks at which the steps of a run end, when the step in flight is the first of one; the run's last is an event."""
+    """End ticks of a run's steps, when the step in flight is the first of one; the end of the run is an event."""
     run_limit: int = FIRST_STEPS
-    """How many steps are worked out at once: more after a run that came to its end, few after one that was cut short."""
+    """Number of steps worked out at once: more after a run that came to its end, few after one that was cut short."""

@@ -13,7 +13,7 @@ from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.records.input_log import Abandonment, Control, Failure, PolicyChange, Restart
+from vajra_py.runtime.records.input_log import Abandonment, Control, Failure, PolicyChange, Restart, WakeUp
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
 from vajra_py.runtime.serving.controller import Controller
@@ -39,44 +39,46 @@ class SimulationOptions:
     """Rules of one simulation."""
 
     horizon_s: float | None = None
-    """No arrival after this; None: the whole workload."""
+    """Time after which no request arrives, seconds; None: the whole workload."""
     drain: bool = True
-    """Whether to run on after the last arrival (or the horizon) until every request has ended."""
+    """True: run on after the last arrival (or the horizon) until every request has ended."""
     tenant_salt: bool = False
     fast_forward: bool = True
-    """Whether steps that policies declare to repeat are worked out at once; the results are the same either way."""
+    """True: work out at once the steps that policies declare to repeat; the results are the same either way."""
     check_every_steps: int = 0
     """Check conservation every so many steps; 0: never."""
     expires: bool = True
-    """Whether requests expire by the clock; False: only when told."""
+    """True if requests expire by the clock; False: only when told."""
     arrival_delay_s: float = 0.0
-    """From a request's arrival to the scheduler's queue, seconds."""
+    """Delay from a request's arrival to the scheduler's queue, seconds."""
     asynchronous: bool = False
-    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses the next step.
+    """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
     Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
+    wakes: bool = True
+    """True if policies are woken when they asked to be; False: only when told."""
     isolates_policies: bool = False
-    """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
+    """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
-    """A policy that has not returned after so many seconds of real time breaks the contract; None: it may take for ever."""
+    """Real seconds after which a policy that has not returned breaks the contract; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """A request is taken in at another time than the client sent it."""
+    """A request that is accepted at another time than the client sent it."""
 
     spec: RequestSpec
     arrived_at: float
-    """When the client sent it, seconds."""
+    """Time at which the client sent it, seconds."""
     is_queued: bool = True
-    """Whether the scheduler sees it at once; otherwise with the next step that is scheduled."""
+    """True if the scheduler sees it at once; otherwise with the next step that is scheduled."""
     salt: str | None = None
-    """Only requests with the same one share prefixes; None: as the settings say."""
+    """Prefixes are shared only among requests with the same salt; None: as the settings say."""
     reads_cache: bool = True
-    """Whether it may use what is in the prefix cache."""
+    """True if it may use the contents of the prefix cache."""
 
 
-Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | str
-"""What can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, and the id of a request with EXPIRY or ABORT."""
+Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | str
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE; a request id with EXPIRY or ABORT."""
 
 
 class Simulator(Backend[SimReplica]):
@@ -92,7 +94,7 @@ class Simulator(Backend[SimReplica]):
     ) -> None:
         self.controller = controller
         self.violations: list[tuple[int, str, str]] = []
-        """(tick, replicaset, what a policy did) of those that were contained."""
+        """(tick, replicaset, violation) of policies that were isolated."""
         self._executor = executor
         self._options = options
         self._progress = progress
@@ -102,7 +104,12 @@ class Simulator(Backend[SimReplica]):
         replicas = [self._replica(replica, timer_of(replica)) for replica in controller.replicas()]
         self._sim_replicas = replicas
         self._num_delayed = 0
-        rules = DriverOptions(options.check_every_steps, options.expires, options.isolates_policies)
+        rules = DriverOptions(
+            options.check_every_steps,
+            options.expires,
+            wakes=options.wakes,
+            isolates_policies=options.isolates_policies,
+        )
         self._driver = Driver(controller, self, replicas, rules)
         self._fast_forward = DecodeFastForward(self._driver, self._end_now)
         self._driver.use(self._fast_forward)
@@ -114,7 +121,7 @@ class Simulator(Backend[SimReplica]):
 
     @property
     def now(self) -> int:
-        """The tick of what happened last."""
+        """Tick of the latest event."""
         return self._driver.now
 
     @property
@@ -125,7 +132,7 @@ class Simulator(Backend[SimReplica]):
     # The clock
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
-        """Simulate to the end (or the horizon). Raises `PolicyError` when a policy leaves requests standing for ever."""
+        """Simulate to the end (or the horizon). Raises `PolicyError` when a policy never schedules waiting requests."""
         with infrequent_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
             self._next_arrival()
@@ -146,7 +153,7 @@ class Simulator(Backend[SimReplica]):
             driver.advance_to(until)
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
-            if driver.events.heap[0][0] > until:  # else a step that ended just now is followed by another
+            if driver.events.heap[0][0] > until:  # otherwise the end of a step is due now, and another step follows
                 return
 
     def abort_at(self, seconds: float, request_id: str) -> None:
@@ -160,10 +167,10 @@ class Simulator(Backend[SimReplica]):
     # Arrivals and departures
 
     def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
-        """The requests that have an arrival time of their own; the others wait for those that they follow."""
+        """Return the requests with an arrival time of their own; the others wait for those that they follow."""
         if isinstance(workload, Workload) and not workload.has_followers:
             return iter(workload)
-        if isinstance(workload, Iterator):  # it is gone through twice
+        if isinstance(workload, Iterator):  # it is iterated over twice
             workload = list(workload)
         for spec in workload:
             self._followers.add(spec)
@@ -201,7 +208,7 @@ class Simulator(Backend[SimReplica]):
         )
 
     def _next_scheduling(self) -> int:
-        """When an asynchronous engine sees a request that comes now: as soon as the step after the one in flight has begun.
+        """Return the tick at which an async engine sees a request that comes now: just after the step in flight has ended.
 
         At once while a replica is idle; of several busy ones each is asked in turn.
         """
@@ -219,6 +226,9 @@ class Simulator(Backend[SimReplica]):
 
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
         """See `Backend`; one executor knows every request."""
+
+    def on_transfer(self, request: Request, source: SimReplica, target: SimReplica) -> None:
+        """See `Backend`; its end is an event of the network's model."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; a request whose last parent was among them arrives after its think time."""

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vajra_py.testing.admission import admission_policies_under_test, check_admission_policy
     from vajra_py.testing.conformance import (
         Check,
         ConformanceWarning,
@@ -37,6 +38,8 @@ _HOMES = {
     "Step": "harness",
     "StepEntry": "harness",
     "StrictViews": "strict",
+    "admission_policies_under_test": "admission",
+    "check_admission_policy": "admission",
     "check_policy": "conformance",
     "conformance_checks": "conformance",
     "policies_under_test": "conformance",
@@ -58,6 +61,8 @@ __all__ = [
     "Step",
     "StepEntry",
     "StrictViews",
+    "admission_policies_under_test",
+    "check_admission_policy",
     "check_policy",
     "conformance_checks",
     "policies_under_test",

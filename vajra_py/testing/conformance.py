@@ -62,7 +62,7 @@ class ConformanceWarning(UserWarning):
 
 
 POLICY_TIMEOUT_S = 30.0
-"""How long a policy may think about one question under test, seconds of real time."""
+"""Time limit of a policy for one call under test, seconds of real time."""
 
 
 def check_policy(
@@ -104,7 +104,7 @@ class Check:
     layers: tuple[Layer, ...]
     run: Callable[[Subject], None]
     is_needed_by_all: bool = False
-    """Whether nothing else can be checked where this fails."""
+    """True if nothing else can be checked where this fails."""
 
     def __call__(self, spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
         """Check one policy. Raises `AssertionError`."""
@@ -114,7 +114,7 @@ class Check:
             raise AssertionError(f"{subject} breaks the contract:\n  {self.name}: {failure}")
 
     def failure(self, subject: Subject, policy_timeout_s: float = POLICY_TIMEOUT_S) -> str | None:
-        """What was found; None when all is well."""
+        """Run the check; returns the failure, or None if there is none."""
         try:
             with no_endless_calls(policy_timeout_s):
                 self.run(subject)
@@ -127,7 +127,7 @@ class Check:
 
 
 def _is_from_endless_call(error: BaseException | None) -> bool:
-    """Whether an error goes back to a call that was interrupted."""
+    """Return True if an error was caused by a call that was interrupted."""
     while error is not None and not isinstance(error, DidNotReturn):
         error = error.__cause__
     return error is not None
@@ -173,7 +173,7 @@ _AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES)
 def _decides_again(
     subject: Subject, what: str, interposing: Interposing | None, violations: Sequence[str] = ()
 ) -> None:
-    """The same decisions in a further run, with something interposed that must make no difference."""
+    """Check that decisions are the same in a further run, with something interposed that must make no difference."""
     for scenario in _AGAIN:
         if not subject.suits(scenario):
             continue
@@ -197,7 +197,7 @@ def _is_repeatable(subject: Subject) -> None:
 
 _HASHED = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
 _MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
-"""So many that the first of a set of replicas is seldom the same one twice."""
+"""Number of replicas, so large that the first of a set of them is seldom the same one twice."""
 
 
 def rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:

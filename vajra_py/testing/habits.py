@@ -1,4 +1,4 @@
-"""What a policy keeps, calls and preempts without need: faults that no single decision shows."""
+"""State that a policy keeps, calls and preemptions without need: faults that no single decision shows."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def kept_requests(policies: Iterable[Any], ended: Iterable[Request]) -> set[str]
 
 
 def _on_the_class(kind: type) -> Iterator[Any]:
-    """What a policy's own classes hold besides methods."""
+    """Iterate over the values of a policy's own classes, methods left out."""
     package = kind.__module__.partition(".")[0]
     for one in kind.__mro__:
         if one.__module__.partition(".")[0] == package:
@@ -110,7 +110,7 @@ def _within(value: Any) -> Sequence[Any]:
 
 
 def _is_entered(value: Any) -> bool:
-    """Whether a value may belong to a policy; what belongs to the mechanism does not."""
+    """Return True if a value may belong to a policy rather than to the mechanism."""
     if isinstance(value, _NOT_ENTERED):
         return False
     is_framework = type(value).__module__.partition(".")[0] == "vajra_py"
@@ -126,7 +126,7 @@ def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int
     Only of runs with memory to spare, in which a victim's blocks are needed by nobody.
     """
     away: dict[str, int] = {}
-    """By victim, the number of admissions on its replica when it was preempted."""
+    """Number of admissions on the victim's replica when it was preempted, by victim."""
     admissions: dict[int, int] = {}
     num_preemptions = num_futile = 0
     for row in decisions:

@@ -11,7 +11,7 @@ you drive it (`submit`, `step`), or the simulator does (`run`); both tell every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -20,13 +20,15 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import build_policy, check_policy_shape
+from vajra_py.plugins import build_admission_policy, build_policy, check_admission_shape, check_policy_shape
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
+from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
@@ -77,22 +79,22 @@ class HarnessOptions:
     bytes_per_block: int = 0
     watermark_blocks: int = 0
     reserve_prompt: bool = True
-    """Whether admission takes blocks for the whole known sequence, or for the first step's tokens alone."""
+    """True if admission takes blocks for the whole known sequence; False: for the first step's tokens alone."""
     prefix_cache: PrefixCacheOptions | None = None
     cache_at_schedule: bool = True
-    """Whether a full block can be hit once its step is formed, or once the step has come back."""
+    """True if a full block can be hit once its step is formed; False: once the step has come back."""
     reserves_growth: bool = False
-    """Whether decodes that grow together take their blocks as a number first, as in a simulation; block tables lag behind then."""
+    """True if decodes that grow together reserve blocks as a number first, as in a simulation; block tables lag behind then."""
     holds_ended_slots: bool = False
-    """Whether a request that ends with a step keeps slot and blocks for the next one, as under asynchronous scheduling."""
+    """True if a request that ends keeps slot and blocks for one more step, as under async scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
     """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
     seed: int = 0
     check_conservation: bool = True
-    """Whether requests and KV blocks are counted after every step."""
+    """True if requests and KV blocks are counted after every step."""
     keeps_steps: bool = True
-    """Whether `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
+    """True if `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
     `fast_forward`; without it, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds of real time breaks the contract, in `run` and `steps_until_idle`."""
@@ -127,7 +129,7 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one replica decided for one step, and when the step ran."""
+    """Decisions of one replica for one step, and the step's times."""
 
     replica_id: int
     formed_at: float
@@ -219,7 +221,10 @@ class Harness:
         replicaset_scheduler: PolicySource,
         replica_scheduler: PolicySource,
         options: HarnessOptions | None = None,
+        *,
+        admission: PolicySource | None = None,
     ) -> None:
+        """`admission`: an admission policy; None: every request is accepted."""
         self.options = options = options or HarnessOptions()
         self._limits = limits = options.limits()
         self._now = 0
@@ -234,7 +239,10 @@ class Harness:
             output_lengths=options.output_lengths,
             random_stream=SeedTree(options.seed).stream,
         )
-        schedulers = [self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler) for _ in range(options.num_replicas)]
+        self._alarms = AlarmClock()
+        schedulers = [
+            self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler, one) for one in range(options.num_replicas)
+        ]
         prefill_time.follow([self._prefill_table(one) for one in schedulers[:1]])  # all were built from one source
         self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
         prioritizer_name = type(self.prioritizer).__name__
@@ -245,21 +253,43 @@ class Harness:
         self.replicaset = Replicaset(
             _NAME, self.replicaset_scheduler, "replicaset scheduler", make_queue(self.prioritizer), AdmissionLimits()
         )
-        self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers)
+        self.admission: Any = None if admission is None else self._admission_policy(admission)
+        self._beside = [] if admission is None else [self.admission]
+        self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
-        self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME)
+        self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
+        if admission is not None:
+            name = type(self.admission).__name__
+            self.controller.gate = AdmissionGate(lambda: self.admission, name, self.controller.replicasets)
         self._recorder = _StepRecorder(keeps_steps=options.keeps_steps)
         self.controller.watch((self._recorder,))
 
-    def _policy(self, layer: Layer, source: PolicySource) -> Any:
+    def _policy(self, layer: Layer, source: PolicySource, replica_id: int | None = None) -> Any:
+        sleeper = Sleeper(_NAME, layer.value, source if isinstance(source, str) else _NAME, replica_id)
+        context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
         if isinstance(source, str):
-            return build_policy(layer, source, {}, self.context)
-        if isinstance(source, tuple):
-            return build_policy(layer, source[0], source[1], self.context)
-        is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
-        policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(self.context)
-        check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
+            policy: Any = build_policy(layer, source, {}, context)
+        elif isinstance(source, tuple):
+            policy = build_policy(layer, source[0], source[1], context)
+        else:
+            is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
+            policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
+            check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
+        sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
+        return policy
+
+    def _admission_policy(self, source: PolicySource) -> Any:
+        sleeper = Sleeper("", ADMISSION_SLOT, source if isinstance(source, str) else _NAME)
+        context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
+        if isinstance(source, str | tuple):
+            name, params = (source, {}) if isinstance(source, str) else source
+            policy: Any = build_admission_policy(name, params, context)
+        else:
+            is_object = not isinstance(source, type) and hasattr(source, "admit")
+            policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
+            check_admission_shape(policy, f"admission policy {policy!r}", _NAME)
+        sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
         return policy
 
     def _prefill_table(self, scheduler: Any) -> PrefillTable:
@@ -290,7 +320,7 @@ class Harness:
                     holds_ended_slots=options.holds_ended_slots,
                 ),
                 executor=self._executor,
-                listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler),
+                listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler, *self._beside),
                 slack=self._slack,
             )
         )
@@ -332,7 +362,7 @@ class Harness:
         return self.replicaset.replicas[replica_id]
 
     def waiting(self, replica_id: int = 0) -> list[str]:
-        """What the replica could admit now, most urgent first."""
+        """Ids of the requests that the replica could admit now, most urgent first."""
         running_set = self.replica(replica_id).running_set
         own = [request.request_id for request in running_set.queue.ordered(self.now)]
         return [*own, *(request.request_id for request in running_set.shared.pulled(self.now))]
@@ -345,7 +375,9 @@ class Harness:
 
     def submit_spec(self, spec: RequestSpec) -> Request:
         """Let a request of a workload arrive now, whatever its own arrival time says."""
-        request, _, _ = self.controller.submit(facts_of(spec), lambda size: hashes_of(spec, size, ""), self._now)
+        facts = facts_of(spec)
+        replicaset = self.controller.replicaset_for(facts)
+        request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
         if request.state is not RequestState.ENDED:
             self._executor.expect(request, spec.num_output_tokens)
         return request
@@ -401,6 +433,6 @@ class Harness:
 
 
 def _listeners(*policies: Any) -> Listeners:
-    """Who is told of requests, each object once, whatever layers it serves."""
+    """Return the listeners among the policies, each object once, whatever layers it serves."""
     distinct = {id(one): one for one in policies}
     return listeners_among((one, type(one).__name__) for one in distinct.values())

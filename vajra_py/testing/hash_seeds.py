@@ -22,11 +22,11 @@ TIMEOUT_S = 300.0
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 
 Rows: TypeAlias = dict[str, list[str]]
-"""By scenario, every decision and every end in words."""
+"""Every decision and every end in words, by scenario."""
 
 
 def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:
-    """What the policy does under each of `HASH_SEEDS`, each in a process of its own; the processes run side by side.
+    """Run the policy under each of `HASH_SEEDS`, in a process for each, side by side; returns the decisions of each.
 
     Raises `pickle.PicklingError` or another error of pickling where the policy cannot be handed to another process, and
     `RuntimeError` with the process's last line where one fails.

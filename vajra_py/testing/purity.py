@@ -21,7 +21,7 @@ _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 
 
 class ImpureError(Exception):
-    """What a forbidden call raises while the guard is up."""
+    """Raised by a forbidden call while the guard is up."""
 
 
 @contextmanager

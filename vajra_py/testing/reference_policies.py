@@ -21,7 +21,7 @@ from vajra_py.contract import (
 
 
 class ByArrival:
-    """Who came first is more urgent."""
+    """First come, first served."""
 
     key_motion = KeyMotion.STATIC
 
@@ -31,19 +31,19 @@ class ByArrival:
 
 
 class ByArrivalInTime(ByArrival):
-    """The same with slack: every request is allowed a second."""
+    """First come, first served, with slack: every request is allowed a second."""
 
     def slack_s(self, request: RequestView, now: float) -> float:
         """Seconds to a second after arrival."""
         return request.arrived_at + 1.0 - now
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """The same: the allowed time is a second."""
+        """Return `slack_s`: the allowed time is a second."""
         return self.slack_s(request, now)
 
 
 class BySlack:
-    """Who has less of the allowed time left is more urgent: keys that cross as time goes by."""
+    """Least slack first, relative to the time allowed: keys that cross as time goes by."""
 
     key_motion = KeyMotion.TIME_LINEAR
 
@@ -93,7 +93,7 @@ class InTurn:
         return up[self._count % len(up)] if up else None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Whatever came while no replica was up."""
+        """Iterate over requests that came while no replica was up."""
         return (request.request_id for request in queued)
 
 
@@ -103,11 +103,11 @@ class Shared:
     traits = SchedulerTraits(reads_load=False)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """None."""
+        """Return None: nothing is bound on arrival."""
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Everything, by urgency, for a replica that is up."""
+        """Iterate over the whole shared queue, by urgency, for a replica that is up."""
         return (request.request_id for request in queued) if replica.is_up else ()
 
 

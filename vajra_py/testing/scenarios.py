@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import ReplicaState, RequestView
+from vajra_py.contract import AdmissionDecision, ReplicaState, RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.tables.recorder import token_times
@@ -36,6 +36,8 @@ class Policies:
     prioritizer: PolicySource
     replicaset_scheduler: PolicySource
     replica_scheduler: PolicySource
+    admission: PolicySource | None = None
+    """An admission policy; None: every request is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Scenario:
     options: HarnessOptions
     requests: Callable[[np.random.Generator, int], list[RequestSpec]]
     is_memory_ample: bool = False
-    """Whether whatever fits into a batch fits into memory too."""
+    """True if every batch within the limits fits into memory too."""
     num_aborted: int = 0
     down: frozenset[int] = frozenset()
     """Replicas that take no requests."""
@@ -54,22 +56,24 @@ class Scenario:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was decided, and what became of the requests."""
+    """Decisions of a run, and the ends of its requests."""
 
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """A row for each formed step, as in the decision log, without its end."""
     ends: list[tuple[Any, ...]] = field(default_factory=list)
     """(request, reason, time, first token, all tokens, preemptions, first admission) in the order of ending."""
     steps: list[tuple[Any, ...]] = field(default_factory=list)
-    """What observers are told of each step that came back."""
+    """Steps as reported to observers when they came back."""
     requests: dict[str, Request] = field(default_factory=dict)
+    admissions: list[tuple[Any, ...]] = field(default_factory=list)
+    """(request, decision, time) of each request that was degraded, refused or deferred, or let in after that."""
     num_unfinished: int = 0
     num_fast_forwarded: int = 0
     """Number of steps that came in runs of repeated decodes instead of one by one."""
 
 
 class StuckError(Exception):
-    """Steps follow one another and nobody gets anywhere."""
+    """Raised when steps follow one another and no request progresses."""
 
 
 class _Watch(Observer):
@@ -84,6 +88,9 @@ class _Watch(Observer):
 
     def on_arrival(self, request: RequestView, now: float) -> None:
         self.outcome.requests[request.request_id] = self._alive[request.request_id] = cast(Request, request)
+
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
+        self.outcome.admissions.append((request.request_id, decision, now))
 
     def on_step_begin(self, step: StepRecord) -> None:
         self.outcome.decisions.append(step_row(step))
@@ -123,25 +130,31 @@ class _Watch(Observer):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a scenario is run."""
+    """Options of a scenario's run."""
 
     num_replicas: int = 1
     detailed: bool = True
-    """Whether every decision is kept; the simulator then forms every step by itself."""
+    """True if every decision is kept; the simulator then forms every step by itself."""
     fast_forward: bool = True
     check_every_step: bool = True
-    """Whether requests and blocks are counted after every step, or at the end alone."""
+    """True if requests and blocks are counted after every step; False: at the end alone."""
     policy_timeout_s: float | None = None
     """A policy that has not returned after so many seconds breaks the contract; None: somebody else watches, or nobody."""
 
 
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
-    """Put the policies into the situation.
+    """Run the policies in the scenario.
 
     Raises what the mechanism raises (`PolicyError` for a violation of the contract), and `StuckError`.
     """
     options = replace(scenario.options, num_replicas=rules.num_replicas, reserves_growth=rules.fast_forward)
-    harness = Harness(policies.prioritizer, policies.replicaset_scheduler, policies.replica_scheduler, options)
+    harness = Harness(
+        policies.prioritizer,
+        policies.replicaset_scheduler,
+        policies.replica_scheduler,
+        options,
+        admission=policies.admission,
+    )
     for replica_id in scenario.down:
         harness.replicaset.set_state(replica_id, ReplicaState.DOWN)
     watch = _Watch(detailed=rules.detailed)
@@ -285,4 +298,4 @@ SCENARIOS = (
     PIPELINED,
     KV_PARALLEL,
 )
-"""What every policy is put through."""
+"""Scenarios that every policy is run through."""

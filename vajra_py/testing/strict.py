@@ -14,10 +14,12 @@ from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
     LocalReplicaView,
+    PoolView,
     PriorityKey,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
+    ReplicasetView,
     RequestView,
 )
 from vajra_py.contract.policies import traits_of
@@ -28,6 +30,7 @@ _METHODS = (
     "line",
     "slack_s",
     "slack_fraction",
+    "admit",
     "assign",
     "pull",
     "schedule",
@@ -38,9 +41,10 @@ _METHODS = (
     "on_preemption",
     "on_step_end",
     "on_departures",
+    "on_wake",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
-"""What a replicaset scheduler with the trait `reads_load=False` may read."""
+"""Attributes that a replicaset scheduler with the trait `reads_load=False` may read."""
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
@@ -54,7 +58,7 @@ def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> An
 
 
 def public_names(protocol: type) -> frozenset[str]:
-    """What a Protocol of the contract offers."""
+    """Return the public names of a Protocol of the contract."""
     return frozenset(name for name in dir(protocol) if not name.startswith("_"))
 
 
@@ -94,6 +98,9 @@ class StrictViews:
             views = [StrictReplicaView(self, replica, names) for replica in replicas]
             return policy.assign(self.request(request), views, now)
 
+        def admit(request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> Any:
+            return policy.admit(self.request(request), [StrictReplicasetView(self, one) for one in replicasets], now)
+
         def pull(replica: ReplicaLoadView, queued: QueueView, now: float) -> Any:
             return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
 
@@ -113,6 +120,7 @@ class StrictViews:
                 "line": lambda request: policy.line(self.request(request)),
                 "slack_s": lambda request, now: policy.slack_s(self.request(request), now),
                 "slack_fraction": lambda request, now: policy.slack_fraction(self.request(request), now),
+                "admit": admit,
                 "assign": assign,
                 "pull": pull,
                 "schedule": schedule,
@@ -174,6 +182,37 @@ class StrictReplicaView(_View):
         self._check("prefix_hit_tokens")
         hit: int = self._target.prefix_hit_tokens(self._views.real(request))
         return hit
+
+
+class StrictPoolView(_View):
+    """A `PoolView` and nothing more."""
+
+    __slots__ = ()
+    _what = "pool"
+    _public = public_names(PoolView)
+
+    @property
+    def replicas(self) -> list[StrictReplicaView]:
+        """See `PoolView.replicas`."""
+        return [StrictReplicaView(self._views, one) for one in self._target.replicas]
+
+
+class StrictReplicasetView(_View):
+    """A `ReplicasetView` and nothing more."""
+
+    __slots__ = ()
+    _what = "replicaset"
+    _public = public_names(ReplicasetView)
+
+    @property
+    def pools(self) -> list[StrictPoolView]:
+        """See `ReplicasetView.pools`."""
+        return [StrictPoolView(self._views, one) for one in self._target.pools]
+
+    @property
+    def replicas(self) -> list[StrictReplicaView]:
+        """See `ReplicasetView.replicas`."""
+        return [StrictReplicaView(self._views, one) for one in self._target.replicas]
 
 
 class StrictQueue:
@@ -243,7 +282,7 @@ class StrictBatch(_View):
         return self._verb(found) if callable(found) else found
 
     def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """The same verb for strict views: the mechanism gets the requests behind them, the policy a view back."""
+        """Wrap a verb of the builder for strict views: the mechanism gets the requests behind them, the policy a view back."""
         views = self._views
 
         def called(*given: Any, **named: Any) -> Any:

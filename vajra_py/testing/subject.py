@@ -53,7 +53,7 @@ class Subject:
         return True
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
-        """Put it into a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
+        """Run the policy in a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
         layer = self.layer
 
         def source(context: PolicyContext) -> Any:

@@ -23,7 +23,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
-from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
 from vajra_py.runtime.records.input_log import (
@@ -47,13 +47,13 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 __all__ = [
     "EndReason",
-    "Intake",
     "Mechanism",
     "PlannedChunk",
     "Replica",
     "Request",
     "RequestFacts",
     "StepPlan",
+    "Submission",
     "check_policies",
     "make_mechanism",
 ]
@@ -64,7 +64,7 @@ Clock = Callable[[], int]
 
 
 @dataclass(eq=False, slots=True)
-class Intake:
+class Submission:
     """A request as it is handed to the mechanism, and what became of it.
 
     Attributes:
@@ -143,15 +143,15 @@ class Mechanism(Backend[_VllmReplica]):
         self._clock = clock
         self._one = _VllmReplica(self.replica)
         self._driver: Driver[_VllmReplica] = Driver(
-            controller, self, (self._one,), DriverOptions(isolates_policies=True), self._note
+            controller, self, (self._one,), DriverOptions(serves=True, isolates_policies=True), self._note
         )
         self._turn: int | None = None
-        self.on_ended: Callable[[Request, EndReason, Intake], None] | None = None
+        self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
         """Told of every end, after whoever handed the request in."""
         self._refusal: VajraError | None = None
         """Why a change of policies could not be made; the rest of it is not made either."""
-        self._arriving: list[Intake] = []
-        self._intakes: dict[Request, Intake] = {}
+        self._arriving: list[Submission] = []
+        self._submissions: dict[Request, Submission] = {}
         self._gave_way = _GaveWay()
         self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
         self._is_gate_new = False
@@ -199,9 +199,9 @@ class Mechanism(Backend[_VllmReplica]):
         """The step in flight."""
         return self._one.plan
 
-    def alive(self) -> Sequence[tuple[Request, Intake]]:
+    def alive(self) -> Sequence[tuple[Request, Submission]]:
         """Requests that have not ended, with what they were handed in as."""
-        return [(request, self._intakes[request]) for request in self.controller.alive()]
+        return [(request, self._submissions[request]) for request in self.controller.alive()]
 
     # Between steps
 
@@ -222,10 +222,10 @@ class Mechanism(Backend[_VllmReplica]):
         else:
             self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
 
-    def arrive(self, intake: Intake) -> None:
+    def arrive(self, submission: Submission) -> None:
         """A request comes in with the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
         self.open_turn()
-        self._arriving.append(intake)
+        self._arriving.append(submission)
 
     def abort(self, request_id: str) -> None:
         """Take a request back; with a step in flight, when that comes back."""
@@ -302,9 +302,9 @@ class Mechanism(Backend[_VllmReplica]):
         """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
         tick, one = self.open_turn(), self._one
         self._turn = None
-        self._arriving.sort(key=lambda intake: (intake.arrived_at, intake.facts.request_id))
-        for intake in self._arriving:
-            self._driver.events.push(tick, Phase.ARRIVAL, intake)
+        self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))
+        for submission in self._arriving:
+            self._driver.events.push(tick, Phase.ARRIVAL, submission)
         self._arriving.clear()
         before = one.plan
         if before is not None:
@@ -334,7 +334,7 @@ class Mechanism(Backend[_VllmReplica]):
         replica.stopped.clear()
         return self._driver.now
 
-    def on_arrival(self, payload: Intake) -> None:
+    def on_arrival(self, payload: Submission) -> None:
         """See `Backend`."""
         now = self._driver.now
         if self.note is not None:
@@ -356,10 +356,14 @@ class Mechanism(Backend[_VllmReplica]):
         except VajraError as error:
             self._refusal = error
 
-    def on_submitted(self, request: Request, payload: Intake) -> None:
+    def on_submitted(self, request: Request, payload: Submission) -> None:
         """See `Backend`."""
         payload.request = request
-        self._intakes[request] = payload
+        self._submissions[request] = payload
+
+    def on_transfer(self, request: Request, source: _VllmReplica, target: _VllmReplica) -> None:
+        """See `Backend`; there is one replica."""
+        raise RuntimeError("KV moves between replicas, of which there is one")
 
     def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
         """See `Backend`."""
@@ -368,10 +372,10 @@ class Mechanism(Backend[_VllmReplica]):
         """See `Backend`."""
         for request, reason in ended:
             self._leaving.discard(request)
-            intake = self._intakes.pop(request)
-            intake.on_ended(request, reason)
+            submission = self._submissions.pop(request)
+            submission.on_ended(request, reason)
             if self.on_ended is not None:
-                self.on_ended(request, reason, intake)
+                self.on_ended(request, reason, submission)
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
         """See `Backend`."""
@@ -399,6 +403,10 @@ def make_mechanism(
         sizes = {name: one.num_replicas for name, one in replicasets.items()}
         message = f"a vLLM is one replica of one replicaset (got {sizes})"
         raise ConfigError(Problem("replicasets", message, "Allowed: one, with num_replicas: 1"))
+    if config.admission_policy is not None:
+        message = f"vLLM takes a request in before its scheduler is asked (got {config.admission_policy.policy!r})"
+        advice = "Leave it out: an admission policy decides in a simulation, on the engine and in `vajra serve`"
+        raise ConfigError(Problem("scheduling.admission", message, advice))
     settings = config.backend.settings
     seeds = SeedTree(config.seed).child("policies")
     latency = getattr(settings, "latency", None)
@@ -414,7 +422,7 @@ def make_mechanism(
         output_lengths=build_output_lengths(
             "none" if lengths is None else lengths.type,
             {} if lengths is None else lengths.params,
-            Truth(seeds.child("output_lengths").stream, {}),
+            OutputLengthInputs(seeds.child("output_lengths").stream, {}),
             registry,
         ),
         seeds=seeds,
@@ -428,7 +436,7 @@ def check_policies(config: SystemConfig, registry: Registry, max_model_len: int)
     """Ask the policies about one request of no one's. Raises `ConfigError` for a setting that they find missing only then."""
     mechanism = make_mechanism(config, registry, lambda: 0, max_model_len, 1)
     facts = RequestFacts(request_id="none", num_prompt_tokens=1, max_tokens=1)
-    mechanism.arrive(Intake(facts, 0.0, None, "", lambda request, reason: None))
+    mechanism.arrive(Submission(facts, 0.0, None, "", lambda request, reason: None))
     with no_endless_calls(config.policy_timeout_s):
         mechanism.step()
     if mechanism.fault is not None and isinstance(mechanism.fault.__cause__, ConfigError):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
-from vajra_py.vllm.mechanism import EndReason, Intake, Mechanism, Request
+from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, Submission
 from vajra_py.vllm.settings import Sizes
 
 
@@ -20,7 +20,7 @@ class SessionRecording:
     def __init__(self, run: RunRecording, mechanism: Mechanism, description: Mapping[str, Any]) -> None:
         self._run = run
         self._mechanism = mechanism
-        self._ended: list[tuple[Request, EndReason, Intake]] = []
+        self._ended: list[tuple[Request, EndReason, Submission]] = []
         """Requests whose last tokens come with the next step's."""
         self._run.begin({mechanism.replica.replicaset: description}, mechanism.controller)
         mechanism.note = self._run.note
@@ -30,21 +30,21 @@ class SessionRecording:
     def take_tokens(self) -> None:
         """The tokens of all steps that have ended are known."""
         ended, self._ended = self._ended, []
-        for request, reason, intake in ended:
-            self._run.ended(request, reason, _tokens(request, intake))
+        for request, reason, submission in ended:
+            self._run.ended(request, reason, _tokens(request, submission))
 
     def finish(self) -> None:
         """Nothing more will happen."""
         self.take_tokens()
         mechanism = self._mechanism
-        alive = [(request, _tokens(request, intake)) for request, intake in mechanism.alive()]
+        alive = [(request, _tokens(request, submission)) for request, submission in mechanism.alive()]
         self._run.finish(SessionEnd(mechanism.controller, mechanism.now, mechanism.num_steps, alive), None)
 
 
-def _tokens(request: Request, intake: Intake) -> Sequence[int]:
+def _tokens(request: Request, submission: Submission) -> Sequence[int]:
     """As many tokens as the mechanism has counted since the request was handed in."""
     count = request.num_output_tokens
-    known = intake.output[intake.num_kept : intake.num_kept + count]
+    known = submission.output[submission.num_kept : submission.num_kept + count]
     return known + [0] * (count - len(known))
 
 

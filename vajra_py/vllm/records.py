@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.extra_args import stated_in
-from vajra_py.vllm.mechanism import EndReason, Intake, Request, RequestFacts
+from vajra_py.vllm.mechanism import EndReason, Request, RequestFacts, Submission
 
 
 class Record:
@@ -21,7 +21,6 @@ class Record:
 
     __slots__ = (
         "client_index",
-        "intake",
         "is_known",
         "is_over",
         "is_plain",
@@ -33,17 +32,18 @@ class Record:
         "request",
         "request_id",
         "stops",
+        "submission",
         "wants_logprobs",
     )
 
-    def __init__(self, request: VllmRequest, intake: Intake, max_model_len: int) -> None:
+    def __init__(self, request: VllmRequest, submission: Submission, max_model_len: int) -> None:
         params = request.sampling_params
         assert params is not None
         self.request = request
         self.request_id = request.request_id
         self.client_index = request.client_index
-        self.intake = intake
-        self.output = intake.output
+        self.submission = submission
+        self.output = submission.output
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
         """Tokens that end it, with the reason that its client is told."""
@@ -66,16 +66,16 @@ class Record:
     @property
     def own(self) -> Request | None:
         """What the mechanism made of it."""
-        return self.intake.request
+        return self.submission.request
 
     @property
     def num_kept(self) -> int:
         """Output tokens that it had when it was handed to the mechanism last; there they are part of its prompt."""
-        return self.intake.num_kept
+        return self.submission.num_kept
 
-    def hand_in_again(self) -> Intake:
+    def hand_in_again(self) -> Submission:
         """Make it a new request to the mechanism that goes on after the output it has; all of it is to be computed again."""
-        kept, before = len(self.output), self.intake
+        kept, before = len(self.output), self.submission
         facts = replace(
             before.facts,
             num_prompt_tokens=self.request.num_prompt_tokens + kept,
@@ -83,9 +83,9 @@ class Record:
             expires_after_s=None if self.is_known else before.facts.expires_after_s,
         )
         tokens = None if before.prompt_token_ids is None else self.all_tokens()
-        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, num_kept=kept, request=None)
+        self.submission = replace(before, facts=facts, prompt_token_ids=tokens, num_kept=kept, request=None)
         self.num_told = 0
-        return self.intake
+        return self.submission
 
     def finishes_plainly(self, token: int) -> bool:
         """Whether this token, which is in the output already, ends the request; writes the reason into it."""
@@ -164,7 +164,7 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
         if is_wrong:
             raise ConfigError(Problem(f"request {request.request_id}", f"{name} cannot be scheduled here"))
     facts = facts_of(request, min(request.max_tokens, rules.max_model_len - request.num_prompt_tokens))
-    intake = Intake(
+    submission = Submission(
         facts=facts,
         arrived_at=rules.arrived_at(request),
         prompt_token_ids=request.prompt_token_ids if rules.caches else None,
@@ -172,7 +172,7 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
         salt=f"{request.cache_salt or ''}\n{facts.tenant}" if rules.by_tenant else request.cache_salt or "",
         on_ended=rules.on_ended,
     )
-    return Record(request, intake, rules.max_model_len)
+    return Record(request, submission, rules.max_model_len)
 
 
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:

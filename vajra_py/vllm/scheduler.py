@@ -145,13 +145,13 @@ class Scheduler(WithoutExtras):
             return
         self._records[request.request_id] = record
         if not self._grammars.take_in(record):
-            self.mechanism.arrive(record.intake)
+            self.mechanism.arrive(record.submission)
             self._settle()
 
     def _take_compiled(self) -> None:
         for record, error in self._grammars.take_compiled():
             if error is None:
-                self.mechanism.arrive(record.intake)
+                self.mechanism.arrive(record.submission)
             else:
                 self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
@@ -272,6 +272,8 @@ class Scheduler(WithoutExtras):
         if is_paused or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
             self._num_idle = 0
             return None
+        if self.mechanism.replica.builder.idle_at is not None:  # on purpose, and it is asked again then
+            return None
         self._num_idle += 1
         if self._num_idle < self.config.backend.settings.max_idle_steps:
             return None
@@ -319,7 +321,7 @@ class Scheduler(WithoutExtras):
                 continue
             if record.is_known:
                 self._messages.preempted.add(record.request_id)
-            self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.intake)
+            self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.submission)
 
     def _told(self, plan: StepPlan) -> SchedulerOutput:
         for chunk in plan.chunks:

@@ -43,7 +43,7 @@ class StringColumn:
 
     @classmethod
     def constant(cls, value: str, size: int) -> StringColumn:
-        """The same string in each row."""
+        """Return a column with the same string in each row."""
         return cls((value,), np.zeros(size, dtype=np.int32))
 
     @classmethod
@@ -102,7 +102,7 @@ class StringColumn:
         )
 
     def renamed(self, prefix: str) -> StringColumn:
-        """The same column with `prefix` before each string that is not empty."""
+        """Return the column with `prefix` before each string that is not empty."""
         numbers = self.numbers
         if "" not in self.labels or (numbers is not None and bool(np.all(numbers >= 0))):
             return StringColumn(tuple(prefix + label for label in self.labels), self.codes, numbers)

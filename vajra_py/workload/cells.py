@@ -130,7 +130,7 @@ def _datetimes(cells: Sequence[str]) -> I64:
 
 
 def times_in(unit: TimeUnit) -> tuple[Parser, str]:
-    """How arrival times in this unit are read, and what their cells may hold. Seconds as floats; datetimes as nanoseconds since 1970."""
+    """Return the parser of arrival times in this unit (seconds; datetimes: nanoseconds since 1970), and the allowed values."""
     if unit == "datetime":
         return _datetimes, "A date and time from 1970 to 2259: YYYY-MM-DD hh:mm:ss[.fraction], no zone or UTC"
     units_per_second = UNITS_PER_SECOND[unit]

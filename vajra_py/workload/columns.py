@@ -59,7 +59,7 @@ class Columns:
         return len(self.arrived_at)
 
     def stating(self, changes: Mapping[str, FactColumn]) -> Columns:
-        """The same requests with other values of these facts."""
+        """Return the requests with other values of these facts."""
         return replace(self, stated=in_order({**self.stated, **changes}))
 
     def values(self, name: str) -> list[Any]:
@@ -93,13 +93,13 @@ class Columns:
         return replace(self, **changed)
 
     def sorted_by_arrival(self) -> Columns:
-        """The same requests in order of arrival; ties keep their order."""
+        """Return the requests in order of arrival; ties keep their order."""
         if len(self) < 2 or bool(np.all(self.arrived_at[1:] >= self.arrived_at[:-1])):
             return self
         return self.take(np.argsort(self.arrived_at, kind="stable"))
 
     def renamed(self, prefix: str, *, share_content: bool) -> Columns:
-        """The same requests with `prefix` before their ids and their sessions'; content stays the same only with `share_content`."""
+        """Return the requests with `prefix` before their ids and their sessions'; content stays equal only with `share_content`."""
         sessions = {} if self.session_id is None else {"session_id": self.session_id.renamed(prefix)}
         return replace(
             self.stating(sessions),
@@ -252,7 +252,7 @@ def _joined_facts(parts: Sequence[Columns]) -> dict[str, FactColumn]:
 
 
 def _shifted(part: Columns, offset: int) -> Columns:
-    """The same requests, those that they follow `offset` rows further down."""
+    """Return the requests with the rows that they follow moved by `offset`."""
     if part.follows is None:
         return part
     joins = part.joins

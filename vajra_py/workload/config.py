@@ -68,7 +68,7 @@ class PriorityShare(_Config):
 
 
 class TenantShares(_Config):
-    """Who sends the requests: given names, or a number of tenants of Zipf-distributed size."""
+    """Senders of the requests: given names, or a number of tenants of Zipf-distributed size."""
 
     shares: dict[str, Positive] | None = Field(
         None, min_length=1, description="Share of each tenant by name, relative to the others'."
@@ -116,7 +116,7 @@ class SloClassConfig(_ClassDurations):
 
 
 class WorkloadOptions(_Config):
-    """What every kind of workload can be asked."""
+    """Options of every kind of workload."""
 
     name: str | None = Field(
         None,

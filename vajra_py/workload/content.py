@@ -85,7 +85,7 @@ class ContentStore:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether any prompt contains the output of another request."""
+        """True if some prompt contains the output of another request."""
         return any(
             space.kind == "output" or any(isinstance(entry, tuple) and entry[0] == "out" for entry in space.table)
             for space in self.spaces
@@ -105,7 +105,7 @@ class ContentColumn:
         return None if node == NO_NODE else self.store.prompt(node, num_prompt_tokens)
 
     def take(self, rows: I64) -> ContentColumn:
-        """The same content for a selection of rows."""
+        """Return the content of a selection of rows."""
         return ContentColumn(self.store, self.nodes[rows])
 
     def renamed(self, prefix: str, *, share: bool) -> ContentColumn:

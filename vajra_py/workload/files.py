@@ -52,7 +52,7 @@ def _open_bytes(file: Path) -> IO[bytes]:
 
 
 def file_facts(kind: str, file: Path) -> dict[str, Any]:
-    """What a manifest says about a file: its kind, name and the SHA-256 of its bytes as stored."""
+    """Return a manifest's entry for a file: its kind, name and the SHA-256 of its bytes as stored."""
     try:
         with file.open("rb") as raw:
             digest = hashlib.file_digest(raw, "sha256").hexdigest()

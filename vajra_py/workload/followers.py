@@ -40,7 +40,7 @@ class Followers:
 def problem_with_parents(
     request_id: str, parents: Sequence[str], earlier: Container[str], parents_of: Mapping[str, Sequence[str]]
 ) -> tuple[str, str] | None:
-    """What is wrong with a request's parents, and what is allowed; None: nothing.
+    """Return the fault of a request's parents and the allowed values; None if there is no fault.
 
     `earlier` are the ids of the requests above it, `parents_of` gives the parents of every request of the workload.
     """

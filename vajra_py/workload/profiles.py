@@ -70,7 +70,7 @@ def _profiles() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _with_probabilities(value: Any, probabilities: Sequence[float]) -> Any:
-    """The same value with the common probabilities in every table that names none."""
+    """Return the value with the common probabilities in every table that names none."""
     if isinstance(value, list):
         return [_with_probabilities(entry, probabilities) for entry in value]
     if not isinstance(value, dict):
@@ -94,7 +94,7 @@ def _entry(name: str) -> Mapping[str, Any]:
 
 
 def profile_info(name: str) -> ProfileInfo:
-    """What a built-in profile is and where its figures come from.
+    """Return the description of a built-in profile and the source of its figures.
 
     Raises:
         WorkloadError: there is no profile of that name.

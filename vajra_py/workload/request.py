@@ -17,7 +17,7 @@ __all__ = ["MetadataValue", "PromptContent", "RequestSpec", "SegmentId"]
 MetadataValue: TypeAlias = str | int | float
 
 SegmentId: TypeAlias = str | int | tuple[str | int, ...]
-"""Names the content of a stretch of a prompt. `("out", request_id)` is the output of that request."""
+"""Name of the content of a stretch of a prompt. `("out", request_id)` is the output of that request."""
 
 
 class _NoMetadata(Mapping[str, MetadataValue]):

@@ -200,7 +200,7 @@ def _check_block(workload: Workload, block: str, is_shorter: bool, total: str) -
 
 
 def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
-    """These rows at these times, under ids of their own. Rows of one copy of a unit stand together, and follow each other as they do in the trace."""
+    """Return these rows at these times, under ids of their own. Rows of one copy of a unit stay together, and follow each other as in the trace."""
     order = np.argsort(times, kind="stable")
     rows, copies, times = rows[order], copies[order], times[order]
     numbers = np.arange(len(rows), dtype=np.int64)

@@ -73,7 +73,7 @@ def named_streams(seed: int) -> RngFor:
 
 
 def stream_facts(rngs: Mapping[str, np.random.Generator]) -> dict[str, Any]:
-    """What a manifest says about random streams: for each name its seed (entropy and spawn key), where the generator tells."""
+    """Return a manifest's entry for random streams: each one's seed (entropy and spawn key), where the generator has it."""
     facts: dict[str, Any] = {}
     for name, rng in sorted(rngs.items()):
         seeds = getattr(rng.bit_generator, "seed_seq", None)

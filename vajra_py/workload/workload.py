@@ -102,7 +102,7 @@ class Workload(Sequence[RequestSpec]):
 
     @property
     def has_followers(self) -> bool:
-        """Whether some requests wait for the end of another one."""
+        """True if some request waits for the end of another one."""
         return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
 
     @property
@@ -123,7 +123,7 @@ class Workload(Sequence[RequestSpec]):
         return None if self.columns.content is None else shared_prompt_tokens(self.columns, self.columns.content)
 
     def renamed(self, name: str) -> Workload:
-        """The same workload under another name."""
+        """Return the workload under another name."""
         return Workload(self.columns, name, self.source)
 
     def _derived(self, columns: Columns, **operation: Any) -> Workload:
@@ -195,7 +195,7 @@ class Workload(Sequence[RequestSpec]):
         return self._derived(columns, op="slice", start_s=start_s, end_s=end_s, skip=skip, first=first)
 
     def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
-        """This workload and others on one clock, sorted by arrival.
+        """Return this workload and others on one clock, sorted by arrival.
 
         Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are told apart as `conv#2/17`), so
         that they stay unique. Prompts of different workloads share no prefix unless `share_content`.

@@ -47,7 +47,7 @@ class Minivllm:
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """What outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
+        """Refuse a request that can outgrow the budget: it could never be (re-)admitted and would block all behind it."""
         return outgrows(request, self._budget)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

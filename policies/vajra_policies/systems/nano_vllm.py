@@ -68,7 +68,7 @@ class NanoVllm:
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Without chunks, what outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
+        """Refuse a request that can outgrow the budget: without chunks, it could never be (re-)admitted and would block all behind it."""
         return None if self._chunks_first else outgrows(request, self._budget)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

@@ -81,7 +81,7 @@ class NanoVllmRs:
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Without chunks, a sequence that outgrows the budget could wait at the head for ever."""
+        """Refuse a sequence that can outgrow the budget: without chunks, it could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
         if self._chunk_size is not None or longest <= self._budget:
             return None

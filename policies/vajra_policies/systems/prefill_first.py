@@ -41,7 +41,7 @@ def needs_whole_prompts(context: PolicyContext) -> None:
 
 
 def outgrows(request: RequestView, budget: int | None) -> str | None:
-    """Why a sequence that is computed in one piece, again after a preemption, could get stuck; None if it cannot."""
+    """Return the reason that a sequence computed in one piece, again after a preemption, could get stuck; None if it cannot."""
     if budget is None or request.num_prompt_tokens + request.max_tokens - 1 <= budget:
         return None
     return (

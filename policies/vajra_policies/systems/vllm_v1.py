@@ -114,7 +114,7 @@ class VllmV1:
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""
+        """Refuse a sequence that can outgrow the budget: without chunked prefill, it could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
         if self._config.chunked_prefill or self._budget is None or longest <= self._budget:
             return None
@@ -153,7 +153,7 @@ class VllmV1:
         return threshold
 
     def _holds(self, replica: LocalReplicaView) -> bool:
-        """Whether prompts wait in this step so that decodes have it to themselves."""
+        """Return True if prompts wait in this step so that decodes have it to themselves."""
         if self._is_backed_up or self._num_steps + 1 - self._last_prefill_step >= self._interval:
             return False
         return replica.num_decodes > 0
@@ -210,7 +210,10 @@ class VllmV1:
             watermark = self._watermark if replica.num_running else 0
             if batch.blocks_needed(request, must_fit) + watermark > batch.free_blocks:
                 break
-            if batch.add(request, num_tokens, reserve_tokens=end) is not None:
+            refusal = batch.add(request, num_tokens, reserve_tokens=end)
+            if refusal is Refusal.LOADING:
+                continue  # others do not wait for its KV
+            if refusal is not None:
                 break
             has_prefill = has_prefill or num_cached < known - 1
         return has_prefill

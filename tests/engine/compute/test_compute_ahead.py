@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.engine.compute import Ahead, Chunk, Foreseen, NewRow, SamplingParams, StepInput, StepOutput, TableUpdate
+from vajra_py.engine.compute import (
+    Chunk,
+    LookaheadDecodes,
+    LookaheadStep,
+    NewRow,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    TableUpdate,
+)
 from vajra_py.errors import ExecutorError
 
 torch = pytest.importorskip("torch")
@@ -32,7 +41,7 @@ class Guessing:
         self.facts = runner.facts
         self._runner = runner
         self._rng = np.random.default_rng(seed)
-        self._told: Ahead | None = None
+        self._started: LookaheadDecodes | None = None
         self._room: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self.counts: Counter[str] = Counter()
@@ -47,18 +56,18 @@ class Guessing:
             self._reached[slot] += 1
         for chunk in step.chunks:
             self._reached[chunk.slot] = chunk.num_computed + len(chunk.token_ids)
-        told = () if self._told is None else self._told.decodes
-        begun = [slot for slot in told if slot in step.decodes]
+        started = () if self._started is None else self._started.decodes
+        begun = [slot for slot in started if slot in step.decodes]
         self.counts["begun"] += len(begun)
-        self.counts["dropped"] += len(told) - len(begun)
-        self.counts["wasted"] += bool(told) and not begun
+        self.counts["dropped"] += len(started) - len(begun)
+        self.counts["wasted"] += bool(started) and not begun
         self.counts["mixed"] += bool(begun) and (bool(step.chunks) or len(begun) < len(step.decodes))
-        self.counts["grown"] += 0 if self._told is None else sum(slot in begun for slot in self._told.growing)
+        self.counts["grown"] += 0 if self._started is None else sum(slot in begun for slot in self._started.growing)
         sampled = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
         rows = [slot for slot in sampled if self._rng.random() < 0.8]
         growing = [slot for slot in rows if self._reached[slot] >= self._room[slot]]
-        self._told = Ahead(rows, growing) if rows and len(growing) <= SPARE_BLOCKS else None
-        output: StepOutput = self._runner.run_ahead(Foreseen(step, begun, self._told))
+        self._started = LookaheadDecodes(rows, growing) if rows and len(growing) <= SPARE_BLOCKS else None
+        output: StepOutput = self._runner.run_ahead(LookaheadStep(step, begun, self._started))
         if self._rng.random() < 0.5:  # else it is computed with the step that counts on it, if one does
             self._runner.begin_ahead()
         return output
@@ -90,16 +99,16 @@ def test_wrong_guesses_leave_nothing_behind(compute_kit: Any, small_models: Call
 def test_what_cannot_be_begun_ahead_is_refused(compute_kit: Any, small_models: Callable[[str], str]) -> None:
     runner = compute_kit.runner(small_models("llama"))
     step = StepInput([Chunk(0, [5, 6], 0, True)], new=[NewRow(0, KINDS[0], 0)], tables=[TableUpdate(0, 0, [1])])
-    runner.run_ahead(Foreseen(step, (), Ahead([0], [0])))
+    runner.run_ahead(LookaheadStep(step, (), LookaheadDecodes([0], [0])))
     with pytest.raises(ExecutorError, match="1 rows grow ahead, with 0 spare blocks"):
         runner.begin_ahead()
     with pytest.raises(ExecutorError, match="what it counts on was not submitted ahead"):
-        runner.run_ahead(Foreseen(StepInput(decodes=[0]), [0]))
+        runner.run_ahead(LookaheadStep(StepInput(decodes=[0]), [0]))
 
 
 def test_a_row_that_grew_ahead_must_be_told_its_block(compute_kit: Any, small_models: Callable[[str], str]) -> None:
     runner = compute_kit.runner(small_models("llama"), spare_blocks=1)
     step = StepInput([Chunk(0, [5, 6, 7, 8], 0, True)], new=[NewRow(0, KINDS[0], 0)], tables=[TableUpdate(0, 0, [1])])
-    runner.run_ahead(Foreseen(step, (), Ahead([0], [0])))
+    runner.run_ahead(LookaheadStep(step, (), LookaheadDecodes([0], [0])))
     with pytest.raises(ExecutorError, match="has no block of its own"):
-        runner.run_ahead(Foreseen(StepInput(decodes=[0]), [0]))
+        runner.run_ahead(LookaheadStep(StepInput(decodes=[0]), [0]))

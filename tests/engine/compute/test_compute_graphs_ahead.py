@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.engine.compute import Ahead as AheadRows
-from vajra_py.engine.compute import Foreseen, RunnerOptions, SamplingParams, StepInput, StepOutput
+from vajra_py.engine.compute import (
+    LookaheadDecodes,
+    LookaheadStep,
+    RunnerOptions,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+)
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -53,13 +59,13 @@ def loaded(directory: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return runner
 
 
-class Ahead:
+class LookaheadLoop:
     """Begins the same decodes again after every step of decodes, while they have room."""
 
     def __init__(self, runner: Any) -> None:
         self.facts = runner.facts
         self._runner = runner
-        self._told: AheadRows | None = None
+        self._started: LookaheadDecodes | None = None
         self._room: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self.num_begun = self.num_used = 0
@@ -71,13 +77,13 @@ class Ahead:
             self._reached[slot] += 1
         for chunk in step.chunks:
             self._reached[chunk.slot] = chunk.num_computed + len(chunk.token_ids)
-        begun = [] if self._told is None else [slot for slot in self._told.decodes if slot in step.decodes]
+        begun = [] if self._started is None else [slot for slot in self._started.decodes if slot in step.decodes]
         self.num_used += bool(begun)
         rows = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
         goes_on = bool(rows) and all(self._reached[slot] < self._room[slot] for slot in rows)
-        self._told = AheadRows(rows) if goes_on else None
+        self._started = LookaheadDecodes(rows) if goes_on else None
         self.num_begun += goes_on
-        return self._runner.run_ahead(Foreseen(step, begun, self._told))
+        return self._runner.run_ahead(LookaheadStep(step, begun, self._started))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -90,7 +96,7 @@ def test_tokens_of_a_step_outlive_the_replay_of_the_next(
     for seed in range(6):
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, 96, int(n)).tolist() for n in rng.integers(1, 10, 6)]
-        ahead, found = Ahead(runner), []
+        ahead, found = LookaheadLoop(runner), []
         for one in (ahead, plain):
             jobs = [compute_kit.job(prompt, 10, KINDS[index % 3], seed=index) for index, prompt in enumerate(prompts)]
             compute_kit.driver(one, NUM_BLOCKS, seed, max_chunk=30).run(jobs, together=1 + seed % 5)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.golden.readers import nano, vidur, vllm
+from tests.golden.readers import distserve, dynamo, nano, splitwise, vidur, vllm
 from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
+BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
+    dynamo.SCHEMA: dynamo.compare,
+    distserve.SCHEMA: distserve.compare,
+    splitwise.SCHEMA: splitwise.compare,
+}
+"""Readers of traces that tell the lives of requests."""
 
 
 def compare_folder(folder: Path) -> Iterator[Result]:
@@ -27,7 +33,12 @@ def compare_folder(folder: Path) -> Iterator[Result]:
 
 
 def _compare(system: str, name: str, trace: Any) -> Result | None:
-    if not isinstance(trace, Mapping) or "steps" not in trace:
+    if not isinstance(trace, Mapping):
+        return None
+    by_requests = BY_REQUESTS.get(trace.get("schema", ""))
+    if by_requests is not None:
+        return by_requests(system, name, trace)
+    if "steps" not in trace:
         return None
     if trace.get("schema") == vllm.SCHEMA:
         return vllm.compare(system, name, trace)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.golden.readers import simulation
 from tests.golden.readers.rounding import (
     EXACT_DIGITS,
     Event,
@@ -33,18 +34,10 @@ from tests.golden.readers.rounding import (
 )
 from tests.golden.readers.trace import Difference, Result
 from tests.golden.readers.vidur_tables import ATTENTION_FILE, CACHE_WRITE, OPERATORS, OPERATORS_FILE, VidurTables
-from vajra_py.config import config_from_mapping
 from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import VajraError
 from vajra_py.latency.models.tabular import Columns, read_columns, read_npz
-from vajra_py.latency.models.unknown import NoPredictions
-from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import load_registry
-from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
-from vajra_py.runtime.support.seeds import SeedTree
-from vajra_py.sim.executor import SimulatedExecutor
-from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
 
 WORKLOAD = "_workload.csv.gz"
@@ -227,39 +220,19 @@ class _Times(Observer):
 
 def simulate(requests: Sequence[RequestSpec], settings: Settings, step_times: VidurTables, *watching: Observer) -> None:
     """Run the `sarathi` preset with these settings and step times."""
-    registry = load_registry()
-    config = config_from_mapping(
-        {
-            "version": 1,
-            "preset": "sarathi",
-            "scheduling": {
-                "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": settings.chunk_size}}
+    system = {
+        "preset": "sarathi",
+        "scheduling": {"replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": settings.chunk_size}}},
+        "replica": {
+            "max_batch_size": settings.max_batch_size,
+            "memory": {
+                "block_size": settings.block_size,
+                "num_blocks": settings.num_blocks,
+                "watermark_fraction": settings.watermark_fraction,
             },
-            "replica": {
-                "max_batch_size": settings.max_batch_size,
-                "memory": {
-                    "block_size": settings.block_size,
-                    "num_blocks": settings.num_blocks,
-                    "watermark_fraction": settings.watermark_fraction,
-                },
-            },
-            "workload": {"type": "jsonl", "path": "requests come from the trace"},
-            "backend": {"simulator": {"latency": {"type": "affine", "base_s": 1.0}}},
         },
-        registry=registry,
-    )
-    executor = SimulatedExecutor()
-    services = Services(
-        registry=registry,
-        latency=NoPredictions("the latency model"),
-        output_lengths=NoLengths(),
-        seeds=SeedTree(0),
-        facts=ModelFacts(),
-        executor_of=lambda replicaset, replica_id: executor,
-    )
-    controller = build_controller(config, services)
-    controller.watch(watching)
-    Simulator(controller, executor, lambda replica: step_times, SimulationOptions()).run(requests)
+    }
+    simulation.simulate(system, requests, lambda replica: step_times, watching)
 
 
 def _compare(system: str, name: str, folder: Path) -> Result:

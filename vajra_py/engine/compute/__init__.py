@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from vajra_py.engine.compute.interface import (
-    Ahead,
     Chunk,
     DoneStep,
-    ForeseeingRunner,
-    Foreseen,
+    LookaheadDecodes,
+    LookaheadRunner,
+    LookaheadStep,
     ModelFacts,
     ModelRunner,
     NewRow,
@@ -28,12 +28,12 @@ from vajra_py.engine.compute.interface import (
 from vajra_py.engine.compute.model.inspect import inspect_model
 
 __all__ = [
-    "Ahead",
     "Chunk",
     "DoneStep",
-    "ForeseeingRunner",
-    "Foreseen",
     "LoadRunner",
+    "LookaheadDecodes",
+    "LookaheadRunner",
+    "LookaheadStep",
     "ModelFacts",
     "ModelRunner",
     "NewRow",

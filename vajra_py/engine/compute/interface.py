@@ -158,7 +158,7 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class LookaheadDecodes:
     """Decodes to start before the scheduler has decided which of them are needed.
 
     Attributes:
@@ -173,7 +173,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class LookaheadStep:
     """A step, and decodes that will probably follow, to start before this one's tokens are available.
 
     Attributes:
@@ -185,7 +185,7 @@ class Foreseen:
 
     step: StepInput
     begun: Sequence[int] = ()
-    ahead: Ahead | None = None
+    ahead: LookaheadDecodes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +393,10 @@ class ModelRunner(Protocol):
         """Release memory and leave the group of ranks. May be called twice."""
 
 
-class ForeseeingRunner(ModelRunner, Protocol):
+class LookaheadRunner(ModelRunner, Protocol):
     """A runner that can start a step before the scheduler has decided on it."""
 
-    def run_ahead(self, work: Foreseen) -> StepOutput:
+    def run_ahead(self, work: LookaheadStep) -> StepOutput:
         """Return the output of `work.step`; `work.ahead` is submitted after it if a device computes asynchronously. Raises like `submit`.
 
         A step without `begun` rows undoes the decodes that were started ahead, and so does `submit`.

@@ -41,7 +41,7 @@ class Outcome:
     """Seconds on the run's clock."""
     num_steps: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """For the manifest."""
+    """Facts for the manifest."""
 
 
 WriteTables: TypeAlias = Callable[[Path, ExperimentConfig, Tables, float, Mapping[str, Any]], None]

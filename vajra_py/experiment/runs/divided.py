@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
+from vajra_py.contract import HandlesWakes, Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import POLICY_EXCEPTIONS, RunError, check_is_own_fault
 from vajra_py.experiment.device_figures import latency_models
@@ -53,6 +53,7 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
     latencies = latency_models(config, registry).values()
     reasons = {
         "its observers see all replicas": bool(config.observers),
+        "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (
             settings.output_length.type not in _LENGTHS
@@ -74,6 +75,11 @@ def why_together(
     """
     policies = replicaset.policies
     assert policies is not None  # it was built from settings
+    if replicaset.hand_off is not None:
+        return "requests go from one of its replicas to another"
+    for layer in Layer:
+        if any(isinstance(one, HandlesWakes) for one in policies.layer(layer).made):
+            return f"{policies.name(layer)} may be woken while some of its replicas have nothing left"
     scheduler = policies.make_again(Layer.REPLICASET_SCHEDULER).made[0]
     name, admission = policies.name(Layer.REPLICASET_SCHEDULER), config.admission
     if traits_of(scheduler).reads_load:
@@ -122,7 +128,9 @@ def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count
     replicasets = run.controller.replicasets
     firsts: dict[str, RequestView] = {}
     for spec in run.workload:
-        request, replicaset = run.controller.new_request(facts_of(spec), spec.arrived_at)
+        facts = facts_of(spec)
+        replicaset = run.controller.replicaset_for(facts)
+        request = run.controller.new_request(facts, replicaset, spec.arrived_at)
         request.move_to(RequestState.WAITING)
         firsts.setdefault(replicaset.name, request)
         if len(firsts) == len(replicasets):
@@ -171,7 +179,9 @@ class PartOfRun(SimulatedRun):
         self.controller.index_of = lambda facts: row
         for row, spec in enumerate(self.workload):
             tick = to_ticks(spec.arrived_at)
-            request, replicaset = self.controller.new_request(facts_of(spec), to_seconds(tick))
+            facts = facts_of(spec)
+            replicaset = self.controller.replicaset_for(facts)
+            request = self.controller.new_request(facts, replicaset, to_seconds(tick))
             owners, replica_id, now = division.owners[replicaset.name], -1, to_seconds(tick + delay)
             if replicaset.name not in division.together and replicaset.refusal(request, now) is None:
                 request.move_to(RequestState.WAITING)

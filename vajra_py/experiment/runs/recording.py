@@ -30,6 +30,7 @@ from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.plugins import Registry
+from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.requests.request import Request
@@ -110,6 +111,7 @@ class RunRecording:
         self._outputs: gzip.GzipFile | None = None
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
+        self._admissions: AdmissionLog | None = None
         self._controller: Controller | None = None
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
@@ -125,7 +127,8 @@ class RunRecording:
     def _keeps_on(self) -> bool:
         """Return whether it still records; called between events. Once stopped, its observers are removed."""
         if self.stopped and self._controller is not None:
-            self._controller.unwatch([one for one in (self._recorder, self._decisions) if one is not None])
+            kept = (self._recorder, self._decisions, self._admissions)
+            self._controller.unwatch([one for one in kept if one is not None])
             self._controller = self._recorder = None
         return not self.stopped
 
@@ -135,7 +138,8 @@ class RunRecording:
     @property
     def observers(self) -> Sequence[Observer]:
         """Observers that record the run."""
-        return [one for one in (self._recorder, self._decisions, self._changes) if one is not None]
+        kept = (self._recorder, self._decisions, self._admissions, self._changes)
+        return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
         """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
@@ -148,7 +152,12 @@ class RunRecording:
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)
         self._decisions.share(lambda batch: self._flush())
-        self._recorder = Recorder(controller.num_blocks_of, steps=self._keeps_steps, log=self._decisions)
+        has_gate = controller.gate is not None
+        self._recorder = Recorder(
+            controller.num_blocks_of, steps=self._keeps_steps, log=self._decisions, admission=has_gate
+        )
+        if has_gate:
+            self._admissions = AdmissionLog(path / ADMISSIONS_FILE, self._open)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
@@ -161,6 +170,8 @@ class RunRecording:
         if not self.stopped:
             self._inputs.flush()
             self._outputs.flush()
+            if self._admissions is not None:
+                self._admissions.flush()
 
     def note(self, entry: Input) -> None:
         """Record an input of the controller."""
@@ -208,6 +219,8 @@ class RunRecording:
         for request, token_ids in end.alive:
             self._write_output(request, "", token_ids)
         self._decisions.close()
+        if self._admissions is not None:
+            self._admissions.close()
         self._inputs.close()
         self._outputs.close()
         self._raw_outputs.close()

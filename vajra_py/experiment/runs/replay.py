@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vajra_py.config import SystemConfig, load_system
-from vajra_py.contract.observer import EndReason
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
 from vajra_py.experiment.runs.folder import FINISHED, RUNNING
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog, read_admissions
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.input_log import (
@@ -33,9 +34,11 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     PolicyViolation,
+    Readmission,
     RecordedOutput,
     StageEnd,
     Swap,
+    WakeUp,
     read_inputs,
     read_rows,
 )
@@ -66,7 +69,7 @@ class Recording:
     config: SystemConfig
     inputs: Sequence[Input]
     outputs: Mapping[int, RecordedOutput]
-    """By the request's index."""
+    """Recorded outputs by the request's index."""
     durations: Mapping[tuple[str, int], Mapping[int, int]]
     """Ticks of each step, by (replicaset, replica) and step index."""
     stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
@@ -167,7 +170,7 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
         log = Path(folder) / DECISIONS_FILE
         error, violations = _replay_log(recording, registry, log)
-        difference = _compare_logs(path / DECISIONS_FILE, log)
+        difference = _compare_logs(path / DECISIONS_FILE, log) or _compare_admissions(path, Path(folder))
     difference = difference or _compare_violations(recording, violations)
     if difference is None and error is not None and _status(path) == FINISHED:
         difference = f"the replay ended otherwise than the run: {error}"
@@ -242,9 +245,9 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed)
 
 
-def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Simulator:
+def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer]) -> Simulator:
     controller, executor = _controller(recording, registry)
-    controller.watch((log,))
+    controller.watch(logs)
     memories = [one.replica.memory for one in recording.config.effective_replicasets.values()]
     options = SimulationOptions(
         horizon_s=to_seconds(recording.ended_at) + 1.0,
@@ -252,6 +255,7 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
         tenant_salt=any(one.tenant_salt for one in memories),
         fast_forward=not recording.knows_tokens,  # by which every step may publish blocks
         expires=False,
+        wakes=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
     simulator = Simulator(
@@ -266,10 +270,14 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
             simulator.inject(one.tick, Phase.ARRIVAL, accepted)
         elif isinstance(one, Expiry):
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
+        elif isinstance(one, Readmission):
+            simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
+        elif isinstance(one, WakeUp):
+            simulator.inject(one.tick, Phase.WAKE, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
@@ -302,6 +310,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         executor_of=lambda replicaset, replica_id: executor,
         reserves_growth=True,
         models=models,
+        served_models=settings.served_models(engine),
     )
     return build_controller(sized_config(config, engine), services), executor
 
@@ -325,13 +334,15 @@ def _replay_log(
 ) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
     """Replay into a decision log; the error that ended it, and the violations that did not."""
     log = DecisionLog(target)
-    simulator = _simulator(recording, registry, log)
+    admissions = AdmissionLog(target.with_name(ADMISSIONS_FILE))
+    simulator = _simulator(recording, registry, (log, admissions))
     try:
         simulator.run(())
     except VajraError as error:
         return error, simulator.violations
     finally:
         log.close()
+        admissions.close()
     return None, simulator.violations
 
 
@@ -344,6 +355,18 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
     for number, (one, other) in enumerate(pairs, 1):
         if one != other:
             return f"row {number}: {_difference(one, other)}"
+    return None
+
+
+def _compare_admissions(recorded: Path, replayed: Path) -> str | None:
+    """Describe the first decision of the admission policy that differs."""
+    try:
+        pairs = zip_longest(*(read_admissions(one / ADMISSIONS_FILE) for one in (recorded, replayed)))
+        for number, (one, other) in enumerate(pairs, 1):
+            if one != other:
+                return f"admission decision {number}: {_short(one)} in the run, {_short(other)} in the replay"
+    except (OSError, EOFError, ValueError) as error:
+        raise RunError(str(Problem(str(recorded / ADMISSIONS_FILE), f"cannot be read ({error})"))) from error
     return None
 
 

@@ -21,6 +21,7 @@ from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
+from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
 from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 from vajra_py.workload import Workload, build_workload
 from vajra_py.workload.fingerprint import fingerprint
@@ -93,13 +94,16 @@ class _Attempt:
         controller = backend.controller
         output = run.config.output
         self._log = backend.decision_log(place.path / DECISIONS_FILE) if output.decision_log else None
-        self._recorder = Recorder(controller.num_blocks_of, steps=output.steps, log=self._log)
+        has_gate = controller.gate is not None
+        self._recorder = Recorder(controller.num_blocks_of, steps=output.steps, log=self._log, admission=has_gate)
+        self._admissions: AdmissionLog | None = None
+        if has_gate and output.decision_log:
+            self._admissions = AdmissionLog(place.path / ADMISSIONS_FILE)
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
         if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
             self._observers.append(self._changes)
-        if self._log is not None:
-            self._observers.append(self._log)
+        self._observers += [one for one in (self._log, self._admissions) if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
         controller.diary.emitted.is_kept = True
@@ -143,6 +147,8 @@ class _Attempt:
         for observer in self._observers:
             observer.on_run_end(seconds)
         recorder.record_unfinished(self._backend.controller.alive())
+        if self._admissions is not None:
+            self._admissions.close()
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         tables = Tables(recorder.requests, recorder.steps, recorder.tbt, emitted, notes, self._devices)

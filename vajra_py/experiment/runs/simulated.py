@@ -9,7 +9,7 @@ from typing import Any
 from vajra_py.config import ExperimentConfig, TypedChoice
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.experiment.device_figures import latency_models
+from vajra_py.experiment.device_figures import latency_models, model_key
 from vajra_py.experiment.runs.backend import Outcome, Run, WriteTables
 from vajra_py.experiment.runs.results import write_results
 from vajra_py.latency import (
@@ -21,7 +21,7 @@ from vajra_py.latency import (
     description_of,
     step_times_of,
 )
-from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.plugins import Registry, OutputLengthInputs, build_latency_model, build_output_lengths
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.replica import Replica
@@ -49,9 +49,9 @@ class SimulatedRun:
         models = _by_replicaset(run, latencies, predictions)
         _check_kv_groups(run.config, latencies)
         seeds = run.seeds.child("policies")
-        truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
+        inputs = OutputLengthInputs(seeds.child("output_lengths").stream, run.workload.true_lengths())
         predictor = build_output_lengths(
-            settings.output_length.type, settings.output_length.parameters, truth, run.registry
+            settings.output_length.type, settings.output_length.parameters, inputs, run.registry
         )
         executor = SimulatedExecutor()
         request_overhead = _intake(latency)
@@ -80,7 +80,7 @@ class SimulatedRun:
         self._simulator = Simulator(
             self.controller,
             executor,
-            lambda replica: timers[replica.replicaset](replica),
+            lambda replica: timers.get(model_key(replica.replicaset, replica.parts.pool), timers[replica.replicaset])(replica),
             options,
             _counting(run, len(run.workload)),
         )
@@ -121,7 +121,14 @@ def _by_replicaset(
         where = f"backend.simulator.replicasets.{name}"
         has_own = own.latency is not None or own.predictions is not None
         asked = _predictions(latencies[name], own.predictions, run.registry, where) if has_own else predictions
-        models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
+        pools = {}
+        for pool, of_pool in own.pools.items():
+            latency = latencies.get(model_key(name, pool), latencies[name])
+            is_other = of_pool.latency is not None or of_pool.predictions is not None
+            place = f"{where}.pools.{pool}"
+            told = _predictions(latency, of_pool.predictions, run.registry, place) if is_other else asked
+            pools[pool] = ReplicasetModel(told, model_facts(latency))
+        models[name] = ReplicasetModel(asked, model_facts(latencies[name]), pools)
     return models
 
 

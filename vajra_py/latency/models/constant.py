@@ -28,7 +28,7 @@ class ConstantModel:
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> npt.NDArray[np.float64]:
-        """The same time for every step."""
+        """Return the constant time for every step."""
         return np.full(num_steps, self.step_time_s)
 
 

@@ -75,7 +75,7 @@ class StepFit:
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
     def _fixed_s(self, features: BatchFeatures) -> float:
-        """Everything that does not depend on the decodes' context."""
+        """Return the seconds that do not depend on the decodes' context."""
         curves, per = self.curves, self.coefficients
         seconds = self.base_s + curves["num_tokens"].at(float(features.num_tokens))
         seconds += curves["prefill_attention_pairs"].at(float(features.prefill_attention_pairs))

@@ -26,7 +26,7 @@ _FEW_STEPS = 24
 KERNELS_PER_LAYER = 10
 """Two norms, four products, rotary embedding, cache write, attention, activation."""
 KERNELS_PER_EXPERT_LAYER = 16
-"""The same and routing: scores, selection, sorting, two permutations, weighted sum."""
+"""Kernels of a layer with experts: those of a dense one, and scores, selection, sorting, two permutations, weighted sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class UnansweredLengths:
 
 @dataclass(frozen=True, slots=True)
 class ConstantLengths:
-    """The same estimate for every request."""
+    """Predictor with one estimate for every request."""
 
     estimate: LengthEstimate
 

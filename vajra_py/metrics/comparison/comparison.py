@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from vajra_py.metrics.comparison.table_renderers import TerminalTable
 
 OVERALL = "overall"
-_QUIET_ZEROS = ("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed")
+_QUIET_ZEROS = (
+    *("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed"),
+    *("num_shed", "num_queue_full", "num_cannot_run", "num_degraded", "num_deferred"),
+)
 _LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
 """From the least to the most serious."""
 

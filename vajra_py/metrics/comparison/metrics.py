@@ -111,6 +111,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("worst_tenant_ttft_p99_s", "Worst tenant's TTFT P99", ".fairness.worst_ttft_p99_s", "s", 1.0, True),
     Metric("worst_tenant_e2e_p99_s", "Worst tenant's E2E P99", ".fairness.worst_e2e_p99_s", "s", 1.0, True),
+    Metric("num_shed", "Shed by admission", ".admission.rejected.shed"),
+    Metric("num_queue_full", "Found a full queue", ".admission.rejected.queue_full"),
+    Metric("num_cannot_run", "Could not be run", ".admission.rejected.cannot_run"),
+    Metric("num_degraded", "Degraded by admission", ".admission.degraded"),
+    Metric("num_deferred", "Deferred by admission", ".admission.num_deferred"),
+    *_latency("deferred", "Deferral", ".admission.deferred_s", "s", ()),
 )
 """Every metric, in the order of reports."""
 

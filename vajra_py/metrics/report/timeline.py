@@ -5,7 +5,7 @@ Tracks, from the tables and the decision log of a run:
 * per replica the steps, what they computed as arguments; steps in flight at once (pipeline stages) lie on lanes of their own;
 * per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
 * marks where a policy was swapped, a replica was lost or came back, or a replicaset went out of service;
-* per request one line: the request as a whole, and inside it the time in the queue, each prefill chunk, each unbroken run of decode steps, and
+* per request one line: the request as a whole, and inside it the time for which admission deferred it, the time in the queue, each prefill chunk, each unbroken run of decode steps, and
   each time spent preempted.
 
 Times are microseconds from the run's zero with nanosecond precision. Spans of one track nest: none ends after the span that it lies in. A run without a decision log
@@ -47,6 +47,9 @@ _REQUEST_COLUMNS = (
     "ended_at",
     "reason",
 )
+
+
+_ADMISSION_COLUMNS = ("admission", "num_deferrals", "deferred_at", "deferred_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,14 @@ class _Line:
         yield self._whole(end)
 
     def _queue(self, until: int) -> Iterator[Event]:
-        if until > self._arrived():
-            yield self._span("queue", self._arrived(), until, {})
+        since = self._arrived()
+        deferred_at, deferred_s = self.facts.get("deferred_at"), self.facts.get("deferred_s")
+        if deferred_at is not None and math.isfinite(deferred_at):
+            start = _ns(deferred_at)
+            since = until if deferred_s is None or not math.isfinite(deferred_s) else _ns(deferred_at + deferred_s)
+            yield self._span("deferred", start, since, {"times": self.facts["num_deferrals"]})
+        if until > since and self.facts.get("admission") != "deferred":
+            yield self._span("queue", since, until, {})
 
     def _flush_decode(self, before: int | None = None) -> Iterator[Event]:
         if self.decode is not None:
@@ -235,7 +244,7 @@ def _requests(run: RunData, options: TimelineOptions) -> dict[str, Mapping[str, 
     """Rows of the requests that are written, by id, in order of arrival."""
     if not options.max_requests:
         return {}
-    table = run.requests(*_REQUEST_COLUMNS)
+    table = run.requests(*_REQUEST_COLUMNS, *(_ADMISSION_COLUMNS if run.has_admission else ()))
     arrived_at, ended_at = (table.column(name).to_numpy() for name in ("arrived_at", "ended_at"))
     inside = (arrived_at <= options.end_at) & ~(ended_at < options.start_at)
     chosen = inside.nonzero()[0][: options.max_requests]

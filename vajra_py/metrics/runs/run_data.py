@@ -2,7 +2,7 @@
 
 Files are read on demand, tables by column, and every fault of a file is a `RunError` that names it. A folder:
 `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
-`decisions.parquet`.
+`decisions.parquet`, `admissions.jsonl.gz`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
-from vajra_py.metrics.tables.requests import REQUEST_COLUMNS, STATED_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS, with_facts
+from vajra_py.metrics.tables.requests import (
+    ADMISSION_COLUMNS,
+    ADMISSION_TEXTS,
+    REQUEST_COLUMNS,
+    STATED_COLUMNS,
+    TBT_COLUMNS,
+    TEXT_COLUMNS,
+    with_facts,
+)
+from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, read_admissions
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.emitted import EmittedFigures
 
@@ -50,6 +59,7 @@ _TABLES: Mapping[str, Sequence[str]] = {
     STEPS_FILE: STEP_COLUMNS,
     TBT_FILE: TBT_COLUMNS,
 }
+_TEXTS = (*TEXT_COLUMNS, *ADMISSION_TEXTS)
 _LONG_NAME = 28
 _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "success")
 
@@ -184,6 +194,22 @@ class RunData:
             raise _problem(path, f"not a readable decision log ({error})", "It may be cut off; run again") from error
 
     @property
+    def has_admission(self) -> bool:
+        """True if the requests table says what an admission policy decided."""
+        import pyarrow.parquet as pq
+
+        path = self.path / REQUESTS_FILE
+        return path.exists() and "admission" in pq.read_schema(path).names
+
+    def admissions(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the admission policy's decisions in order (`vajra_py.runtime.records.admission_log`); none for a run without one."""
+        path = self.path / ADMISSIONS_FILE
+        try:
+            yield from read_admissions(path)
+        except (OSError, EOFError, ValueError) as error:
+            raise _problem(path, f"not a readable log ({error})", "It may be cut off; run again") from error
+
+    @property
     def has_decisions(self) -> bool:
         """True if the run has a decision log."""
         return (self.path / DECISIONS_FILE).exists()
@@ -201,14 +227,16 @@ class RunData:
         if self.has_cut_decisions:
             hint += ". It was cut off; what was decided until then: RunData.decisions()"
         path = self._file(file, hint)
-        unknown = [name for name in columns if name not in _TABLES[file]]
-        if unknown:
-            raise _problem(path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join(_TABLES[file])}")
         try:
             with pq.ParquetFile(path) as parquet:
+                further = [name for name in ADMISSION_COLUMNS if name in parquet.schema_arrow.names]
+                known = [*_TABLES[file], *(further if file == REQUESTS_FILE else ())]
+                unknown = [name for name in columns if name not in known]
+                if unknown:
+                    raise _problem(path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join(known)}")
                 if file == STEPS_FILE and "num_steps" in parquet.schema_arrow.names:
                     return _expanded(path, parquet.read(), columns or STEP_COLUMNS)
-                wanted = list(columns or _TABLES[file])
+                wanted = list(columns or known)
                 there = [name for name in wanted if name in parquet.schema_arrow.names]
                 missing = [name for name in wanted if name not in (*there, *STATED_COLUMNS)]
                 if missing:
@@ -291,8 +319,8 @@ def _checked(path: Path, table: ArrowTable) -> ArrowTable:
 
     for field in table.schema:
         is_text = kinds.is_string(field.type) or kinds.is_large_string(field.type) or kinds.is_dictionary(field.type)
-        if is_text != (field.name in TEXT_COLUMNS) and not kinds.is_null(field.type):
-            wanted = "texts" if field.name in TEXT_COLUMNS else "numbers"
+        if is_text != (field.name in _TEXTS) and not kinds.is_null(field.type):
+            wanted = "texts" if field.name in _TEXTS else "numbers"
             raise _problem(path, f"column {field.name} holds {field.type}, not {wanted}", "It was changed; run again")
     return table
 

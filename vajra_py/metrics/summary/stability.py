@@ -63,11 +63,11 @@ class Stability:
     reason: str
     """One sentence without its stop."""
     growth_fraction: float
-    """Of requests in the system; NaN when all requests arrived at one moment, or none did."""
+    """Growth of the requests in the system; NaN when all requests arrived at one moment, or none did."""
     token_growth_fraction: float
-    """Of tokens in the system."""
+    """Growth of the tokens in the system."""
     waiting_growth_fraction: float
-    """Of requests waiting for their first admission."""
+    """Growth of the requests waiting for their first admission."""
     in_system_by_quarter: tuple[float, ...]
     """Mean requests in the system, by quarter of the arrivals' span; empty when there is no span."""
     waiting_by_quarter: tuple[float, ...]

@@ -33,6 +33,7 @@ from vajra_py.metrics.definitions import (
     quantiles,
     weighted_quantiles,
 )
+from vajra_py.metrics.summary.admission import admission_section
 from vajra_py.metrics.summary.censoring import censored_section
 from vajra_py.metrics.summary.fairness import Service, fairness_section, worst_p99
 from vajra_py.metrics.summary.rates import RateTime, arrival_rate, rate_time, steady_window
@@ -71,7 +72,7 @@ class Summary:
     """The numbers of one run.
 
     Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates` (what rates are taken over),
-    `fairness`, `resources`, `warnings`; `step_times` where the run says where its step times come from, `cost` and `energy` where its devices are known.
+    `fairness`, `resources`, `warnings`; `admission` where there is an admission policy, `step_times` where the run says where its step times come from, `cost` and `energy` where its devices are known.
     """
 
     data: Mapping[str, Any]
@@ -170,6 +171,7 @@ def summarise(
         "fairness": _fairness(columns, tenants, service or ServiceWeights(), window),
         "resources": resources_of(steps, window, steady_window(window, rates)),
     }
+    data |= admission_section(requests, columns.arrived_inside)
     data["warnings"] = warnings_of(data)
     return Summary(_plain(data))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vajra_py.metrics.definitions import UNFINISHED
 from vajra_py.runtime.records.emitted import PolicyDiary
+from vajra_py.runtime.requests.rejections import NO_REPLICA_KIND, OWN_KIND, QUEUE_FULL_KIND, SHED_KIND
 
 MIN_COMPLETED = 100
 """Completed requests below which the 99th percentile is the maximum."""
@@ -27,6 +28,7 @@ def warnings_of(data: Mapping[str, Any]) -> list[str]:
     found += [
         f"{counts[reason]} of {arrived} requests {became}." for reason, became in _BECAME.items() if counts[reason]
     ]
+    found += _shed(data)
     if any(counts[reason] for reason in _CUT_OFF):
         found += _cut_off(data["overall"], arrived)
     found += _without_rates(data)
@@ -40,6 +42,31 @@ def warnings_of(data: Mapping[str, Any]) -> list[str]:
             f"For {undecided} requests it is undecided whether they met their SLOs; attainment leaves them out."
         )
     return found
+
+
+_BECAUSE = {
+    SHED_KIND: "were shed by the admission policy",
+    QUEUE_FULL_KIND: "found a full queue",
+    NO_REPLICA_KIND: "found no replica",
+    OWN_KIND: "could not be run",
+}
+
+
+_MAX_REASONS = 3
+"""Reasons of an admission policy that a sentence names."""
+
+
+def _shed(data: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on why requests were rejected, where an admission policy is one of the reasons."""
+    section = data.get("admission")
+    if section is None or not any(section["rejected"].values()):
+        return []
+    found = [f"{count} {_BECAUSE[kind]}" for kind, count in section["rejected"].items() if count]
+    reasons = list(section["refused_by_reason"].items())
+    named = "; ".join(f"{reason} ({count})" for reason, count in reasons[:_MAX_REASONS])
+    more = f"; and {len(reasons) - _MAX_REASONS} other reasons" if len(reasons) > _MAX_REASONS else ""
+    why = f" Its reasons: {named}{more}." if reasons else ""
+    return [f"Of the rejected requests {', '.join(found)}.{why}"]
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")

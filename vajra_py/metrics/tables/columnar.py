@@ -42,7 +42,7 @@ class NameColumn:
         return list(map(self._codes.__getitem__, names))
 
     def ranks(self) -> NDArray[np.int64]:
-        """By number, the string's place in alphabetical order."""
+        """Alphabetical rank of each string, by number."""
         ranks = np.empty(len(self._codes), dtype=np.int64)
         for rank, name in enumerate(sorted(self._codes)):
             ranks[self._codes[name]] = rank
@@ -118,7 +118,7 @@ class PackedRows:
         return np.frombuffer(self._buffer, dtype=self._dtype)[name].copy()
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> NDArray[Any]:
-        """Some rows, as a copy with named fields."""
+        """Return a copy of some rows, with named fields."""
         return np.frombuffer(self._buffer, dtype=self._dtype)[chosen].copy()
 
 

@@ -21,10 +21,14 @@ from vajra_py.metrics.tables.columnar import GapList
 from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.runtime.records.step_log import StepLog
+from vajra_py.runtime.requests.request import Admission
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 if TYPE_CHECKING:
     from vajra_py.runtime.requests.request import Request
+
+_NOT_ASKED = Admission()
+"""What the table says of a request about which the policy was not asked."""
 
 _FACTS = (
     *("request_id", "index", "replicaset", "replica_id", *STATED_COLUMNS),
@@ -41,16 +45,23 @@ class Recorder(StepLog):
     """Collects the requests, steps and gaps of one run."""
 
     def __init__(
-        self, num_blocks_of: Callable[[str, int], int], *, steps: bool = True, log: StepLog | None = None
+        self,
+        num_blocks_of: Callable[[str, int], int],
+        *,
+        steps: bool = True,
+        log: StepLog | None = None,
+        admission: bool = False,
     ) -> None:
-        """`log`: another that is told of every step, so that its records are made once."""
+        """`log`: another that is told of every step, so that its records are made once. `admission`: whether the requests table says
+        what an admission policy decided.
+        """
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)
         self._step_log = self if log is None else log
         self.wants_plans = steps and log is None
         if steps:
             self._step_log.share(self._steps.take)
-        self._requests = RequestsBuilder()
+        self._requests = RequestsBuilder(admission=admission)
         self._tbt = TbtBuilder()
         self._ended: list[tuple[Request, str, str]] = []
 
@@ -93,6 +104,8 @@ class Recorder(StepLog):
         lists = list(map(self._tbt.gaps, columns["replicaset"], columns["slo_class"]))
         gaps, num_gaps = _keep_gaps(requests, lists)
         p50_s, p99_s, max_s = _gap_quantiles(gaps, num_gaps)
+        if self._requests.has_admission:
+            columns |= _admission_columns(requests)
         self._requests.extend(
             {
                 **columns,
@@ -103,6 +116,21 @@ class Recorder(StepLog):
                 "tbt_max_s": max_s,
             }
         )
+
+
+def _admission_columns(requests: Sequence[Request]) -> dict[str, Sequence[Any]]:
+    """Return what the admission policy decided on each request."""
+    rows = [(one.admission or _NOT_ASKED, one.ended_at is None) for one in requests]
+    return {
+        "admission": [row.outcome for row, _ in rows],
+        "degraded": [row.degraded for row, _ in rows],
+        "shed_reason": [row.refusal for row, _ in rows],
+        "num_deferrals": [row.num_deferrals for row, _ in rows],
+        "deferred_at": [row.deferred_at for row, _ in rows],
+        "deferred_s": [
+            float("nan") if is_open and row.outcome == "deferred" else row.deferred_s for row, is_open in rows
+        ],
+    }
 
 
 def token_times(request: Request) -> Floats:

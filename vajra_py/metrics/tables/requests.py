@@ -64,7 +64,7 @@ class RequestRow(StatedFacts):
     """Submission order over the whole run."""
     replicaset: str
     replica_id: int
-    """Where it ran last; -1 if it never got to a replica."""
+    """Replica on which it ran last; -1 if it never reached one."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
@@ -148,11 +148,16 @@ class RequestsBuilder:
         ),
     )
 
-    def __init__(self) -> None:
-        self._rows = PackedRows(self._FIELDS)
+    def __init__(self, *, admission: bool = False) -> None:
+        """`admission`: whether the table has `ADMISSION_COLUMNS`."""
+        self.has_admission = admission
+        self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
+        self._rows = PackedRows(self._fields)
         self._texts = {name: TextColumn() for name in _DISTINCT}
         self._names = {name: NameColumn() for name in TEXT_COLUMNS if name not in _DISTINCT}
         self._names |= {name: NameColumn(of_lists=True) for name in _LISTS}
+        if admission:
+            self._names |= {name: NameColumn() for name in ADMISSION_TEXTS}
 
     def __len__(self) -> int:
         """Requests so far."""
@@ -173,7 +178,7 @@ class RequestsBuilder:
             for text in columns[name]:
                 texts.append(text)
         numbers: Columns = {}
-        for name, code in self._FIELDS:
+        for name, code in self._fields:
             values = columns[name]
             if name in self._names:
                 values = self._names[name].codes(list(values))
@@ -187,7 +192,7 @@ class RequestsBuilder:
         for name, texts in self._texts.items():
             texts.take(table.column(name))
         numbers: Columns = {}
-        for name, _ in self._FIELDS:
+        for name, _ in self._fields:
             column = table.column(name)
             if name in _LISTS:
                 numbers[name] = self._names[name].codes(list(map(tuple, column.to_pylist())))
@@ -209,7 +214,9 @@ class RequestsBuilder:
         )
         types = {"replica_id": pa.int32(), "slo_met": pa.bool_(), **dict.fromkeys(integers, pa.int64())}
         types |= dict.fromkeys(TEXT_COLUMNS, pa.string()) | dict.fromkeys(_LISTS, pa.list_(pa.string()))
-        return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
+        types |= dict.fromkeys(ADMISSION_TEXTS, pa.string()) | {"num_deferrals": pa.int64()}
+        names = (*REQUEST_COLUMNS, *ADMISSION_COLUMNS) if self.has_admission else REQUEST_COLUMNS
+        return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
     def to_table(self) -> ArrowTable:
         """Return the whole table, sorted by submission index; ValueError when an index came twice."""
@@ -240,7 +247,7 @@ class RequestsBuilder:
 
     def _numbers(self, rows: NDArray[Any], observed_until: float) -> Columns:
         """Return every column except text columns, including derived ones."""
-        columns: Columns = {name: np.ascontiguousarray(rows[name]) for name in self._FIELD_NAMES}
+        columns: Columns = {name: np.ascontiguousarray(rows[name]) for name, _ in self._fields}
         columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
         completed, dropped = reason_masks(columns["reason"])
         outcomes = Outcomes(
@@ -271,6 +278,16 @@ REQUEST_COLUMNS = (
     *(*_stated(FactKind.NUMBER, FactKind.DURATION), "slo_met"),
 )
 """Columns of the requests table, in order."""
+
+_ADMISSION_FIELDS = (
+    *(("admission", "i"), ("degraded", "i"), ("shed_reason", "i")),
+    *(("num_deferrals", "q"), ("deferred_at", "d"), ("deferred_s", "d")),
+)
+ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
+"""Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
+empty (it was rejected before the policy was asked)."""
+ADMISSION_TEXTS = ("admission", "degraded", "shed_reason")
+"""Those that hold texts."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""
@@ -337,7 +354,7 @@ def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
-    """These columns of a requests table; where it is older than a fact, nobody stated it."""
+    """Return these columns of a requests table; facts that are newer than the table count as not stated."""
     import pyarrow as pa
 
     schema = RequestsBuilder().schema()
@@ -396,6 +413,8 @@ def _slo_met(overall: NDArray[np.int8]) -> Any:
 
 
 __all__ = [
+    "ADMISSION_COLUMNS",
+    "ADMISSION_TEXTS",
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
     "STATED_COLUMNS",

@@ -50,7 +50,7 @@ class StepRow(NamedTuple):
     """Running and waiting requests right after forming."""
     free_blocks: int
     used_fraction: float
-    """Of the KV blocks, 0 to 1, right after forming."""
+    """Fraction of the KV blocks in use right after forming, 0 to 1."""
     num_preempted: int
     num_finished: int
 

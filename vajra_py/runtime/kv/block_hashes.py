@@ -18,10 +18,10 @@ from typing import Protocol, TypeAlias
 from xxhash import xxh3_128_digest
 
 SegmentId: TypeAlias = int | str | tuple[str | int, ...]
-"""Name of a run of tokens whose content is known by name only; equal names mean equal tokens."""
+"""Name of a run of tokens whose ids are unknown; equal names mean equal tokens."""
 
 UNBOUNDED_TOKENS = sys.maxsize
-"""Length of content that has a name before it exists."""
+"""Length of a run of tokens that is named before it is generated."""
 
 
 class BlockHashes(Protocol):
@@ -37,7 +37,7 @@ class BlockHashes(Protocol):
 
     @property
     def is_private_after_prompt(self) -> bool:
-        """Whether generated content can be named by nobody else before the request ends."""
+        """True if no other request can name the generated content before this one ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
         """The hash of one block, from 0. IndexError if the block's content is not wholly known."""
@@ -50,7 +50,7 @@ class BlockHashes(Protocol):
 
 
 def output_segment(request_id: str) -> SegmentId:
-    """The name of what a request generates, for follow-ups whose prompts contain it."""
+    """Return the name of a request's generated tokens, for follow-ups whose prompts contain them."""
     return ("out", request_id)
 
 
@@ -74,7 +74,7 @@ class TokenBlockHashes:
         *,
         reads_cache: bool = True,
     ) -> None:
-        """`output`: what is in it already is no part of the content, or is in `tokens`.
+        """`output`: generated tokens; those that are in it now are left out of the content, or are in `tokens` already.
 
         Without `reads_cache` the content is entered in a cache for others, and never looked up there.
         """
@@ -93,15 +93,15 @@ class TokenBlockHashes:
 
     @property
     def num_public_tokens(self) -> int:
-        """All of them."""
+        """All known tokens."""
         return self._num_known()
 
     def append(self, token: int) -> None:
-        """One more generated token."""
+        """Add one generated token."""
         self._tokens.append(token)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """More generated tokens."""
+        """Add generated tokens."""
         self._tokens.extend(tokens)
 
     def block_hash(self, block_index: int) -> Hashable:
@@ -210,7 +210,7 @@ class SegmentBlockHashes:
         return self.block_hashes(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
 
     def _base(self, run: int) -> bytes:
-        """Hash of the runs before this one, whole, and of this one's name."""
+        """Return the hash of all runs before this one and of this one's name."""
         bases = self._bases
         while len(bases) < run + 2:
             this = len(bases) - 1
@@ -233,7 +233,7 @@ class PrivateBlockHashes:
         self._request_id = request_id
 
     def block_hash(self, block_index: int) -> Hashable:
-        """The request and the block's position."""
+        """Return the request and the block's position."""
         return (self._request_id, block_index)
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
@@ -241,12 +241,12 @@ class PrivateBlockHashes:
         return list(zip(repeat(self._request_id), range(start, stop)))
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """None."""
+        """Return no hash: the content is private."""
         return ()
 
 
 def reads_cache(hashes: BlockHashes | None) -> bool:
-    """Whether content of these hashes may be looked up in a cache."""
+    """Return True if content with these hashes may be looked up in a cache."""
     return not isinstance(hashes, TokenBlockHashes) or hashes.reads_cache
 
 

@@ -25,25 +25,25 @@ Unscheduled = Literal["withdraw", "keep"]
 
 _REMOVED_LOG_BLOCKS = 1 << 16
 _FRESH_BLOCKS = 256
-"""How many blocks go to the bottom of the stack at once when it does not suffice."""
+"""Number of never-used blocks put at the bottom of the free stack at once when it runs short."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheOptions:
-    """How a prefix cache orders reuse and finds content; the defaults are vLLM's."""
+    """Order of reuse and rules of lookup of a prefix cache; the defaults are vLLM's."""
 
     reuse_order: ReuseOrder = "lru"
     """lru: blocks without a hash are reused first (latest release first), those with one last, longest idle first.
     fifo: one queue for all, in order of release."""
     release_order: ReleaseOrder = "tail_first"
-    """Whether a request's last or first block is given back first, and so is reused first among its equals."""
+    """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
     retain_freed: bool = True
-    """Whether a block can be found after its last user gave it back; if not, only blocks in use are shared."""
+    """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
-    """Which of several blocks of equal content is found: the first entered that is still there, or the last entered
+    """Block that a lookup finds among several of equal content: the first entered that is still there, or the last entered
     (then the others are never found again)."""
     unscheduled: Unscheduled = "withdraw"
-    """What becomes of blocks that were entered when a step was being formed and that a victim then did not compute.
+    """Treatment of blocks that were entered while a step was formed and that a preempted request then did not compute.
     keep: they stay, as in vLLM, and whoever finds them reads what was never written; for comparison with it alone."""
 
     def __post_init__(self) -> None:
@@ -99,7 +99,6 @@ class BlockPool:
         self.options = options
         self.num_free = num_blocks
         """Free blocks, idle ones with content included."""
-        """Blocks that lost their content by being handed out again; those of a run are counted together."""
         self.num_cached = 0
         """Blocks entered so far; unchanged means that nothing new can be found."""
         self.idle_version = 0
@@ -200,7 +199,7 @@ class BlockPool:
             self.release(blocks[num_filled:])
 
     def _without_users(self, blocks: list[int]) -> list[int]:
-        """Take one reference from each; those that have none left."""
+        """Take one reference from each block; returns those that have none left."""
         extra = self._extra_references
         if not extra:
             return blocks
@@ -216,7 +215,7 @@ class BlockPool:
         return unused
 
     def num_references(self, block: int) -> int:
-        """How many tables list a block that is not free."""
+        """Return the number of block tables that list a block in use."""
         return 1 + self._extra_references.get(block, 0)
 
     # Content
@@ -248,7 +247,7 @@ class BlockPool:
         return True
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
-        """The blocks of the leading hashes that are found."""
+        """Return the blocks of the leading hashes that are found."""
         get = self._entries.get
         found: list[int] = []
         for block_hash in hashes:
@@ -259,11 +258,11 @@ class BlockPool:
         return found
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks (found by `match`) are free."""
+        """Return how many of these blocks (found by `match`) are free."""
         return sum(map(self._idle.__contains__, blocks))
 
     def attach(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these blocks (found by `match`); idle ones are free no more."""
+        """Add a reference to each of these blocks (found by `match`); idle ones are no longer free."""
         idle = self._idle
         extra = self._extra_references
         num_revived = 0
@@ -278,7 +277,7 @@ class BlockPool:
             self.idle_version += 1
 
     def _forget(self, block: int) -> None:
-        """Take a block's hash away, and with it whatever leads to the block."""
+        """Remove a block's hash and the block's entry under it."""
         block_hash = self._hash_of.pop(block)
         entry = self._entries.pop(block_hash, None)
         if entry == block:
@@ -301,7 +300,7 @@ class BlockPool:
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """AssertionError if the books do not agree with each other, or with `references` (block to number of users).
+        """Raise AssertionError if the accounts disagree with each other, or with `references` (block to number of users).
 
         Takes time for every block that was ever used, none for the others.
         """

@@ -14,7 +14,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class CopyDirection(Enum):
-    """Which way a block goes."""
+    """Direction of a block copy."""
 
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
@@ -40,7 +40,7 @@ class HostSpace:
         self._records_copies = records_copies
         self._copies: list[BlockCopy] = []
         self.has_copies = False
-        """Whether copies were decided since they were taken last."""
+        """True if copies were decided since they were last taken."""
 
     @property
     def num_blocks(self) -> int:
@@ -53,7 +53,7 @@ class HostSpace:
         return self._pool.num_free
 
     def store(self, blocks: Sequence[int], groups: Sequence[int]) -> list[int] | None:
-        """Host blocks for these device blocks (`groups`: whose each is), copies noted; None if there are too few."""
+        """Take host blocks for these device blocks (`groups`: the group of each) and note the copies; None if too few are free."""
         if len(blocks) > self._pool.num_free:
             return None
         targets = self._pool.take(len(blocks))
@@ -64,7 +64,7 @@ class HostSpace:
         return targets
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
-        """Note the copies of what is stored to the leading of these device blocks, and free the host blocks."""
+        """Note the copies of stored blocks back to the leading ones of these device blocks, and free the host blocks."""
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE
             self.has_copies = True
@@ -76,18 +76,18 @@ class HostSpace:
         self._pool.release(stored)
 
     def clear(self) -> None:
-        """Hold nothing any more, and copy nothing of what was decided."""
+        """Free all host blocks, and drop the copies that were decided."""
         self._pool = BlockPool(self._pool.num_blocks)
         self._copies, self.has_copies = [], False
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies decided since the last call, in order."""
+        """Return the copies decided since the last call, in order."""
         copies = self._copies
         self._copies, self.has_copies = [], False
         return copies
 
     def check(self, stored: Sequence[Sequence[int]]) -> None:
-        """AssertionError unless exactly these host blocks are in use."""
+        """Raise AssertionError unless exactly these host blocks are in use."""
         self._pool.check({block: 1 for blocks in stored for block in blocks})
         if sum(map(len, stored)) + self._pool.num_free != self._pool.num_blocks:
             raise AssertionError("HostSpace: a host block belongs to two requests")

@@ -1,4 +1,4 @@
-"""The interface of a replica's KV memory: what the mechanism asks of it, whichever kind it is.
+"""Interface of a replica's KV memory, whichever kind it is.
 
 A request is registered when it is bound to the replica and forgotten when it leaves. In between it holds nothing, holds
 device blocks (resident), or holds host blocks (swapped). Everything is all or nothing: what does not fit changes nothing.
@@ -19,7 +19,7 @@ from vajra_py.runtime.kv.host import BlockCopy
 
 
 class KvRequest(Protocol):
-    """What KV memory needs of a request: to be hashable by identity, and its length."""
+    """A request as KV memory sees it: its length, and a hash by identity."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -54,27 +54,27 @@ class KvMemory(Protocol):
 
     @property
     def growth_headroom(self) -> int:
-        """How many requests `grow_each` can serve now, whichever they are."""
+        """Number of requests that `grow_each` can serve now, whichever they are."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could be held if it were alone."""
+        """Return True if a request of `num_tokens` tokens fits when it is alone."""
 
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """A request is bound to the replica. Without hashes its content is never shared."""
+        """Register a request that was bound to the replica. Without hashes its content is never shared."""
 
     def is_registered(self, request: KvRequest) -> bool:
-        """Whether the request is known here."""
+        """Return True if the request is registered here."""
 
     def forget(self, request: KvRequest) -> None:
-        """A request leaves; it must hold nothing."""
+        """Unregister a request; it must hold nothing."""
 
     def clear(self) -> None:
-        """The devices have lost everything: no request is known any more, and no block holds anything."""
+        """Drop every request and the contents of every block: the devices have lost everything."""
 
     def num_held_blocks(self, request: KvRequest) -> int:
         """Device blocks of the request, shared ones included."""
@@ -94,10 +94,10 @@ class KvMemory(Protocol):
         """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is (or will be, when the step runs) in memory: enter its full blocks."""
+        """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Only the first `num_tokens` tokens will be computed after all: take back what was entered beyond them.
+        """Take back what was entered beyond the first `num_tokens` tokens, since no more will be computed after all.
 
         False, and nothing changed, if another request has attached such a block already.
         """
@@ -108,7 +108,7 @@ class KvMemory(Protocol):
         """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Attach the cached prefix and take blocks for `num_tokens` tokens, none of them in `excluded_groups`.
@@ -120,21 +120,21 @@ class KvMemory(Protocol):
         """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking."""
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
-        """One more block for each of these resident requests, in this order; `ValueError` if too few are free."""
+        """Take one more block for each of these resident requests, in this order; `ValueError` if too few are free."""
 
     @property
     def can_reserve(self) -> bool:
-        """Whether resident requests that grow together can be given blocks together, by `reserve_blocks`."""
+        """True if resident requests that grow together can be given blocks together, by `reserve_blocks`."""
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """So many blocks for resident requests that grow together; whose each is, is open until `materialize`."""
+        """Reserve blocks for resident requests that grow together; `materialize` decides which request gets which."""
 
     @property
     def has_reserved(self) -> bool:
-        """Whether somebody's table lacks blocks that were reserved."""
+        """True if some block table still lacks reserved blocks."""
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
-        """Put into the request's table what its first `num_tokens` tokens need of the reserved blocks."""
+        """Move the reserved blocks that the request's first `num_tokens` tokens need into its table."""
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Give a request's device blocks back (end, abort, or preemption by recomputation).
@@ -178,12 +178,12 @@ class KvMemory(Protocol):
         """Most tokens that a chunk may have behind `num_done_tokens`: all that remain, or up to a group's boundary."""
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """A chunk was computed."""
+        """Count a computed chunk."""
 
-    # Books
+    # Consistency
 
     def check(self) -> None:
-        """`AssertionError` if the books do not agree."""
+        """Raise `AssertionError` if the accounts do not agree."""
 
 
 def max_request_tokens(limits: ReplicaLimits) -> int:

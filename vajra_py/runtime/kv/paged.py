@@ -41,10 +41,10 @@ class _BlockTable:
     def __init__(self, hashes: BlockHashes | None) -> None:
         self.hashes = hashes
         self.is_private = isinstance(hashes, PrivateBlockHashes)
-        """Whether nobody else ever asks for its content."""
+        """True if no other request ever asks for its content."""
         self.reads_cache = reads_cache(hashes)
         self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
-        """Whether a lookup can find anything; of private content, only what it gave back itself."""
+        """True if a cache lookup can find anything; of private content, only what the request itself freed."""
         self.blocks: list[int] = []
         self.num_cached = 0
         """Leading blocks of the table that carry a hash."""
@@ -100,7 +100,7 @@ class PagedKvMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """How many requests `grow_each` can serve now, whichever they are."""
+        """Number of requests that `grow_each` can serve now, whichever they are."""
         return self._pool.num_free
 
     @property
@@ -113,30 +113,30 @@ class PagedKvMemory:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could be held if it were alone."""
+        """Return True if a request of `num_tokens` tokens fits when it is alone."""
         return self.blocks_for(num_tokens) <= self._pool.num_blocks
 
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """A request arrives. Without hashes its content is never shared, not even with itself after a preemption."""
+        """Register a request. Without hashes its content is never shared, not even with itself after a preemption."""
         if request in self._tables:
             raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
         self._tables[request] = _BlockTable(hashes if self._pool.options is not None else None)
 
     def forget(self, request: KvRequest) -> None:
-        """A request leaves for good; it must hold nothing."""
+        """Unregister a request; it must hold nothing."""
         entry = self._tables[request]
         if entry.blocks or entry.host:
             raise ValueError(f"PagedKvMemory.forget: it still holds blocks ({request!r}). Release or drop them first.")
         del self._tables[request]
 
     def is_registered(self, request: KvRequest) -> bool:
-        """Whether the request is known here."""
+        """Return True if the request is registered here."""
         return request in self._tables
 
     def clear(self) -> None:
-        """The device has lost everything: no request is known any more, and no block holds anything."""
+        """Drop every request and the contents of every block: the device has lost everything."""
         self._pool = BlockPool(self._pool.num_blocks, self._pool.options)
         self._host.clear()
         self._tables.clear()
@@ -205,7 +205,7 @@ class PagedKvMemory:
             width *= _LOOKUP_GROWTH
 
     def _num_idle(self, entry: _BlockTable, found: list[int]) -> int:
-        """How many of the found blocks are free: attaching them takes free capacity too."""
+        """Return how many of the found blocks are free: attaching them takes free capacity too."""
         lookup = entry.lookup
         if not found or lookup is None:
             return 0
@@ -215,7 +215,7 @@ class PagedKvMemory:
         return lookup.num_idle
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is (or will be, when the step runs) in memory: let others find it.
+        """Let others find the KV of the first `num_tokens` tokens, which is in memory or will be when the step has run.
 
         Enters full blocks that are not entered yet. Blocks that nobody else can name before the request ends are only
         noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
@@ -244,7 +244,7 @@ class PagedKvMemory:
             entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Only the first `num_tokens` tokens will be computed after all: take back what was cached beyond them.
+        """Take back what was cached beyond the first `num_tokens` tokens, since no more will be computed after all.
 
         For a request that leaves the step in which it was cached. False, and nothing changed, if another request has
         attached such a block already.
@@ -278,7 +278,7 @@ class PagedKvMemory:
         return max(num_blocks - len(found), 0) + self._num_idle(entry, found)
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
         return self.blocks_needed(request, num_tokens) <= self._pool.num_free
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
@@ -319,29 +319,29 @@ class PagedKvMemory:
         return True
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
-        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
+        """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
         tables = self._tables
         for request, block in zip(requests, self._pool.take(len(requests)), strict=True):
             tables[request].blocks.append(block)
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """So many blocks for resident requests that grow together; who has which of them is open until `materialize`."""
+        """Reserve blocks for resident requests that grow together; `materialize` decides which request gets which."""
         self._reserved += self._pool.take(num_blocks)
 
     @property
     def has_reserved(self) -> bool:
-        """Whether somebody's table lacks blocks that were reserved."""
+        """True if some block table still lacks reserved blocks."""
         return bool(self._reserved)
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
-        """The request's first `num_tokens` tokens lie in its own blocks and in reserved ones: these become its own too."""
+        """Move the reserved blocks that the request's first `num_tokens` tokens need into its table."""
         blocks, reserved = self._tables[request].blocks, self._reserved
         first = len(reserved) - (-(-num_tokens // self.block_size) - len(blocks))
         blocks += reserved[first:]
         del reserved[first:]
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
-        """The request gives its device blocks back (end, abort, or preemption by recompute).
+        """Free the request's device blocks (end, abort, or preemption by recompute).
 
         `num_computed_tokens` (default: what `cache_blocks` was told last) says how much of its KV is valid, so that what was
         kept private can be found from now on. `for_good`: it will not come back for them.
@@ -450,17 +450,17 @@ class PagedKvMemory:
         return num_remaining_tokens
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """A chunk was computed; nothing to keep account of with one group."""
+        """Do nothing: a single group needs no account of chunks."""
 
     @property
     def pending_prefill_work(self) -> Sequence[int]:
         """Squared prompt tokens still to prefill by group; not tracked with one group."""
         return (0,)
 
-    # Books
+    # Consistency
 
     def check(self) -> None:
-        """AssertionError if the books do not agree."""
+        """Raise AssertionError if the accounts do not agree."""
         users = Counter(self._reserved)
         for request, entry in self._tables.items():
             users.update(entry.blocks)

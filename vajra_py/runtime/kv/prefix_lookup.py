@@ -6,7 +6,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class PrefixLookup:
-    """What the prefix cache held for a request when last asked, and how to tell whether it still does."""
+    """Result of a request's last prefix-cache lookup, with what is needed to tell whether it still holds."""
 
     __slots__ = (
         "blocks",
@@ -30,7 +30,7 @@ class PrefixLookup:
         self.idle_version = -1
 
     def survives(self, pool: BlockPool) -> bool:
-        """Whether all its blocks are still what a lookup returns; costs what was removed since, not what it holds."""
+        """Return True if a lookup would still return all its blocks; costs as much as was removed since, not its length."""
         if self.removed_epoch != pool.removed_epoch:
             return False
         removed = pool.removed

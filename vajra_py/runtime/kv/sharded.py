@@ -129,7 +129,7 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """How many requests `grow_each` can serve now, whichever they are: the free blocks of the fullest group."""
+        """Number of requests that `grow_each` can serve now, whichever they are: the free blocks of the fullest group."""
         return min(pool.num_free for pool in self._pools)
 
     @property
@@ -142,19 +142,19 @@ class KvParallelMemory:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could be held if it were alone."""
+        """Return True if a request of `num_tokens` tokens fits when it is alone."""
         return num_tokens <= self.num_groups * self.group_tokens
 
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """A request arrives; hashes have no use here, since nothing is shared."""
+        """Register a request; its hashes are ignored, since nothing is shared."""
         if request in self._tables_of:
             raise ValueError(f"KvParallelMemory.register: already registered ({request!r}). Forget it first.")
         self._tables_of[request] = _BlockTables()
 
     def forget(self, request: KvRequest) -> None:
-        """A request leaves for good; it must hold nothing."""
+        """Unregister a request; it must hold nothing."""
         entry = self._tables_of[request]
         if entry.groups or entry.host:
             raise ValueError(
@@ -163,14 +163,14 @@ class KvParallelMemory:
         del self._tables_of[request]
 
     def clear(self) -> None:
-        """The devices have lost everything: no request is known any more, and no block holds anything."""
+        """Drop every request and the contents of every block: the devices have lost everything."""
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
         self._pending = [0] * self.num_groups
         self._host.clear()
         self._tables_of.clear()
 
     def is_registered(self, request: KvRequest) -> bool:
-        """Whether the request is known here."""
+        """Return True if the request is registered here."""
         return request in self._tables_of
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
@@ -186,18 +186,18 @@ class KvParallelMemory:
         return self._tables_of[request].blocks()
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """0: nothing is cached."""
+        """Return 0: nothing is cached."""
         return 0
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """0: nothing is cached."""
+        """Return 0: nothing is cached."""
         return 0
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Nothing is cached, so nothing is entered."""
+        """Do nothing: no prefix cache."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """True: nothing was entered."""
+        """Return True: nothing was entered."""
         return True
 
     # Groups
@@ -238,7 +238,7 @@ class KvParallelMemory:
         return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """A chunk was computed: (a + n)^2 - a^2 of work is done, in each of the request's groups.
+        """Count a computed chunk: (a + n)^2 - a^2 of work is done, in each of the request's groups.
 
         Counts the prefill only, and progress once, so chunks may be told when scheduled or when finished.
         """
@@ -321,7 +321,7 @@ class KvParallelMemory:
         return max(self.blocks_for(num_tokens) - entry.num_blocks, len(entry.host), 0)
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
         entry = self._tables_of[request]
         num_blocks = max(self.blocks_for(num_tokens), len(entry.host))
         return self._growth(entry, num_blocks, excluded_groups) is not None
@@ -358,7 +358,7 @@ class KvParallelMemory:
         return True
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
-        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
+        """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
         growing = [self._resident(request, "grow_each") for request in requests]
         longest = self.num_groups * self._group_blocks
         crossing = [entry for entry in growing if len(entry.tables[-1]) == self._group_blocks]
@@ -376,16 +376,16 @@ class KvParallelMemory:
     can_reserve = has_reserved = False
 
     def reserve_blocks(self, num_blocks: int) -> None:
-        """Refused: which group a request grows in is its own affair."""
+        """Refuse: each request grows in groups of its own."""
         raise ValueError(
             f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
         )
 
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
-        """Nothing is reserved: every block is somebody's."""
+        """Do nothing: no blocks are reserved."""
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
-        """The request gives its device blocks back (end, abort, or preemption by recompute)."""
+        """Free the request's device blocks (end, abort, or preemption by recompute)."""
         entry = self._resident(request, "free")
         self._give_back(entry)
         entry.num_prefill_tokens = entry.num_done_tokens = 0
@@ -447,10 +447,10 @@ class KvParallelMemory:
             )
         return entry
 
-    # Books
+    # Consistency
 
     def check(self) -> None:
-        """AssertionError if the books do not agree."""
+        """Raise AssertionError if the accounts do not agree."""
         users: list[Counter[int]] = [Counter() for _ in self._pools]
         work = [0] * self.num_groups
         for request, entry in self._tables_of.items():

@@ -21,7 +21,7 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
 
     Raises `PolicyError` when the prioritizer declares no known key motion, or straight lines without saying which.
     """
-    motion: object = prioritizer.key_motion  # a plug-in may say anything
+    motion: object = prioritizer.key_motion  # a plug-in may declare anything
     if motion is KeyMotion.TIME_LINEAR:
         if isinstance(prioritizer, TimeLinearPrioritizer):
             return KineticQueue(prioritizer, name)

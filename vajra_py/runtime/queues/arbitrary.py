@@ -1,4 +1,4 @@
-"""Queue for keys that may change with anything: keys are read anew each step.
+"""Queue for keys that may change at any event: keys are read again at each step.
 
 Every key is read again when a new time is asked about, or a new step begins: O(n), once. From there the order is made as far
 as it is read: a sorted part, and a heap of the rest.
@@ -17,7 +17,7 @@ from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, RE
 
 
 class ArbitraryQueue(RankedQueue):
-    """A `RequestQueue` for keys that promise nothing."""
+    """`RequestQueue` for keys of any motion."""
 
     is_arbitrary = True
 
@@ -26,12 +26,12 @@ class ArbitraryQueue(RankedQueue):
         self.is_volatile = prioritizer.key_motion is KeyMotion.VOLATILE
         self._keys = KeyReader(prioritizer, name)
         self._read_at: float | None = None
-        """The time whose keys the ranks hold; None when they must be read again."""
+        """Time at which the keys of the ranks were read; None when they must be read again."""
         self._num_readings = 0
         self._first: list[Rank] = []
-        """The most urgent ones, sorted; nothing that has left."""
+        """The most urgent ranks, sorted; requests that have left are not among them."""
         self._rest: list[Rank] = []
-        """A heap of the others, and of some that have left."""
+        """A heap of the other ranks; some of their requests may have left."""
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
@@ -50,9 +50,8 @@ class ArbitraryQueue(RankedQueue):
         reading = 0
         while True:
             self._read(now)
-            if (
-                reading != self._num_readings
-            ):  # the keys may be different ones: whatever was not given out is still to come
+            # After new keys, every request that was not yielded yet is still to come, wherever it ranks now.
+            if reading != self._num_readings:
                 reading, last = self._num_readings, None
             position = 0 if last is None else bisect_right(self._first, last)
             if position == len(self._first) and not self._extend():
@@ -81,7 +80,7 @@ class ArbitraryQueue(RankedQueue):
         self._read_at = None
 
     def _read(self, now: float) -> None:
-        """Bring every key to `now`; if one breaks the contract, all stay as they were and nothing waits any less."""
+        """Read every key again at `now`; if one breaks the contract, nothing changes."""
         if now == self._read_at:
             return
         key = self._keys.key
@@ -96,7 +95,7 @@ class ArbitraryQueue(RankedQueue):
         self._num_readings += 1
 
     def _extend(self) -> bool:
-        """Move the next one from the heap to the sorted part; whether there was one."""
+        """Move the next rank from the heap to the sorted part; False if there was none."""
         while self._rest:
             rank = heappop(self._rest)
             if self._ranks.get(rank[REQUEST]) is rank:
@@ -112,7 +111,7 @@ class ArbitraryQueue(RankedQueue):
 
     def _enter(self, rank: Rank, now: float) -> None:
         if now != self._read_at:
-            self._read_at = None  # keys of one time only are in order
+            self._read_at = None  # keys that were read at different times have no order
         elif self._first and rank < self._first[-1]:
             insort(self._first, rank)
         else:

@@ -21,9 +21,9 @@ class RequestQueue(Protocol):
     """
 
     is_arbitrary: bool
-    """Whether keys may move with anything, and are read again at each step."""
+    """True if keys may change at any event; they are read again at each step."""
     is_volatile: bool
-    """Whether they are read again after each admission and preemption too."""
+    """True if keys are also read again after each admission and preemption."""
 
     @property
     def num_requests(self) -> int:
@@ -31,45 +31,45 @@ class RequestQueue(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens left to compute over all that waits, as counted when each was added or last refreshed."""
+        """Tokens left to compute over all waiting requests, as counted when each was added or last refreshed."""
 
     def add(self, request: RequestView, now: float) -> None:
-        """Let the request wait. ValueError if it waits already; PolicyError if its key breaks the contract."""
+        """Add a request. ValueError if it waits already; PolicyError if its key breaks the contract."""
 
     def remove(self, request: RequestView) -> None:
-        """Take it out, wherever it stands. KeyError if it does not wait."""
+        """Remove a request from any position. KeyError if it does not wait."""
 
     def refresh(self, request: RequestView, now: float) -> None:
-        """Its progress has changed: read its key again. Errors as for `remove` and `add`; a bad key leaves the old one."""
+        """Read the key again of a request that has progressed. Errors as for `remove` and `add`; after a bad key the old one stays."""
 
     def begin_step(self) -> None:
-        """A new step is decided: keys that may move with anything are read again, even at a time that was asked before."""
+        """Let keys that may change at any event be read again, even for a time that was asked before; called for each step."""
 
     def peek(self, now: float) -> RequestView | None:
         """The most urgent request, None if nothing waits."""
 
     def ordered(self, now: float) -> Iterator[RequestView]:
-        """What waits at the time of the call, most urgent first; lazy, so that the head is cheap.
+        """Iterate over the requests that wait at the time of the call, most urgent first; lazy, so that the head is cheap.
 
         The queue may change while this is read: what is removed before its turn is left out, and so is what is added, added
         again, or refreshed with another key or number of tokens.
         """
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
-        """The total order's key of any request, waiting or not."""
+        """Return the total order's key of any request, waiting or not."""
 
     def __len__(self) -> int:
         """Requests that wait."""
 
     def __contains__(self, request: object) -> bool:
-        """Whether it waits here."""
+        """Return True if the request waits here."""
 
     def __iter__(self) -> Iterator[RequestView]:
-        """What waits, in no particular order."""
+        """Iterate over the waiting requests in no particular order."""
 
 
 class RankedQueue(ABC):
-    """The book of who waits at which rank, shared by all queues; subclasses keep the ranks in order."""
+    """Ranks of the waiting requests, common to all queues; subclasses keep the ranks in order."""
 
     is_arbitrary = False
     is_volatile = False
@@ -94,11 +94,11 @@ class RankedQueue(ABC):
 
     @abstractmethod
     def _enter(self, rank: Rank, now: float) -> None:
-        """Put a rank that is in the book into order."""
+        """Insert a rank that was just registered into the order."""
 
     @abstractmethod
     def _leave(self, rank: Rank) -> None:
-        """Take a rank that is no longer in the book out of order."""
+        """Remove a rank that was just unregistered from the order."""
 
     def add(self, request: RequestView, now: float) -> None:
         """See `RequestQueue.add`."""

@@ -16,7 +16,7 @@ from vajra_py.contract import PredictsSlack, RequestPrioritizer, RequestView, Ti
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
-"""Stands for the length of a key that is a number."""
+"""Length that stands for a key that is a number rather than a tuple."""
 
 
 class KeyReader:
@@ -92,7 +92,7 @@ class LineReader:
         self._blame(request, f"line() is not a line (got {line!r}). {allowed}")
 
     def reject(self, request: RequestView, key: float, now: float) -> NoReturn:
-        """The line has left the range of floating-point numbers."""
+        """Raise: the line has left the range of floating-point numbers."""
         message = f"its key is not finite at {now!r} s (got {key!r}). Allowed: a line that stays finite while the request waits."
         self._blame(request, message)
 
@@ -116,7 +116,7 @@ class SlackReader:
         return self._read(self._seconds, "slack_s", request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Slack at `now` as part of the time that the request is allowed."""
+        """Slack at `now` as a fraction of the time from arrival to deadline."""
         return self._read(self._fraction, "slack_fraction", request, now)
 
     def _read(
@@ -137,7 +137,7 @@ class SlackReader:
 
 
 def _number(part: object) -> float | int | None:
-    """The finite Python number that a part of a key stands for, None if it is none; NumPy's compare slowly and overflow."""
+    """Convert part of a key to a finite Python number, None if it is none; NumPy's numbers compare slowly and overflow."""
     if type(part) is not float:
         if isinstance(part, Integral):
             return int(part)

@@ -47,7 +47,7 @@ class KineticQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # While all that was given out has left the queue, the next one is simply its head.
+        # While every request yielded so far has left the queue, the next one is its head.
         while True:
             group = self._tournament.winner(now)
             if group is None:
@@ -107,7 +107,7 @@ class KineticQueue(RankedQueue):
 
 
 class _Frontier:
-    """All ranks in order at one time, best first, each at O(log n): what is known to be next of each part not read yet.
+    """All ranks in order at one time, best first, O(log n) each: a heap of the best rank of each part not read yet.
 
     A part is a subtree of the tournament, known by the head of its winner, or a group that is being read. The tournament may
     change meanwhile: removals only make what is known too low, which costs a look and no more; what is added may come out
@@ -159,7 +159,7 @@ def _place(rank: Rank, now: float) -> _Place:
 
 
 def _in_order(group: SlopeGroup, now: float) -> Iterator[Rank]:
-    """A group's ranks by computed key; those whose keys rounding makes equal, by arrival and index."""
+    """Iterate over a group's ranks by computed key; keys that rounding makes equal go by arrival and index."""
     ranks, shift = group.ranks, group.slope * now
     equal: list[Rank] = []
     settled: float | None = None

@@ -46,15 +46,15 @@ class SortedRanks:
 
     def __init__(self) -> None:
         self._blocks: list[list[Rank]] = []
-        """None of them empty."""
+        """Blocks of ranks, none of them empty."""
         self._lasts: list[Rank] = []
         """The last rank of each block."""
         self._num_listed = 0
-        """Ranks in all blocks, marked ones too."""
+        """Ranks in all blocks, those marked as removed included."""
         self._gone: set[int] | frozenset[int] = _NOTHING
-        """Serials of the marked ones."""
+        """Serials of the ranks marked as removed."""
         self._version = 0
-        """Counts what invalidates positions."""
+        """Counter of changes that invalidate positions."""
 
     def __len__(self) -> int:
         return self._num_listed - len(self._gone)
@@ -98,7 +98,7 @@ class SortedRanks:
 
     def _split(self, position: int) -> None:
         block = self._blocks[position]
-        # Where ranks are only ever appended, blocks stay full.
+        # If ranks are only appended, blocks stay full.
         half = len(block) - 1 if position == len(self._blocks) - 1 else _BLOCK
         self._blocks[position : position + 1] = [block[:half], block[half:]]
         self._lasts.insert(position, block[half - 1])

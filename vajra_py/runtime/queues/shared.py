@@ -1,4 +1,4 @@
-"""A replica's view of the requests that its replicaset has not bound."""
+"""Access of a replica to the requests that its replicaset has not bound to a replica."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vajra_py.runtime.queues import RequestQueue
 
 
 class SharedAccess(Protocol):
-    """One replica's door to the shared queue of its replicaset."""
+    """One replica's access to the shared queue of its replicaset."""
 
     @property
     def queue(self) -> RequestQueue:
-        """The shared queue as it is now; for questions."""
+        """The shared queue as it is now; for reading."""
 
     def __len__(self) -> int:
         """Requests in the shared queue."""
@@ -23,10 +23,10 @@ class SharedAccess(Protocol):
         """The requests that the replicaset scheduler lets this replica take now; lazy."""
 
     def __contains__(self, request: object) -> bool:
-        """Whether the request is in the shared queue."""
+        """Return True if the request is in the shared queue."""
 
     def begin_step(self) -> None:
-        """A step of this replica is decided: see `RequestQueue.begin_step`."""
+        """Begin a step of this replica: see `RequestQueue.begin_step`."""
 
     def take(self, request: RequestView) -> None:
-        """The replica has admitted it."""
+        """Remove a request that the replica has admitted."""

@@ -32,7 +32,7 @@ class SortedQueue(RankedQueue):
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # While all that was given out has left the queue, the next one is simply its head.
+        # While every request yielded so far has left the queue, the next one is its head.
         while self._ranks:
             head = self._order.first()
             if head is last or head[SERIAL] > newest:

@@ -29,7 +29,7 @@ _LARGEST = 1e300
 
 
 def tie(rank: Rank) -> tuple[float, int, int]:
-    """What decides between equal computed keys: arrival, index, entry into the queue."""
+    """Return the tie-break between equal computed keys: arrival, index, entry into the queue."""
     return rank[ARRIVED_AT], rank[INDEX], rank[SERIAL]
 
 
@@ -73,7 +73,7 @@ class SlopeGroup:
         largest = distance * _DISTINCT
         if largest > _LARGEST:
             largest = _LARGEST
-        # Until this time, either side of 0, the computed key of the next line is surely another one.
+        # From -until to until, rounding cannot make the computed keys of this line and the next equal.
         until = (largest - abs(intercept)) / self._steepness if self._steepness else inf
         if not -until <= now <= until:
             head, until = self._first_computed(now), now
@@ -83,7 +83,7 @@ class SlopeGroup:
         self.intercept_error = abs(intercept) * _ROUNDING + _TINY
 
     def _first_computed(self, now: float) -> Rank:
-        """The head where rounding makes keys of different lines equal."""
+        """Return the head where rounding makes keys of different lines equal."""
         head = self.ranks.first()
         key = head[KEY] + self.slope * now
         for rank in self.ranks.walk():
@@ -93,7 +93,7 @@ class SlopeGroup:
         return head
 
     def add(self, rank: Rank, now: float) -> bool:
-        """Take a rank in; whether the head, or how long it holds, has changed."""
+        """Add a rank; returns True if the head, or how long it holds, has changed."""
         self.ranks.add(rank)
         shift = self.slope * now
         key, head_key = rank[KEY] + shift, self.intercept + shift
@@ -107,14 +107,14 @@ class SlopeGroup:
         return True
 
     def remove(self, rank: Rank, now: float) -> bool:
-        """Take a rank out that is not the last one; whether the head has changed."""
+        """Remove a rank that is not the last one; returns True if the head has changed."""
         ranks = self.ranks
         ranks.remove(rank)
         if rank is not self.head:
             return False
         first = ranks.first()
         if first[KEY] == self.intercept and self.until != now:
-            self.head = first  # as far from the next line as the one before
+            self.head = first  # on the same line as the old head, so as far from the next line
         else:
             self.seat(now)
         return True
@@ -125,7 +125,7 @@ class Tournament:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """The time at which every cached result was true."""
+        """Time for which every cached result was computed."""
         self._capacity = 1
         self._free = [0]
         # A binary heap's layout: match i is between the winners of 2i and 2i + 1; group slots are the last `capacity` places.
@@ -133,11 +133,11 @@ class Tournament:
         self._until: list[float] = [inf, inf]
 
     def restart(self, now: float) -> None:
-        """Nothing takes part: go to any time at no cost."""
+        """Move an empty tournament to any time at no cost."""
         self.now = now
 
     def enter(self, group: SlopeGroup) -> None:
-        """A new group takes part."""
+        """Add a group."""
         if not self._free:
             self._double()
         group.slot = self._free.pop()
@@ -146,7 +146,7 @@ class Tournament:
         self.changed(group)
 
     def leave(self, group: SlopeGroup) -> None:
-        """A group is empty."""
+        """Remove an empty group."""
         leaf = self._capacity + group.slot
         self._free.append(group.slot)
         self.winners[leaf] = None
@@ -154,13 +154,13 @@ class Tournament:
         self._climb(leaf, group)
 
     def changed(self, group: SlopeGroup) -> None:
-        """A group's head, or how long it holds, is different."""
+        """Update the matches of a group whose head, or how long it holds, has changed."""
         leaf = self._capacity + group.slot
         self._until[leaf] = group.until
         self._climb(leaf, group)
 
     def winner(self, now: float) -> SlopeGroup | None:
-        """The group whose head is the least at `now`."""
+        """Return the group whose head is the least at `now`."""
         if now != self.now:
             self._advance(now)
         return self.winners[1]
@@ -185,7 +185,7 @@ class Tournament:
             self._repair(1)
 
     def _repair(self, match: int) -> None:
-        """Play again every match below whose certificate has run out."""
+        """Play every match below again whose certificate has expired."""
         if match >= self._capacity:
             self._seat(match)
             return
@@ -203,7 +203,7 @@ class Tournament:
             self._until[leaf] = group.until
 
     def _climb(self, place: int, changed: SlopeGroup | None, final: int = 1) -> None:
-        """Play from a place up to the match `final`, or as far as `changed` was or is the winner: above, nothing changes.
+        """Play matches from a place up to `final`, or until `changed` neither was nor is the winner: nothing changes above.
 
         The inner loop of every step: one match costs a third of a microsecond.
         """
@@ -237,7 +237,7 @@ class Tournament:
             winners[place], until[place] = group, holds
             if before is not changed and group is not changed:
                 break
-        # Certificates above may end earlier now. Those that could end later are left: they are found when they run out.
+        # Certificates above may expire earlier now. Those that could hold longer stay: they are renewed when they expire.
         while place > final:
             place >>= 1
             if until[place] <= holds:
@@ -245,7 +245,7 @@ class Tournament:
             until[place] = holds
 
     def _double(self) -> None:
-        """The tournament so far becomes the left half of one twice as large."""
+        """Make this tournament the left half of one twice as large."""
         old = self._capacity
         winners: list[SlopeGroup | None] = [None, self.winners[1]]
         until = [inf, self._until[1]]

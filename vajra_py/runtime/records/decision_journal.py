@@ -1,4 +1,4 @@
-"""Journal of a decision log: its records on disk while the run goes on, so that a killed process leaves them.
+"""Journal of a decision log: records on disk during the run, so that they survive a killed process.
 
 A Parquet file cannot be read before it is finished. The journal is an Arrow stream beside it, in which every batch is
 readable as soon as it is written; it goes away when the log is closed.
@@ -15,15 +15,15 @@ from vajra_py.runtime.records.step_log import Batch
 
 
 def journal_path(log: Path) -> Path:
-    """Where the journal of a decision log is."""
+    """Return the path of a decision log's journal."""
     return log.with_name(log.name + ".journal.partial")
 
 
 class Journal:
-    """Writes batches of records, each readable at once."""
+    """Writer of batches of records, each readable at once."""
 
     def __init__(self, file: BinaryIO, compression: str | None = None) -> None:
-        """`compression`: as Arrow streams know it; None: none."""
+        """`compression`: name of an Arrow stream codec; None: none."""
         self._file = file
         self._compression = compression
         self._writer: Any = None
@@ -51,14 +51,14 @@ class Journal:
         self._file.flush()
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Finish the journal."""
         if self._writer is not None:
             self._writer.close()
         self._file.close()
 
 
 def _one(data: bytes) -> Any:
-    """An Arrow array of this value alone, which is not copied."""
+    """Return an Arrow array of this value alone, without a copy."""
     import pyarrow as pa
 
     ends = array("q", (0, len(data)))
@@ -66,7 +66,7 @@ def _one(data: bytes) -> Any:
 
 
 def read_journal(path: Path) -> Iterator[Batch]:
-    """The batches of a journal, up to where it was cut off."""
+    """Return the batches of a journal, up to where it was cut off."""
     import pyarrow as pa
 
     with path.open("rb") as file:

@@ -39,7 +39,7 @@ from vajra_py.runtime.step.plan import StepPlan, in_batch_order
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 RECORDS_AT_ONCE = 32_768
-"""Records that are kept until they are written together."""
+"""Number of records that are collected before they are written together."""
 
 _KIND_CODES, _MODE_CODES, _REASON_CODES = (
     {name: code for code, name in enumerate(names)} for names in (KINDS, MODES, REASONS)
@@ -47,15 +47,15 @@ _KIND_CODES, _MODE_CODES, _REASON_CODES = (
 
 
 def open_binary(path: Path) -> BinaryIO:
-    """A new file to write bytes to."""
+    """Open a new binary file for writing."""
     return path.open("wb")
 
 
 class DecisionFile:
     """A decision log's file; it appears under its name when it is closed.
 
-    Records that are written together are all those of some time of the run, and those of one time stay together: so the bytes depend neither on the order
-    of what happens at one time, nor on who hands records over when.
+    A row group holds all records of a stretch of time, and records of one tick stay together: so the bytes depend neither
+    on the order of events within a tick, nor on when records are handed over.
     """
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
@@ -85,13 +85,13 @@ class DecisionFile:
         self._num_held, self._enough = 0, RECORDS_AT_ONCE
 
     def take(self, records: Records) -> bool:
-        """Take records in any order; returns whether it is time to call `write`."""
+        """Take records in any order; returns True if it is time to call `write`."""
         self._held.append(records)
         self._num_held += len(records)
         return self._num_held >= self._enough
 
     def write(self, complete_before: int | None = None) -> None:
-        """Write what makes a group; all records before this tick were taken (None: all there are)."""
+        """Write complete row groups; all records before this tick have been taken (None: all records)."""
         if not self._held:
             return
         records = Records.concat(self._held).by_time()
@@ -141,13 +141,13 @@ class DecisionLog(StepLog):
         self._open: dict[StepPlan, tuple[str, PoolMoves]] = {}
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """Records name requests by index."""
+        """Note the id of an arriving request, which records name by index."""
         self._tick = max(self._tick, to_ticks(now))
         self._ids.append(request.request_id)
         self._arrived.extend((request.index, self._tick))
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Keep what was decided until the step comes back; a step that only preempted is written at once."""
+        """Keep the decisions until the step comes back; a step that only preempted is recorded at once."""
         is_plain = changes is NO_CHANGES and not (plan.running_in_order and plan.chunks)
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
         if not plan.num_pool_decodes and not plan.chunks:
@@ -156,12 +156,12 @@ class DecisionLog(StepLog):
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
     ) -> None:
-        """One record for all these steps."""
+        """Make one record of all these steps."""
         super().on_plan_repeats(replicaset, plan, repeats, following, now)
         self._open[following] = replicaset, NO_MOVES
 
     def close(self) -> None:
-        """Write what never came back, and finish the file."""
+        """Write the steps that never came back, and finish the file."""
         self.hand_on()
         self._tick = NEVER
         for plan, (replicaset, _) in list(self._open.items()):
@@ -172,7 +172,7 @@ class DecisionLog(StepLog):
     def _count_lists(
         self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], lists: Mapping[str, list[int]]
     ) -> Numbers:
-        """What was decided, in numbers."""
+        """Append the decisions of the step to `lists`, as numbers; returns the number of entries in each list."""
         _, moves = self._open.pop(plan)
         if moves is NO_MOVES and not finished and not plan.chunks and not plan.preempted:
             return NO_LISTS
@@ -192,8 +192,8 @@ class DecisionLog(StepLog):
         return len(joined) // 3, len(left), len(plan.chunks), len(plan.preempted), len(finished)
 
     def _keep(self, batch: Batch) -> None:
-        """Journal them, and write what makes a group."""
-        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # the last one is in the file at once
+        """Journal the records, and write complete row groups."""
+        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # the last, smaller batch goes into the file at once
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
             self._journal.write(batch)
@@ -226,12 +226,12 @@ class PartialDecisionLog(DecisionLog):
 
 
 def journaled_tables(path: Path) -> list[Any]:
-    """What the journal of an unfinished log holds, a table a batch."""
+    """Return the contents of an unfinished log's journal, one table for each batch."""
     return [Records.of(batch).table() for batch in read_journal(journal_path(path))]
 
 
 class _Counted(io.RawIOBase):
-    """A file to write to that knows how much was written; pyarrow asks."""
+    """A file that knows how many bytes were written to it, as pyarrow requires."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -260,22 +260,22 @@ class _Counted(io.RawIOBase):
 
 
 class PoolMoves(NamedTuple):
-    """What a plan changed of what the reader knows, as far as it is gone when the step comes back; flat numbers, as `LISTS` groups them."""
+    """Changes of a plan that can no longer be seen when its step ends; flat numbers, grouped as in `LISTS`."""
 
     joined: Numbers
     left: Numbers
     chunks: Numbers | None
-    """None: those of the plan in its order."""
+    """None: the chunks of the plan, in its order."""
 
 
 NO_MOVES = PoolMoves((), (), None)
 
 
 def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
-    """Taken down while the plan is fresh, since requests go on."""
+    """Return the changes while the plan is fresh, since requests progress."""
     joined: list[int] = []
     for one in changes.joined:
-        # Of a step that the pool is part of, its own token counts as computed already.
+        # In a step with the pool, the token of this step already counts as computed.
         joined += (one.index, one.admitted_index, one.num_computed_tokens - (plan.num_pool_decodes > 0))
     chunks = None if plan.pool is None or not plan.running_in_order else _chunks_in_order(plan, plan.pool)
     return PoolMoves(joined, [one.index for one in changes.left], chunks)

@@ -30,10 +30,10 @@ class _PartReader:
     def __init__(self, path: Path) -> None:
         self._batches = read_journal(path)
         self.tick = 0
-        """All before it was read."""
+        """Tick before which all records were read."""
 
     def read(self) -> Records | None:
-        """Some more; None: there are none."""
+        """Return the next records; None at the end."""
         batch = next(self._batches, None)
         if batch is None:
             return None

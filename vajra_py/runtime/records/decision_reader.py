@@ -1,4 +1,4 @@
-"""Read a decision log: one row per step, whatever it was kept in, in the order in which steps came back."""
+"""Reader of decision logs: one row per step, in the order in which steps came back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RUNNING = KINDS[0]
 
 
 def read_decisions(path: Path) -> Iterator[Row]:
-    """The rows of a log; those of steps that never came back are the last. Ties between replicas go by name and id.
+    """Iterate over the rows of a log; steps that never came back are last. Ties between replicas go by name and id.
 
     Of a log that a killed process left unfinished (`is_cut`), what its journal holds.
 
@@ -56,7 +56,7 @@ def read_decisions(path: Path) -> Iterator[Row]:
 
 
 def is_cut(path: Path) -> bool:
-    """Whether the process that wrote this log was killed (or still writes it): it has no end."""
+    """Return True if this log has no end: the process that wrote it was killed, or still writes."""
     return not path.exists() and journal_path(path).exists()
 
 
@@ -128,7 +128,7 @@ class _Group:
         return zip(indices, self._table.column("arrived_ids").combine_chunks().flatten().to_pylist(), strict=True)
 
     def first_formed(self, number: int) -> int:
-        """When the first step of a record was formed, a tick."""
+        """Return the tick at which the first step of a record was formed."""
         return int(self._formed[self._starts[number]])
 
     def times(self, number: int, num_steps: int) -> Iterator[tuple[int, int]]:
@@ -168,7 +168,8 @@ class _ReplicaReader:
         self._place = place
         self._ids = ids
         self._unfinished = unfinished
-        # Groups hold records as steps came back: with several in flight, a later one that only preempts may be in an earlier one.
+        # Groups hold records in the order in which steps came back: with several steps in flight, a later step that only
+        # preempts may be in an earlier group.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
         """Request to (admission, computed tokens when the replica had run no step of decodes)."""
@@ -183,7 +184,8 @@ class _ReplicaReader:
         for (group, number), next_formed in zip(self._records, [*following, NEVER], strict=True):
             for entry in self._expanded(group, number):
                 heappush(held, entry)
-                while held and held[0][0][0] <= next_formed:  # with several steps in flight, some wait in line
+                # With several steps in flight, a row waits until no later record can precede it.
+                while held and held[0][0][0] <= next_formed:
                     yield heappop(held)
 
     def _expanded(self, group: _Group, number: int) -> Iterator[tuple[_Key, Row]]:
@@ -257,14 +259,14 @@ _STEP, _STATUS, _NUM_STEPS = (SCALARS.index(name) for name in ("step", "status",
 
 
 def _formation(record: tuple[_Group, int]) -> tuple[int, bool]:
-    """Sorts a replica's records as they were formed."""
+    """Return the sort key of a record: the forming of its first step."""
     group, number = record
     scalars = group.scalars[number]
     return scalars[_STEP], scalars[_STATUS] in (CAME_BACK, NEVER_CAME_BACK)
 
 
 def _without_gaps(records: list[tuple[_Group, int]]) -> list[tuple[_Group, int]]:
-    """A replica's records up to the first step that was in flight when its process was killed."""
+    """Return a replica's records up to the first step that was in flight when its process was killed."""
     kept = []
     num_steps = 0
     for group, number in sorted(records, key=_formation):

@@ -22,33 +22,33 @@ SCALARS = (
     *("replica_id", "step", "num_steps", "status", "num_decodes", "decodes_at"),
     *("free_blocks", "num_waiting", "num_waiting_after", "num_running"),
 )
-"""Those of a record's `FIELDS` that are written as they are."""
+"""Fields of a record's `FIELDS` that are written unchanged."""
 KINDS = ("running", "admitted", "resumed")
 MODES = ("recompute", "swap")
 REASONS = tuple(reason.value for reason in EndReason)
 NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.int8, "finished_reason": np.int8}
-"""Of the lists' columns; the others are of 64 bits."""
+"""Number type of columns of lists; the others have 64 bits."""
 _COLUMN_OF = {name: column for column, name in enumerate(FIELDS)}
 DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
-"""Lists whose numbers hardly repeat, but are close to those around them."""
+"""Lists whose numbers hardly repeat, but are close to their neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests that arrived: records name them by index, and the file says once which id that is."""
+    """Requests that arrived; records name them by index, and the file gives each id once."""
 
     indices: Ints
     ticks: Ints
     ids: NDArray[np.object_]
 
     def take(self, which: NDArray[Any] | slice) -> Arrivals:
-        """These of them."""
+        """Return these of the arrivals."""
         return Arrivals(self.indices[which], self.ticks[which], self.ids[which])
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Some records.
+    """Records of a decision log, as columns.
 
     Attributes:
         replicasets: names, by number.
@@ -68,7 +68,7 @@ class Records:
 
     @classmethod
     def of(cls, batch: Batch) -> Records:
-        """The records of a journal's batch."""
+        """Return the records of a journal's batch."""
         rows = np.frombuffer(batch.rows, dtype=np.int64).reshape(-1, len(FIELDS))
         lists = {
             name: np.frombuffer(batch.lists[name], dtype=np.int64).reshape(-1, len(columns))
@@ -82,7 +82,7 @@ class Records:
 
     @classmethod
     def concat(cls, parts: Sequence[Records]) -> Records:
-        """Several after one another; replicasets are numbered by name."""
+        """Concatenate records; replicasets are numbered by name."""
         names = sorted({name for one in parts for name in one.replicasets})
         rows = np.concatenate([one.rows for one in parts])
         ranks = [np.array([names.index(name) for name in one.replicasets], dtype=np.int64) for one in parts]
@@ -105,11 +105,11 @@ class Records:
         return len(self.rows)
 
     def field(self, name: str) -> Ints:
-        """A number of each record."""
+        """Return a number of each record."""
         return self.rows[:, _COLUMN_OF[name]]
 
     def take(self, order: Ints, arrivals: NDArray[Any]) -> Records:
-        """These records in this order, and these arrivals."""
+        """Return these records in this order, and these arrivals."""
         return Records(
             self.replicasets,
             self.rows[order],
@@ -120,14 +120,14 @@ class Records:
         )
 
     def by_time(self) -> Records:
-        """In the order in which they were taken, as those of one log are already."""
+        """Return the records in the order in which they were taken, which those of one log have already."""
         kept, arrived = self.field("kept"), self.arrivals.ticks
         if (kept[1:] >= kept[:-1]).all() and (arrived[1:] >= arrived[:-1]).all():
             return self
         return self.take(np.argsort(kept, kind="stable"), np.argsort(arrived, kind="stable"))
 
     def part(self, which: slice, arrivals: slice) -> Records:
-        """Neighbours among them, and among the arrivals."""
+        """Return a slice of the records, and of the arrivals."""
         start, stop, _ = which.indices(len(self))
 
         def own(values: Ints, counts: Ints) -> Ints:
@@ -144,7 +144,7 @@ class Records:
         )
 
     def table(self) -> Any:
-        """The records as an Arrow table, replica by replica, in the order in which steps were formed.
+        """Return the records as an Arrow table, replica by replica, in the order in which steps were formed.
 
         Which records are written together is all that it depends on, and not their order. The first has all arrivals.
         """

@@ -1,4 +1,4 @@
-"""Figures that policies emit of their own: a counter, a level, a prediction."""
+"""Figures that policies emit: a counter, a level, a prediction."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from vajra_py.contract import EmitFigure, RequestView
 
 MAX_ROWS = 5_000_000
-"""Figures that a run keeps, 24 bytes each; the rest are counted."""
+"""Most figures that a run keeps, 24 bytes each; the rest are only counted."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class EmittedFigures:
-    """Keeps what the policies of a run emit, in columns, once a run has asked for it (`is_kept`)."""
+    """Figures that the policies of a run emit, in columns, once a run has asked for them (`is_kept`)."""
 
     def __init__(self) -> None:
         self.is_kept = False
@@ -27,16 +27,16 @@ class EmittedFigures:
         """Seconds on the run's clock."""
         self.values = array("d")
         self.indices = array("q")
-        """Index of the request that the figure is of; -1: of none."""
+        """Index of the request that the figure belongs to; -1: none."""
         self.num_lost = 0
-        """Figures beyond `MAX_ROWS`."""
+        """Number of figures beyond `MAX_ROWS`."""
 
     def __len__(self) -> int:
         """Figures that are kept."""
         return len(self.at)
 
     def of(self, replicaset: str, policy: str) -> EmitFigure:
-        """The function by which one policy emits."""
+        """Return the function by which one policy emits."""
         numbers: dict[str, int] = {}
 
         def emit(name: str, value: float, now: float, request: RequestView | None = None) -> None:
@@ -69,7 +69,7 @@ class EmittedFigures:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDiary:
-    """What the policies of a run left for its results beside their decisions."""
+    """Results that the policies of a run produced beside their decisions."""
 
     emitted: EmittedFigures = field(default_factory=EmittedFigures)
     asked_for_lengths: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Log of external inputs to a run with the ticks at which the controller took them in.
+"""Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
 One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy and step that left the first of several
 pipeline stages, in the order in which they were handled. With the durations of
@@ -36,7 +36,7 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """What is wanted: another policy in one layer of one replicaset."""
+    """Request to put another policy in force in one layer of one replicaset."""
 
     replicaset: str
     layer: Layer
@@ -45,7 +45,7 @@ class PolicyChange:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request was taken in.
+    """A request that was accepted.
 
     Attributes:
         tick: when.
@@ -68,7 +68,7 @@ class Arrival:
     reads_cache: bool = True
 
     def spec(self) -> RequestSpec:
-        """The request as a workload would hold it; an unknown output length is the longest that it may have."""
+        """Return the request as a workload holds it; an unknown output length is the longest that it may have."""
         return RequestSpec(
             arrived_at=self.arrived_at,
             num_output_tokens=self.num_output_tokens or self.facts.max_tokens or 1,
@@ -80,7 +80,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A client took its request back."""
+    """The abort of a request by its client."""
 
     tick: int
     request_id: str
@@ -88,7 +88,15 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """A request had waited longer than it allows."""
+    """The expiry of a request that waited longer than it allows."""
+
+    tick: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Readmission:
+    """The admission policy was asked again about a request that it had deferred until then."""
 
     tick: int
     request_id: str
@@ -96,7 +104,7 @@ class Expiry:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A replica was lost.
+    """The loss of a replica.
 
     Attributes:
         max_reruns: how often its requests might be computed again elsewhere; None: they ended.
@@ -113,7 +121,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A replica that was lost computes again."""
+    """The return of a lost replica."""
 
     tick: int
     replicaset: str
@@ -122,7 +130,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Abandonment:
-    """No replica was up, and the requests that waited for one ended."""
+    """The end of the requests that waited for a replica while none was up."""
 
     tick: int
     replicaset: str
@@ -131,7 +139,7 @@ class Abandonment:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A policy took another's place; `layer` as in settings."""
+    """The replacement of a policy by another; `layer` as in settings."""
 
     tick: int
     replicaset: str
@@ -140,7 +148,7 @@ class Swap:
     params: Mapping[str, Any]
 
     def change(self) -> PolicyChange:
-        """The same for the mechanism."""
+        """Return the change of policy that this records."""
         return PolicyChange(
             self.replicaset, Layer(self.layer), PolicyChoice(policy=self.policy, params=dict(self.params))
         )
@@ -148,7 +156,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class PolicyViolation:
-    """A policy broke the contract, and its replicaset went out of service: an outcome of the run, which a replay meets by itself."""
+    """A violation of the contract by a policy, which put its replicaset out of service: an outcome, which a replay reaches by itself."""
 
     tick: int
     replicaset: str
@@ -157,7 +165,7 @@ class PolicyViolation:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """From here on whoever executes a replica's steps lets it do so much.
+    """A change of what the executing side lets a replica do.
 
     Attributes:
         admits: whether waiting requests may get KV blocks.
@@ -175,7 +183,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
-    """A replica's KV memory was emptied: who ran waits again, the latest admitted first, and nothing is cached any more."""
+    """The emptying of a replica's KV memory: its running requests wait again, the latest admitted first; the cache is empty."""
 
     tick: int
     replicaset: str
@@ -184,19 +192,37 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A replicaset's policies had scheduled nothing for so long, although requests waited, that it counts as a violation."""
+    """A stall of a replicaset's policies: they scheduled nothing for so long, although requests waited, that it is a violation."""
 
     tick: int
     replicaset: str
 
 
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """A policy was woken.
+
+    Attributes:
+        replicaset: the policy's; empty for one of the whole system.
+        slot: its place, as in settings.
+        replica_id: of a replica scheduler.
+        key: what it asked under; None: its replica was to form a step (`BatchBuilder.idle_until`).
+    """
+
+    tick: int
+    replicaset: str
+    slot: str
+    replica_id: int | None
+    key: str | None
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
-"""What is done to a replica, or to its policies, by whoever executes its steps."""
+"""An action of the executing side on a replica or on its policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageEnd:
-    """A step left the first of several pipeline stages, so that the next one could enter it."""
+    """The end of a step's first pipeline stage, after which the next step could enter it."""
 
     tick: int
     replicaset: str
@@ -204,11 +230,12 @@ class StageEnd:
     step: int
 
 
-_Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | Control
-Input: TypeAlias = Arrival | Abort | Expiry | _Unrequested
-_KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
+_Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | Control
+Input: TypeAlias = Arrival | Abort | Expiry | Readmission | _Unrequested
+_KINDS: Mapping[str, type[Abort | Expiry | Readmission | _Unrequested]] = {
     "abort": Abort,
     "expiry": Expiry,
+    "readmission": Readmission,
     "failure": Failure,
     "restart": Restart,
     "abandonment": Abandonment,
@@ -216,6 +243,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
     "violation": PolicyViolation,
     "breach": PolicyViolation,  # as recordings of earlier versions say
     "stage": StageEnd,
+    "wake": WakeUp,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,
@@ -223,7 +251,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
 
 
 class InputLog:
-    """Writes `inputs.jsonl.gz` while a run goes on."""
+    """Writer of `inputs.jsonl.gz` during a run."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
         self._raw = open_file(path)
@@ -231,7 +259,7 @@ class InputLog:
         self._write({"version": INPUTS_VERSION})
 
     def note(self, entry: Input) -> None:
-        """One more line."""
+        """Write one more line."""
         if isinstance(entry, Arrival):
             self._write(_arrival_row(entry))
         else:
@@ -268,7 +296,7 @@ def _arrival_row(entry: Arrival) -> dict[str, Any]:
 
 
 def read_inputs(path: Path) -> list[Input]:
-    """The log of a run. Raises `RunError` when it is missing, broken, or of another version."""
+    """Read the log of a run. Raises `RunError` when it is missing, broken, or of another version."""
     try:
         rows = list(read_rows(path))
         header = rows[0] if rows else {}
@@ -288,7 +316,7 @@ def read_inputs(path: Path) -> list[Input]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a compressed file of JSON lines."""
+    """Read the lines of a compressed file of JSON lines."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
@@ -312,7 +340,7 @@ def _input_of(row: dict[str, Any]) -> Input:
 
 
 def _facts_of(row: Mapping[str, Any]) -> RequestFacts:
-    """Facts as a row has them; JSON has lists for tuples."""
+    """Return the facts of a row; JSON has lists for tuples."""
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     return RequestFacts(**given)
 
@@ -323,11 +351,11 @@ def _segment(name: Any) -> SegmentId:
 
 @dataclass(slots=True)
 class RecordedOutput:
-    """What came out of one request."""
+    """Output of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""
-    """Why it ended; empty: it did not."""
+    """Reason of its end; empty: it did not end."""
     detail: str = ""
     failed_at: int | None = None
-    """How many of its tokens were computed when it failed by itself; None: it did not."""
+    """Number of its tokens that were computed when it failed by itself; None: it did not fail."""

@@ -1,4 +1,4 @@
-"""Columns of lists in record files: values one after the other, and how many each record has."""
+"""Columns of lists in record files: the values one after the other, and each record's number of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def list_array(values: NDArray[Any], counts: NDArray[Any]) -> Any:
-    """An Arrow array of lists: so many of the values for each record."""
+    """Return an Arrow array of lists, with so many of the values for each record."""
     import pyarrow as pa
 
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -18,7 +18,7 @@ def list_array(values: NDArray[Any], counts: NDArray[Any]) -> Any:
 
 
 def reordered(values: NDArray[Any], counts: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
-    """Values (rows, where they have two dimensions), of which each record has so many, of these records in this order."""
+    """Return values (rows, if two-dimensional), of which each record has so many, with the records in this order."""
     stops = np.cumsum(counts, dtype=np.int64)
     starts, counts = (stops - counts)[order], counts[order]
     new_starts = np.cumsum(counts, dtype=np.int64) - counts

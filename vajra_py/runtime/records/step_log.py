@@ -21,9 +21,9 @@ from vajra_py.runtime.requests.running_set import PoolChanges
 from vajra_py.runtime.step.plan import StepPlan
 
 RECORDS_PER_BATCH = 1_024
-"""Records that are handed on together."""
+"""Number of records that are passed on together."""
 CAME_BACK, ONLY_PREEMPTED, NEVER_CAME_BACK = 0, 1, 2
-"""A record's `status`."""
+"""Values of a record's `status`."""
 LISTS = {
     "growth": ("growth",),
     "joined": ("joined", "joined_order", "joined_computed"),
@@ -43,12 +43,12 @@ FIELDS = (
 `kept`: the tick at which it was taken;
 `decodes_at`: how many chunks stand before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
 _PACKED_AT_ONCE = 64
-"""Records that are packed together, which takes half the time of one by one. Few, so that their plans do not fall out of the cache."""
+"""Number of records packed together, in half the time of one by one; few, so that their plans are still in the cache."""
 _ROW = Struct(f"<{len(FIELDS)}q")
 ROW_BYTES = _ROW.size
 _TICK = Struct("<q")
 NO_LISTS = (0,) * (len(LISTS) - 1)
-"""Of a record without entries in any list after the first."""
+"""Lengths of the lists after the first of a record without any entries in them."""
 
 Numbers: TypeAlias = Sequence[int]
 _Finished: TypeAlias = Sequence[tuple[Request, EndReason]]
@@ -57,28 +57,28 @@ _Taken: TypeAlias = "tuple[str, StepPlan, int, int, Any, array[int] | None, int,
 
 
 class Batch(NamedTuple):
-    """Records that are handed on together; rows, ends and lists as 64-bit numbers."""
+    """Records that are passed on together; rows, ends and lists as 64-bit numbers."""
 
     replicasets: Sequence[str]
     rows: bytes
     ends: bytes
-    """Ticks at which the steps of the records ended; where one never came back, at which it was formed."""
+    """End ticks of the records' steps; for one that never came back, the tick at which it was formed."""
     notes: Sequence[str]
-    """One a record; empty when no record has any."""
+    """Notes, one for each record; empty when no record has any."""
     ids: Sequence[str]
-    """Of the requests that arrived."""
+    """Ids of the requests that arrived."""
     arrived: bytes
-    """Index of each, and the tick at which it arrived."""
+    """Index and arrival tick of each."""
     lists: Mapping[str, bytes]
 
     def columns(self) -> dict[str, NDArray[np.int64]]:
-        """Each of `FIELDS`, a number a record."""
+        """Return the columns of the rows, one for each of `FIELDS`."""
         rows = np.frombuffer(self.rows, dtype=np.int64).reshape(-1, len(FIELDS))
         return {name: rows[:, position] for position, name in enumerate(FIELDS)}
 
 
 class PlanRepeats(NamedTuple):
-    """When a plan and repetitions of it came back."""
+    """End times of a plan and its repetitions."""
 
     ended_at: array[int]
     """Ticks."""
@@ -87,35 +87,35 @@ class PlanRepeats(NamedTuple):
 
 
 class StepLog(Observer):
-    """Packs a record of each plan that came back; a subclass keeps them (`_keep`) and may list more of each (`_lists_of`)."""
+    """Packs a record of each plan that came back; a subclass keeps them (`_keep`) and may count and list more of each (`_count_lists`)."""
 
     wants_step_ends = False
     wants_plans = True
-    """Whether it is to be told of any plan; read once, before the run."""
+    """True if plans are reported to it; read once, before the run."""
 
     def __init__(self, records_per_batch: int | None = None) -> None:
-        """`records_per_batch`: how many are handed on together; None: as many as are worth it."""
+        """`records_per_batch`: number of records passed on together; None: `RECORDS_PER_BATCH`."""
         self._keepers: list[Callable[[Batch], None]] = [self._keep]
         self._replicasets: dict[str, int] = {}
         self._batch_size = records_per_batch or RECORDS_PER_BATCH
         self._num_packed = 0
         self._taken: list[_Taken] = []
-        """Those of this batch that are not packed yet."""
+        """Records of this batch that are not packed yet."""
         self._parts: dict[str, list[bytes]] = {name: [] for name in ("rows", "ends", *LISTS)}
-        """Of what is packed; joined when it is handed on, since buffers that grow are copied again and again."""
+        """Packed parts; joined when they are passed on, since a growing buffer is copied again and again."""
         self._notes: dict[int, str] = {}
-        """By record of this batch."""
+        """Notes by record of this batch."""
         self._ids: list[str] = []
         self._arrived: list[int] = []
         self._tick = 0
-        """Of what was taken last."""
+        """Tick of the latest record."""
 
     def share(self, keeper: Callable[[Batch], None]) -> None:
-        """Hand all records to this one too."""
+        """Pass all records to this log too."""
         self._keepers.append(keeper)
 
     def hand_on(self) -> None:
-        """Hand on what was recorded so far."""
+        """Pass on the records so far."""
         self._pack()
         if not self._num_packed and not self._ids:
             return
@@ -131,7 +131,7 @@ class StepLog(Observer):
             keep(batch)
 
     def _pack(self) -> None:
-        """Pack what was taken."""
+        """Pack the records that were taken."""
         rows: list[bytes] = []
         ends: list[bytes | array[int]] = []
         growths: list[array[int]] = []
@@ -185,18 +185,18 @@ class StepLog(Observer):
                 parts[name].append(array("q", numbers).tobytes())
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """A plan was made; without entries, nothing comes back from it."""
+        """Note a new plan; one without entries only preempts, and nothing comes back from it."""
 
     def on_plan_end(
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
     ) -> None:
-        """A plan's step came back."""
+        """Record a plan whose step came back."""
         self._take(replicaset, plan, CAME_BACK, now, finished)
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
     ) -> None:
-        """A plan of decodes and repetitions of it came back, which is applied now; `following`, one more, is in flight."""
+        """Record a plan of decodes and its repetitions, which are applied now; `following`, one more, is in flight."""
         if now > self._tick:
             self._tick = now
         self._taken.append((replicaset, plan, CAME_BACK, self._tick, *repeats, following.num_waiting, ()))
@@ -213,7 +213,7 @@ class StepLog(Observer):
             self._pack_or_hand_on()
 
     def _keep(self, batch: Batch) -> None:
-        """Keep these records, whatever else becomes of them."""
+        """Keep these records."""
 
     def _pack_or_hand_on(self) -> None:
         self._pack()
@@ -221,5 +221,5 @@ class StepLog(Observer):
             self.hand_on()
 
     def _count_lists(self, plan: StepPlan, finished: _Finished, lists: Mapping[str, list[int]]) -> Numbers:
-        """How many entries a record has in each of `LISTS` after the first; who wants them appends them to `lists`."""
+        """Return a record's number of entries in each of `LISTS` after the first; a subclass may append them to `lists`."""
         return (0, 0, 0, len(plan.preempted), len(finished)) if plan.preempted or finished else NO_LISTS

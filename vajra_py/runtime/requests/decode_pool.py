@@ -17,7 +17,7 @@ from vajra_py.runtime.requests.request import Request
 
 by_admission = attrgetter("admitted_index")
 STEPS_PER_LOG = 1 << 16
-"""After so many steps their ticks go into a new log, so that those that no request refers to any more can go."""
+"""Number of steps after which their ticks go into a new log, so that logs that no request refers to can be freed."""
 
 
 class DecodePool:
@@ -42,11 +42,11 @@ class DecodePool:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.members: dict[Request, None] = {}
-        """In order of joining; not to be changed."""
+        """Members in order of joining; not to be changed."""
         self._ordered: list[Request] | None = None
         self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._num_growing = array("q", [0] * block_size)
-        """How many are in each of `_growing`."""
+        """Number of members in each of `_growing`."""
         self._ends: dict[int, list[Request]] = {}
         self._offset_sum = 0
         self.num_committed = 0
@@ -54,9 +54,9 @@ class DecodePool:
         self.num_emitted = 0
         """Pool steps that came back so far."""
         self.num_public = 0
-        """Members whose generated blocks others may name at once, so that each must be published when it is full."""
+        """Members whose generated blocks others may find at once, so that each block must be published when it is full."""
         self.joined: dict[Request, None] | None = None
-        """Who joined since this was last emptied; None: nobody keeps account."""
+        """Members that joined since this was last emptied; None: not tracked."""
         self.left: list[Request] = []
         self._log = array("q")
         """Ticks at which the tokens of pool steps came out, one log after the other."""
@@ -135,7 +135,7 @@ class DecodePool:
         return self._growing[(self.num_committed + 1) % self._block_size]
 
     def steps_to_next_end(self) -> int:
-        """After how many more steps (from the last that came back) the next member ends."""
+        """Number of further steps (from the last that came back) after which the next member ends."""
         return min(self._ends) - self.num_emitted
 
     def ending_in_flight(self) -> Sequence[Request]:
@@ -143,24 +143,24 @@ class DecodePool:
         return self._ends.get(self.num_emitted + 1, ())
 
     def growth_cycle(self, num_steps: int) -> array[int]:
-        """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
+        """Return the number of members that take a new block in each of the next `num_steps` steps, until that repeats."""
         counts, size = self._num_growing, self._block_size
         start = self.num_committed % size
         stop = start + min(num_steps, size)
         return counts[start:stop] if stop <= size else counts[start:] + counts[: stop - size]
 
     def growth_by_step(self, num_steps: int) -> list[int]:
-        """How many members take a new block in each of the next `num_steps` steps."""
+        """Return the number of members that take a new block in each of the next `num_steps` steps."""
         cycle = self.growth_cycle(num_steps)
         return [cycle[step % self._block_size] for step in range(num_steps)]
 
     def growth(self, num_steps: int) -> int:
-        """How many blocks members take in all within the next `num_steps` steps."""
+        """Return the number of blocks that all members take within the next `num_steps` steps."""
         rounds, rest = divmod(num_steps, self._block_size)
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
     def advance(self, ended_at: array[int]) -> None:
-        """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
+        """Count several steps of the whole pool that came back, and as many that were put into plans; no member ended."""
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)
         self._log.extend(ended_at)
@@ -168,11 +168,11 @@ class DecodePool:
             self._start_log()
 
     def commit(self) -> None:
-        """One step of the whole pool goes into a plan."""
+        """Count a step of the whole pool that goes into a plan."""
         self.num_committed += 1
 
     def emit(self, now: int) -> list[Request]:
-        """The step came back at tick `now`; returns the members whose last token this was (they are members still)."""
+        """Count a step that came back at tick `now`; returns the members whose last token this was (they are members still)."""
         self.num_emitted += 1
         self._log.append(now)
         if len(self._log) >= STEPS_PER_LOG:

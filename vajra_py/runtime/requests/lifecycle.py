@@ -11,12 +11,17 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.support.clock import to_seconds
 
-# Looking a member of an enumeration up costs more than a call, and these are looked up for every request.
+# Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
+
+MOVED = "moved"
+"""Kind of a chunk by which a request that came with its KV begins to run on its replica."""
+_KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
+"""Kinds of a request's first chunk after it has got memory, by its state before; of others "resumed"."""
 
 
 class Lifecycle:
-    """The one place where requests of a replica change state; keeps running_set, memory, queues and observers in step."""
+    """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""
 
     def __init__(self, replica_id: int, running_set: RunningSet) -> None:
         self.replica_id = replica_id
@@ -27,14 +32,16 @@ class Lifecycle:
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
-        """A waiting request has got memory; returns "admitted" or "resumed"."""
+        """Record that a waiting request has got memory; returns the kind of its first chunk."""
         running_set = self._running_set
-        resumed = request.state is not _WAITING
+        kind = _KINDS.get(request.state, "resumed")
         if request in running_set.queue:
             running_set.queue.remove(request)
         else:
             running_set.shared.take(request)
             request.replica_id = self.replica_id
+        if kind is MOVED:
+            del running_set.arrived[request]
         request.move_to(_RUNNING)
         running_set.admit(request)
         if request.admitted_at is None:
@@ -46,10 +53,10 @@ class Lifecycle:
             tell(request, self.replica_id, now)
         if running_set.queue.is_volatile:
             running_set.read_keys_again()
-        return "resumed" if resumed else "admitted"
+        return kind
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
-        """A running request gives its device memory up and waits again; returns how many blocks move to the host."""
+        """Take a running request's device memory and let it wait again; returns the number of blocks that move to the host."""
         running_set, memory = self._running_set, self._running_set.memory
         running_set.drop(request)
         num_moved = 0
@@ -70,8 +77,22 @@ class Lifecycle:
         self._tell_preempted(request, now)
         return num_moved
 
+    def give_up_kv(self, request: Request, now: float) -> None:
+        """Let a waiting request that came with its KV compute it here, so that others can run."""
+        running_set = self._running_set
+        del running_set.arrived[request]
+        running_set.queue.remove(request)
+        running_set.memory.free(request, request.num_computed_tokens)
+        request.set_computed(0)
+        request.move_to(RequestState.PREEMPTED)
+        request.num_preemptions += 1
+        self._wait_again(request, now)
+        for observer in self.observers:
+            observer.on_preempted(request, PreemptionMode.RECOMPUTE.value, now)
+        self._tell_preempted(request, now)
+
     def lose_memory(self, request: Request, now: float) -> None:
-        """Let a running request wait again with nothing computed, since its KV is void; nobody decided that, so it counts as no preemption."""
+        """Let a running request whose KV is void wait again with nothing computed; it counts as no preemption."""
         running_set = self._running_set
         running_set.drop(request)
         running_set.memory.free(request, request.num_computed_tokens)
@@ -95,7 +116,7 @@ class Lifecycle:
             self._running_set.read_keys_again()
 
     def first_token(self, request: Request, now: int) -> None:
-        """The request's client sees its first token."""
+        """Record that the request's client sees its first token."""
         request.first_token_at = seconds = to_seconds(now)
         for observer in self.observers:
             observer.on_first_token(request, seconds)
@@ -103,7 +124,7 @@ class Lifecycle:
     def finish(
         self, request: Request, reason: EndReason, now: float, detail: str = "", *, keeps_blocks: bool = False
     ) -> None:
-        """A resident request ends: its memory is free from now on, its cached blocks stay findable.
+        """End a resident request: its memory is free from now on, its cached blocks can still be found.
 
         With `keeps_blocks` it is free when `release_ended` is called.
         """
@@ -122,11 +143,11 @@ class Lifecycle:
         self.holding.clear()
 
     def requeue(self, request: Request) -> None:
-        """The replica's memory is gone: the request, resident or waiting here, belongs to no replica, with nothing computed."""
+        """Detach a request, resident or waiting here, from the replica, whose memory is gone; nothing of it is computed."""
         running_set = self._running_set
         if request in running_set.queue:
             running_set.queue.remove(request)
-        else:
+        elif request.state is _RUNNING:
             running_set.drop(request)
         if request.state is not _WAITING:
             request.set_computed(0)
@@ -136,15 +157,25 @@ class Lifecycle:
         request.preempted_index = 0
 
     def end_waiting(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
-        """A request of this replica's own queue ends before it was (re-)admitted."""
+        """End a request of this replica's own queue that was not (re-)admitted."""
         running_set = self._running_set
         running_set.queue.remove(request)
         if request.state is RequestState.SWAPPED:
             running_set.memory.drop_swapped(request)
+        elif request.state is RequestState.ARRIVED:
+            del running_set.arrived[request]
+            running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+        elif request in running_set.loading:
+            del running_set.loading[request]
+            running_set.memory.free(request, 0, for_good=True)
         self._end(request, reason, detail, now)
 
+    def end_held(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        """End a request that was on its way to another replica."""
+        self._tell_end(request, reason, detail, now)
+
     def drop(self, request: Request, detail: str, now: float) -> None:
-        """A scheduler ends a request that waits in its replica's own queue or in the shared one."""
+        """End a request that waits in the replica's own queue or in the shared one, on behalf of a scheduler."""
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)
@@ -164,7 +195,7 @@ class Lifecycle:
 
 
 def end_request(request: Request, reason: EndReason, detail: str, now: float) -> None:
-    """Write a request's end into it."""
+    """Set the fields of a request's end."""
     request.move_to(_ENDED)
     request.end_reason = reason
     request.detail = detail

@@ -10,7 +10,7 @@ from vajra_py.contract import EndedStep
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
 Told = Callable[..., None]
-"""A listening method of `ListensToRequests`, under its policy's name."""
+"""A listening method of `ListensToRequests`, with errors attributed to its policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ NOBODY = Listeners()
 
 
 def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
-    """The listening methods that these policies have, each policy with the name that errors call it."""
+    """Return the listening methods of these policies, each policy with its name for errors."""
     named = list(policies)
 
     def of(method: str) -> tuple[Told, ...]:

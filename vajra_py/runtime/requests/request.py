@@ -23,28 +23,52 @@ _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
 
 class RequestState(Enum):
-    """Where a request stands; `Request.move_to` allows only the moves of the life cycle."""
+    """State of a request; `Request.move_to` allows only the moves of the life cycle."""
 
     CREATED = "created"
+    DEFERRED = "deferred"
+    """Waiting at the gate, outside every queue, until the admission policy is asked again."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again, its KV given up."""
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
+    HELD = "held"
+    """Its prompt is computed, and it leaves its replica, which holds its KV until another one has it."""
+    REMOTE = "remote"
+    """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
+    ARRIVED = "arrived"
+    """Waiting, the KV that it came with in its replica's memory."""
     ENDED = "ended"
 
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+    __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
 
 
 _CREATED = RequestState.CREATED
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
-    RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
+    RequestState.DEFERRED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
+    ),
     RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.HELD: frozenset(
+        {
+            RequestState.RUNNING,
+            RequestState.REMOTE,
+            RequestState.ARRIVED,
+            RequestState.PREEMPTED,
+            RequestState.ENDED,
+        }
+    ),
+    RequestState.REMOTE: frozenset(
+        {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
+    ),
+    RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 
@@ -59,6 +83,34 @@ class RequestFacts(StatedFacts):
     metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA, hash=False)
 
 
+@dataclass(slots=True)
+class Admission:
+    """Decisions of the admission policy on one request; a request that nobody asked it about has none.
+
+    Attributes:
+        outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
+        degraded: what it was let in with instead of what it asked for, such as `max_tokens=64, slo_class=batch`.
+        refusal: why it was refused.
+        retry_after_s: when its client may try again.
+        num_deferrals: how often it was put off.
+        deferred_at: when it was put off first, seconds.
+        deferred_s: for how long in all.
+    """
+
+    outcome: str = ""
+    degraded: str = ""
+    refusal: str = ""
+    retry_after_s: float | None = None
+    num_deferrals: int = 0
+    deferred_at: float | None = None
+    deferred_s: float = 0.0
+
+    @property
+    def was_let_in(self) -> bool:
+        """True if it got as far as a queue."""
+        return self.outcome in ("accepted", "degraded")
+
+
 _STATED = tuple(fact.name for fact in FACTS)
 _copy_stated = copier(_STATED)
 if TYPE_CHECKING:
@@ -69,7 +121,7 @@ else:
 
 
 class SharedCounters(Protocol):
-    """Counters of requests that decode in step: what they have in common."""
+    """Counters that requests have in common which decode together."""
 
     @property
     def num_committed(self) -> int:
@@ -91,6 +143,7 @@ class Request(_Stated):
         "_offset",
         "_output",
         "_pool",
+        "admission",
         "admitted_at",
         "admitted_index",
         "arrived_at",
@@ -130,6 +183,7 @@ class Request(_Stated):
         self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
         self.metadata = facts.metadata
         self.state = _CREATED
+        self.admission: Admission | None = None
         self.hashes: BlockHashes | None = None
         self.replicaset = ""
         self.replica_id = -1
@@ -148,7 +202,7 @@ class Request(_Stated):
         self.end_reason: EndReason | None = None
         self.detail = ""
         self.token_log: list[int | tuple[array[int], int, int]] = []
-        """When its tokens came: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        """Times of its tokens: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
         self._computed = 0
         self._output = 0
         self._pool: SharedCounters | None = None
@@ -219,7 +273,7 @@ class Request(_Stated):
 
     @property
     def last_token_at(self) -> float | None:
-        """When its client saw its newest token."""
+        """Time at which its newest token was delivered, seconds; None before the first."""
         for entry in reversed(self.token_log):
             if isinstance(entry, int):
                 return to_seconds(entry)
@@ -231,7 +285,7 @@ class Request(_Stated):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """When its next token is due by its promises."""
+        """Deadline of its next token by its SLOs, seconds; None if it has none."""
         if self.num_output_tokens == 0:
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
         last_at = self.last_token_at

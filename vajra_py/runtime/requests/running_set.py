@@ -7,6 +7,7 @@ prefills, or in flight (part of a step that has not come back, under pipeline pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, cast
 
 from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
@@ -19,7 +20,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class PoolChanges(NamedTuple):
-    """Who joined and who left a replica's decode pool since its last plan. One who left and came back is in both."""
+    """Requests that joined and left a replica's decode pool since its last plan. One that left and came back is in both."""
 
     joined: Sequence[Request]
     left: Sequence[Request]
@@ -29,7 +30,7 @@ NO_CHANGES = PoolChanges((), ())
 
 
 class RunningSet:
-    """The requests of one replica, by what they are doing."""
+    """The requests of one replica, grouped by state."""
 
     def __init__(self, limits: ReplicaLimits, memory: KvMemory, queue: RequestQueue, shared: SharedAccess) -> None:
         self.limits = limits
@@ -40,26 +41,30 @@ class RunningSet:
         self.skipped: dict[Request, None] = {}
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
+        self.arrived: dict[Request, None] = {}
+        """Waiting requests that came with their KV: they hold blocks, and are offered before the others, lest these wait for them."""
+        self.loading: dict[Request, None] = {}
+        """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
         self.num_running = 0
         """Requests that hold KV blocks."""
         self.num_admissions = 0
         self.num_preemptions = 0
         self.has_spare_blocks = False
-        """Whether some request may hold more blocks than its known tokens need."""
+        """True if some request may hold more blocks than its known tokens need."""
         self.admits = True
-        """Whether waiting requests may get memory."""
+        """True if waiting requests may be admitted."""
         self.bars_preempted = False
-        """Whether a request that a step preempts may get memory again with a later one only."""
+        """True if a request that a step preempts may be admitted again only by a later step."""
         self.barred: set[Request] = set()
-        """Who was preempted for this step and is barred from it."""
+        """Requests that were preempted for this step and may not be admitted by it."""
 
     @property
     def is_gated(self) -> bool:
-        """Whether some waiting request may not get memory now."""
+        """True if some waiting request may not be admitted now."""
         return not self.admits or bool(self.barred)
 
     def lets_in(self, request: RequestView) -> bool:
-        """Whether this waiting request may get memory now, if there is any."""
+        """Return True if this waiting request may be admitted now, given memory."""
         return self.admits and request not in self.barred
 
     @property
@@ -68,7 +73,7 @@ class RunningSet:
         return self.queue.num_requests + self.shared.queue.num_requests
 
     def admit(self, request: Request) -> None:
-        """A request has got KV blocks: it is a partial prefill, the latest of all admissions."""
+        """Add a request that has got KV blocks: a partial prefill, and the latest admission."""
         self.num_running += 1
         self.num_admissions += 1
         request.admitted_index = self.num_admissions
@@ -81,7 +86,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped], key=by_admission)
 
     def read_keys_again(self) -> None:
-        """Keys that may have moved with anything are read anew when they are next asked for."""
+        """Let keys that may change at any event be read again."""
         self.queue.begin_step()
         self.shared.begin_step()
 
@@ -92,7 +97,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)
 
     def materialize(self) -> None:
-        """Enter whatever blocks were reserved for decodes into the table of each."""
+        """Put the blocks that were reserved for decodes into their tables."""
         if self.memory.has_reserved:
             for request in self.pool:
                 self.memory.materialize(request, request.num_computed_tokens)
@@ -103,23 +108,23 @@ class RunningSet:
         return self.pool.leave(request)
 
     def skip(self, request: Request) -> None:
-        """A decode of the pool sits this step out."""
+        """Leave a decode of the pool out of this step."""
         request.end_epoch = self._leave_pool(request)
         request.is_skipped = True
         self.skipped[request] = None
 
     def unskip(self, request: Request) -> None:
-        """A skipped decode joins the pool again."""
+        """Return a skipped decode to the pool."""
         del self.skipped[request]
         request.is_skipped = False
         self.pool.join(request, request.end_epoch)
 
     def log_pool(self, *, on: bool) -> None:
-        """Keep account of who joins and leaves the decode pool, for `take_pool_changes`."""
+        """Track joining and leaving of the decode pool, for `take_pool_changes`."""
         self.pool.joined = dict(self.pool.members) if on else None
 
     def take_pool_changes(self) -> PoolChanges:
-        """Who joined and left the pool since this was last asked."""
+        """Return the requests that joined and left the pool since the last call."""
         pool = self.pool
         if not (pool.joined or pool.left):
             return NO_CHANGES
@@ -128,7 +133,7 @@ class RunningSet:
         return changes
 
     def clear(self) -> None:
-        """Hold nobody any more."""
+        """Remove all requests."""
         old, self.pool = self.pool, DecodePool(self.limits.block_size)
         if old.joined is not None:
             self.pool.joined = {}
@@ -136,6 +141,8 @@ class RunningSet:
         self.skipped.clear()
         self.partial.clear()
         self.in_flight.clear()
+        self.arrived.clear()
+        self.loading.clear()
         self.num_running = 0
         self.has_spare_blocks = False
         self.barred.clear()
@@ -147,7 +154,7 @@ class RunningSet:
             raise RuntimeError(f"{self.num_running} requests run, and {held} are in the sets of those that do")
 
     def drop(self, request: Request) -> None:
-        """Take a resident request out of whatever set holds it."""
+        """Remove a resident request from the set that holds it."""
         self.num_running -= 1
         if request in self.pool.members:
             self._leave_pool(request)
@@ -178,7 +185,7 @@ class StateView:
         self.limits = running_set.limits
         self._running_set = running_set
         self.now = 0.0
-        """When the step is formed, seconds."""
+        """Time at which the step is formed, seconds."""
         self.slack: SlackReader | None = None
         """Slack by the prioritizer in force; None when it predicts none."""
 
@@ -230,6 +237,13 @@ class StateView:
         return self._in_order()
 
     def _in_order(self) -> Iterator[RequestView]:
+        arrived, loading = self._running_set.arrived, self._running_set.loading
+        if not arrived and not loading:
+            return self._in_queue_order()
+        first = sorted(arrived, key=self.urgency)
+        return chain(first, (one for one in self._in_queue_order() if one not in arrived and one not in loading))
+
+    def _in_queue_order(self) -> Iterator[RequestView]:
         running_set, now = self._running_set, self.now
         if not running_set.shared.queue.num_requests:
             return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())
@@ -263,5 +277,5 @@ class StateView:
         return None if self.slack is None else self.slack.slack_s(request, self.now)
 
     def slack_fraction(self, request: RequestView) -> float | None:
-        """Slack now as part of the time that the request is allowed."""
+        """Slack now as a fraction of the time from arrival to deadline."""
         return None if self.slack is None else self.slack.slack_fraction(request, self.now)

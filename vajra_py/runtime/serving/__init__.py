@@ -1,1 +1,1 @@
-"""Drives replicas: what happens in which order, whatever executes the steps."""
+"""Driving of replicas: the order of events, whatever executes the steps."""

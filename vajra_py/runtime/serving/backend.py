@@ -1,4 +1,4 @@
-"""The interface between a driver and what executes its replicas' steps.
+"""Interface between a driver and the backend that executes its replicas' steps.
 
 A backend is told to launch a plan and answers, on its own clock, by pushing `Phase.STEP_END` and giving the result to
 `Driver.complete`. The simulator, the engine and anything else (another system's workers, remote actors) differ in this alone.
@@ -19,24 +19,24 @@ from vajra_py.runtime.step.plan import StepPlan
 
 @dataclass(eq=False, slots=True)
 class BackendReplica:
-    """One replica as driver and backend see it; backends add what they keep of it."""
+    """One replica as driver and backend see it; backends add fields of their own."""
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
     """Its place in the run, by which ties are broken: replicasets as configured, replicas by id."""
     free_at: int = field(default=0, kw_only=True)
-    """Tick from which it can take another step; `NEVER`: when the one that it executes came back, or not at all."""
+    """Tick from which it can take another step; `NEVER`: when the step that it executes comes back, or not at all."""
     is_idle: bool = field(default=True, kw_only=True)
-    """Whether it executes nothing because there was nothing to form a step of."""
+    """True if it executes nothing because there was nothing to form a step of."""
     form_pending: bool = field(default=False, kw_only=True)
-    """Whether it forms a step when everything else of this tick has happened."""
+    """True if it forms a step after everything else of this tick."""
     epoch: int = field(default=0, kw_only=True)
-    """Counts how often what it executes was called off; ends of an earlier epoch are void."""
+    """Number of times that its steps were called off; ends of an earlier epoch are void."""
     num_stages: int = field(init=False)
     """Pipeline stages: how many steps it executes at once."""
 
     def __post_init__(self) -> None:
-        """Read what does not change."""
+        """Read the sizes that do not change."""
         self.num_stages = self.replica.limits.pipeline_stages
 
 
@@ -47,7 +47,7 @@ S = TypeVar("S", bound=BackendReplica, contravariant=True)
 class Backend(Protocol[S]):
     """Executes the plans of a driver's replicas."""
 
-    # Told to execute
+    # Execution
 
     def launch(self, replica: S, plan: StepPlan) -> int:
         """Begin to execute a plan; returns the tick from which the replica can take another one.
@@ -56,48 +56,54 @@ class Backend(Protocol[S]):
         """
 
     def cancel(self, replica: S) -> int:
-        """What the replica executes was called off; returns the tick from which it is free, `NEVER`: it will say so."""
+        """Call off the replica's steps; returns the tick from which it is free, `NEVER` if it will report that itself."""
 
-    # Asked to translate: the payload of these events is the backend's own
+    # Handlers of events whose payload is the backend's own
 
     def on_arrival(self, payload: Any) -> None:
-        """Give a request that arrived to `Driver.submit`."""
+        """Pass a request that arrived to `Driver.submit`."""
 
     def on_step_end(self, replica: S, payload: Any) -> None:
-        """Give what came back to `Driver.complete`."""
+        """Pass the step's result to `Driver.complete`."""
 
     def on_policy_change(self, payload: Any) -> None:
-        """Give a change of policy to `Driver.swap_policy`."""
+        """Pass a change of policy to `Driver.swap_policy`."""
 
-    # Told about requests
+    # Notifications about requests
 
     def on_submitted(self, request: Request, payload: Any) -> None:
-        """`payload`, given to `Driver.submit`, became this request; it may have ended already."""
+        """Note the request made of `payload`, which was given to `Driver.submit`; it may have ended already."""
 
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
-        """The request waits, and may run on any of these replicas."""
+        """Note that the request waits, and may run on any of these replicas."""
+
+    def on_transfer(self, request: Request, source: S, target: S) -> None:
+        """The KV of the request's computed tokens goes from one replica to blocks that are set aside on another."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """These requests have left for good."""
+        """Note that these requests have left for good."""
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
-        """A policy broke the contract: its replicaset is out of service."""
+        """Note that a replicaset is out of service because a policy broke the contract."""
 
 
 class FastForward(Protocol[S]):
-    """A backend's launching of several equal decode steps at once, whose results are applied when somebody asks."""
+    """Decode fast-forward of a backend: launches several equal decode steps at once and applies their results on demand."""
 
     def sync_all(self, replicaset: str) -> None:
-        """Apply every step of a replicaset that has ended; what was launched goes on."""
+        """Apply every step of a replicaset that has ended; launched steps go on."""
 
     def sync_before(self, replica: S) -> None:
         """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; of equal ends by rank."""
 
     def on_queued(self, replica: S) -> None:
-        """A request has joined the replica's own queue: apply, and end the run unless it does not depend on that."""
+        """Apply, and end the run unless it does not depend on the replica's own queue, which a request has joined."""
 
-    def interrupt(self, replica: S) -> None:
-        """The replica's requests are about to change: apply, and end the run with the step in flight."""
+    def interrupt(self, replica: S, *, up_to_now: bool = True) -> None:
+        """Apply, and end the run with the step in flight, since the replica's requests are about to change.
+
+        `up_to_now`: also apply a step that ends now; it precedes what happens now.
+        """
 
     def interrupt_all(self, replicaset: str) -> None:
-        """The same for every replica of a replicaset."""
+        """Do as `interrupt` for every replica of a replicaset."""

@@ -7,23 +7,34 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
+from vajra_py.contract import (
+    AdmissionPolicy,
+    Layer,
+    PolicyContext,
+    PoolRole,
+    ReplicaLimits,
+    ReplicaScheduler,
+    SharedState,
+)
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
-from vajra_py.plugins import Registry, build_policy
+from vajra_py.plugins import Registry, build_admission_policy, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.serving.admission import ADMISSION_SLOT, AdmissionGate
+from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
-from vajra_py.runtime.serving.replica import Replica, ReplicaParts
-from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.serving.replica import FirstToken, Replica, ReplicaParts
+from vajra_py.runtime.serving.replicaset import AdmissionLimits, HandOffRules, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
 from vajra_py.runtime.support.seeds import SeedTree
@@ -33,7 +44,7 @@ DEFAULT_MAX_MODEL_LEN = 131_072
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model and its device say about sizes, where the settings leave them open."""
+    """Sizes that follow from the model and its device, where the settings leave them open."""
 
     num_blocks: Callable[[int, float], int] | None = None
     """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
@@ -43,15 +54,17 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasetModel:
-    """The model of one replicaset: what predicts its steps, and its sizes."""
+    """Model of one replicaset: its latency model and its sizes."""
 
     latency: LatencyModel
     facts: ModelFacts
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """By pool, where they are not all of one device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a run brings along for its policies and replicas."""
+    """Services of a run for its policies and replicas."""
 
     registry: Registry
     latency: LatencyModel
@@ -59,25 +72,36 @@ class Services:
     seeds: SeedTree
     facts: ModelFacts
     executor_of: Callable[[str, int], Executor]
-    """(replicaset, replica) to who executes its steps."""
+    """(replicaset, replica) to the executor of its steps."""
     records_copies: bool = False
     reserves_growth: bool = False
     """See `BuilderOptions`."""
     holds_ended_slots: bool = False
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """By replicaset, where they are not all of one model; in place of `latency` and `facts`."""
+    """Models by replicaset, where they differ; they replace `latency` and `facts`."""
+    pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
+    """Models by pool of one replicaset, where they differ."""
+    served_models: Mapping[str, object] | None = None
+    """Model of each replicaset, where a request of one model cannot be served by another; None: any replicaset may serve any request."""
     diary: PolicyDiary = field(default_factory=PolicyDiary)
-    """What the policies emit, and what they asked for in vain."""
+    """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
+    alarms: AlarmClock = field(default_factory=AlarmClock)
+    """Wake-ups that the policies ask for."""
 
     def of(self, replicaset: str) -> Services:
-        """The same for one replicaset."""
+        """Return the services for one replicaset."""
         own = self.models.get(replicaset)
+        return self if own is None else replace(self, latency=own.latency, facts=own.facts, pools=own.pools)
+
+    def of_pool(self, pool: str) -> Services:
+        """Return the services for one pool of the replicaset."""
+        own = self.pools.get(pool)
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
 def build_controller(config: SystemConfig, services: Services) -> Controller:
-    """Every replicaset of the experiment, empty and ready.
+    """Build every replicaset of the experiment, empty and ready.
 
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
     """
@@ -87,7 +111,38 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    return Controller(replicasets, _selector(settings), diary=services.diary)
+    controller = Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
+    if config.admission_policy is not None:
+        controller.gate = _build_gate(config.admission_policy, replicasets, services)
+    return controller
+
+
+def _build_gate(choice: PolicyChoice, replicasets: Mapping[str, Replicaset], services: Services) -> AdmissionGate:
+    """Build the admission policy over these replicasets: with the largest of all their limits, and the predictions of the first."""
+    first = next(iter(replicasets.values()))
+    replicas = [replica for one in replicasets.values() for replica in one.replicas]
+    assert first.policies is not None
+    context = PolicyContext(
+        limits=largest_limits([one.limits for one in replicas]),
+        num_replicas=len(replicas),
+        latency=services.of(first.name).latency,
+        prefill_time=first.policies.prefill_time,
+        output_lengths=services.output_lengths,
+        random_stream=services.seeds.child("admission").stream,
+        emit=services.diary.emitted.of("", choice.policy),
+    )
+    if isinstance(services.output_lengths, NoLengths):
+        lengths = UnansweredLengths(choice.policy, services.diary.asked_for_lengths)
+        context = replace(context, output_lengths=lengths)
+
+    def make() -> AdmissionPolicy:
+        sleeper = Sleeper("", ADMISSION_SLOT, choice.policy)
+        own = replace(context, wake=PolicyWakeUps(services.alarms, sleeper))
+        policy = build_admission_policy(choice.policy, choice.parameters, own, services.registry)
+        sleeper.policy = policy
+        return policy
+
+    return AdmissionGate(make, choice.policy, replicasets, services.served_models)
 
 
 def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFacts], str]:
@@ -112,7 +167,7 @@ def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFact
 
 
 def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelFacts) -> ReplicaLimits:
-    """The sizes of a replica: what the settings say, else what the model and its device leave."""
+    """Return the sizes of a replica: those of the settings, else those that model and device leave."""
     memory = settings.memory
     groups = settings.kv_parallel
     num_blocks = memory.num_blocks
@@ -142,7 +197,7 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
 
 
 def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> KvMemory:
-    """An empty KV memory of these sizes."""
+    """Build an empty KV memory of these sizes."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -178,13 +233,20 @@ class ReplicaPlan:
     latency: LatencyModel
     scheduler: PolicyChoice
     """Its replica scheduler."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
     """Return the plan of each replica of a replicaset, by id. Raises `ConfigError` where sizes do not fit each other."""
-    limits = replica_limits(settings.replica, services.latency, services.facts)
-    scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
-    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * settings.num_replicas
+    plans: list[ReplicaPlan] = []
+    for name, pool in settings.effective_pools.items():
+        own = services.of_pool(name)
+        limits = replica_limits(pool.replica, own.latency, own.facts)
+        scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name))
+        plans += [plan] * pool.num_replicas
+    return plans
 
 
 def build_replicaset(
@@ -195,7 +257,7 @@ def build_replicaset(
     seeds: SeedTree,
     services: Services,
 ) -> Replicaset:
-    """A replicaset with a replica for each plan, empty and ready.
+    """Build a replicaset with a replica for each plan, empty and ready.
 
     Raises `ConfigError` where replicas or policies do not go together, and what building a policy raises.
     """
@@ -216,14 +278,19 @@ def build_replicaset(
             own = replace(own, limits=plans[replica_id].limits, latency=plans[replica_id].latency)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
-        return build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        sleeper = Sleeper(name, layer.value, choice.policy, replica_id)
+        own = replace(own, wake=PolicyWakeUps(services.alarms, sleeper))
+        sleeper.policy = build_policy(layer, choice.policy, choice.parameters, own, services.registry)
+        return sleeper.policy
 
     def predict(choices: Sequence[PolicyChoice], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
         in_force = [replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]
         return _prefill_tables(in_force, schedulers)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
-    policies = Policies(choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict)
+    is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
+    schedulers = [plan.scheduler for plan in plans]
+    policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
     policies.shared = shared
     replicaset = Replicaset(
         name,
@@ -234,10 +301,31 @@ def build_replicaset(
         settings.view_interval_s,
     )
     replicaset.policies = policies
+    replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+    if is_split or replicaset.places_itself:
+        replicaset.hand_off = _hand_off_rules(name, settings, plans)
+        for replica in replicaset.replicas:
+            replica.first_token = FirstToken(settings.hand_off.first_token)
     return replicaset
+
+
+def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> HandOffRules:
+    """Return the rules by which requests move. Raises `ConfigError` where they do not go together with the replicas."""
+    where = f"replicasets.{name}"
+    links = LinkOptions.of(settings.links)
+    num_bytes = settings.hand_off.kv_bytes_per_token
+    if num_bytes is None:
+        num_bytes = max(plan.limits.bytes_per_block // plan.limits.block_size for plan in plans)
+    if not num_bytes and (links.bandwidth is not None or links.shared_bandwidth is not None):
+        message = "is not given, and the latency model does not know how much KV a token has"
+        raise ConfigError(Problem(f"{where}.hand_off.kv_bytes_per_token", message, "A number of bytes"))
+    if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
+        message = "KV that is spread over KV-parallel groups does not move between replicas"
+        raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
+    return HandOffRules(settings.hand_off, links, num_bytes)
 
 
 def _build_replica(
@@ -258,12 +346,14 @@ def _build_replica(
             executor=services.executor_of(replicaset, replica_id),
             listeners=policies.listeners_of(replica_id),
             slack=policies.slack(),
+            pool=plan.pool,
+            role=plan.role,
         )
     )
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
-    """Limits of which each is the largest that some replica has: what policies of the whole replicaset are built with."""
+    """Return the largest of each limit over all replicas; policies of the whole replicaset are built with them."""
 
     def largest(values: Iterable[int | None]) -> int | None:
         found = list(values)
@@ -274,7 +364,7 @@ def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
 
 
 def _prefill_tables(plans: Sequence[ReplicaPlan], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
-    """Prefill times on each kind of replica: of those that are built from equal plans one is asked."""
+    """Return the prefill times of each kind of replica; replicas with equal plans are one kind."""
     kinds: list[ReplicaPlan] = []
     tables = []
     for plan, scheduler in zip(plans, schedulers, strict=True):

@@ -1,6 +1,6 @@
-"""Take requests in and account for each until it ends.
+"""Accept requests and account for each until it ends.
 
-Invariant, at every step: submitted = waiting + running + ended, and every request ends exactly once.
+Invariant, at every step: submitted = deferred + waiting + running + ended, and every request ends exactly once.
 """
 
 from __future__ import annotations
@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from vajra_py.contract import Accept, Defer, Refuse
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.rejections import OUT_OF_SERVICE
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.admission import AdmissionGate, Deferral
+from vajra_py.runtime.serving.alarms import AlarmClock
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
-OUT_OF_SERVICE = "out of service"
-"""How the detail of requests begins whose policies broke the contract."""
 ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""
@@ -38,29 +40,34 @@ class Controller:
         observers: Sequence[Observer] = (),
         *,
         diary: PolicyDiary | None = None,
+        alarms: AlarmClock | None = None,
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
-        """Which replicaset takes a request. Raises `ConfigError` when none does."""
+        """Choice of the replicaset that takes a request. Raises `ConfigError` when none does."""
         self._observers = observers
         self.diary = PolicyDiary() if diary is None else diary
-        """What the policies leave for the results of the run."""
+        """Results that the policies of the run produce."""
+        self.gate: AdmissionGate | None = None
+        """Admission policy and the requests that it has deferred; None: everything is accepted."""
+        self.alarms = AlarmClock() if alarms is None else alarms
+        """Wake-ups that policies ask for."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Gives a request its index; None: they are counted. For a run of which this controller sees a part."""
+        """Function that gives a request its index; None: a counter. For a controller that sees a part of a run."""
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
-        """Told of accepted requests that have left for good, once each, before any policy is."""
+        """Callback with accepted requests that have left for good, once for each, before any policy is notified."""
         self._alive: dict[str, tuple[Request, Replicaset]] = {}
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything from now on; before the first request."""
+        """Notify these observers of everything from now on; before the first request."""
         self._observers = observers
         for replicaset in self.replicasets.values():
             replicaset.watch(observers)
 
     def unwatch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see nothing any more; not while one of them is being told."""
+        """Stop notifying these observers; not while one of them is being notified."""
         self.watch([one for one in self._observers if not any(one is other for other in observers)])
 
     @property
@@ -69,17 +76,17 @@ class Controller:
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Requests accepted and not ended, by submission; also when an error came between an end and its settlement."""
-        entries = list(self._alive.values())  # at once: other threads may ask too
+        """Requests accepted and not ended, by submission; right also after an error between an end and its settlement."""
+        entries = list(self._alive.values())  # copied in one operation, since other threads may call this
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
 
     def find(self, request_id: str) -> Request | None:
-        """The living request of this id."""
+        """Return the living request of this id."""
         entry = self._alive.get(request_id)
         return None if entry is None else entry[0]
 
     def replica_of(self, request: Request) -> Replica | None:
-        """The replica that a living request is bound to; None for one in a shared queue."""
+        """Return the replica that a living request is bound to; None for one in a shared queue."""
         if request.replica_id < 0:
             return None
         _, replicaset = self._alive[request.request_id]
@@ -90,7 +97,7 @@ class Controller:
         return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
 
     def only_replica(self) -> Replica:
-        """The replica of a run that has one alone. Raises `ConfigError` where there are others."""
+        """Return the replica of a run with a single one. Raises `ConfigError` where there are others."""
         replicas = self.replicas()
         if len(replicas) != 1:
             sizes = {name: len(one.replicas) for name, one in self.replicasets.items()}
@@ -101,27 +108,36 @@ class Controller:
         """KV blocks of a replica."""
         return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
 
+    def replicaset_for(self, facts: RequestFacts) -> Replicaset:
+        """The replicaset that takes a request. Raises `ConfigError` when none does."""
+        return self.replicasets[self.select(facts)]
+
     def submit(
         self,
         facts: RequestFacts,
+        replicaset: Replicaset,
         make_hashes: Callable[[int], BlockHashes | None],
         now: int,
         arrived_at: float | None = None,
-    ) -> tuple[Request, Replicaset, Replica | None]:
-        """Take a request in; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
+    ) -> tuple[Request, Replica | None]:
+        """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
-        `make_hashes` gets the block size and says what identifies the prompt's blocks. `arrived_at` is when the client sent
-        it, in seconds, where that was before now (an engine that was busy takes it in later). Returns the request, its
-        replicaset and the replica that it is bound to (None: shared queue, or refused).
+        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and says what identifies the prompt's
+        blocks. `arrived_at` is when the client sent it, in seconds, where that was before now (an engine that was busy takes
+        it in later). Returns the request and the replica that it is bound to (None: shared queue, or refused).
         """
         seconds = to_seconds(now)
-        request, replicaset = self.new_request(facts, seconds if arrived_at is None else arrived_at)
+        request = self.new_request(facts, replicaset, seconds if arrived_at is None else arrived_at)
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
-        else:  # counted before a policy is asked, whatever that does
+        else:  # counted before a policy is called, which may raise
             self._alive[facts.request_id] = (request, replicaset)
-            detail = replicaset.refusal(request, seconds)
+            detail = replicaset.why_never(request, seconds)
+            if detail is None:
+                if self.gate is not None:
+                    return self._at_gate(self.gate, Deferral(request, facts, make_hashes), now)
+                detail = replicaset.why_full(request)
             if detail is not None:
                 del self._alive[facts.request_id]
         if detail is not None:
@@ -130,22 +146,108 @@ class Controller:
             for observer in self._observers:
                 observer.on_arrival(request, seconds)
                 observer.on_ended(request, EndReason.REJECTED, detail, seconds)
-            return request, replicaset, None
+            return request, None
         request.hashes = make_hashes(replicaset.bounds.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
-        return request, replicaset, replicaset.accept(request, now)
+        return request, replicaset.accept(request, now)
 
-    def new_request(self, facts: RequestFacts, arrived_at: float) -> tuple[Request, Replicaset]:
-        """A request as it is submitted, not yet accounted for, and the replicaset that takes it."""
-        replicaset = self.replicasets[self.select(facts)]
+    # The admission policy
+
+    def _at_gate(self, gate: AdmissionGate, deferral: Deferral, now: int) -> tuple[Request, Replica | None]:
+        """Ask about a request that arrives and that some replica can run."""
+        request, seconds = deferral.request, to_seconds(now)
+        _, replicaset = self._alive[request.request_id]
+        gate.num_fruitless = 0
+        request.hashes = deferral.make_hashes(replicaset.bounds.block_size)
+        for observer in self._observers:
+            observer.on_arrival(request, seconds)
+        return request, self._decide(gate, deferral, now)
+
+    def ask_again(self, request: Request, now: int) -> Replica | None:
+        """Ask the policy about a deferred request, which may be deferred again; returns the replica that it is bound to."""
+        gate = self.gate
+        assert gate is not None
+        deferral = gate.deferral_of(request)
+        _, replicaset = self._alive[request.request_id]
+        detail = replicaset.why_never(request, to_seconds(now))
+        if detail is not None:
+            gate.forget(request, to_seconds(now))
+            self._turn_away(request, detail, now)
+            return None
+        return self._decide(gate, deferral, now)
+
+    def _decide(self, gate: AdmissionGate, deferral: Deferral, now: int) -> Replica | None:
+        request, seconds = deferral.request, to_seconds(now)
+        decision = gate.ask(request, seconds)
+        gate.forget(request, seconds)
+        _, replicaset = self._alive[request.request_id]
+        detail = None
+        if isinstance(decision, Accept):
+            replicaset = self.replicasets[decision.replicaset or replicaset.name]
+            detail = self._why_not_there(gate, deferral, replicaset, seconds)
+        if gate.note(request, decision, seconds):
+            for observer in self._observers:
+                observer.on_admission_decision(request, gate.name, decision, seconds)
+        if isinstance(decision, Defer):
+            gate.keep(deferral, decision.until, now)
+            gate.num_fruitless = gate.num_fruitless + 1 if len(gate) == len(self._alive) else 0
+            return None
+        gate.num_fruitless = 0
+        if isinstance(decision, Refuse):
+            self._turn_away(request, gate.detail_of(decision), now)
+            return None
+        request.replicaset = replicaset.name
+        self._alive[request.request_id] = (request, replicaset)
+        detail = detail or replicaset.why_full(request)
+        if detail is not None:
+            self._turn_away(request, detail, now)
+            return None
+        replicaset.sync()
+        for tell in replicaset.listeners.arrivals:
+            tell((request,), seconds)
+        return replicaset.accept(request, now)
+
+    def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:
+        """Fit a request to the replicaset that the policy sends it to; return the reason if that cannot run it."""
+        request, facts = deferral.request, deferral.facts
+        if replicaset.name == request.replicaset:
+            return None
+        request.max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
+        request.hashes = deferral.make_hashes(replicaset.bounds.block_size)
+        detail = replicaset.why_never(request, now)
+        return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
+
+    def _turn_away(self, request: Request, detail: str, now: int) -> None:
+        """End a request that was in no queue as rejected; the caller tells the backend."""
+        seconds = to_seconds(now)
+        del self._alive[request.request_id]
+        end_request(request, EndReason.REJECTED, detail, seconds)
+        self.num_ended[EndReason.REJECTED] += 1
+        for observer in self._observers:
+            observer.on_ended(request, EndReason.REJECTED, detail, seconds)
+        if self.gate is not None and request.admission is not None and request.admission.num_deferrals:
+            for tell in self.gate.own.departures:
+                tell((request,), seconds)
+
+    def _end_deferred(self, gate: AdmissionGate, request: Request, how: tuple[EndReason, str], now: int) -> None:
+        """End a deferred request before it was let in."""
+        seconds, (reason, detail) = to_seconds(now), how
+        gate.forget(request, seconds)
+        end_request(request, reason, detail, seconds)
+        for observer in self._observers:
+            observer.on_ended(request, reason, detail, seconds)
+        self.settle(((request, reason),), now)
+
+    def new_request(self, facts: RequestFacts, replicaset: Replicaset, arrived_at: float) -> Request:
+        """Return a request as it is submitted to a replicaset, not yet accounted for."""
         max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
         request.replicaset = replicaset.name
-        return request, replicaset
+        return request
 
     def abort(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
         """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""
@@ -153,33 +255,36 @@ class Controller:
         if entry is None:
             return False
         request, replicaset = entry
+        if self.gate is not None and request.state is RequestState.DEFERRED:
+            self._end_deferred(self.gate, request, (reason, detail), now)
+            return True
         if replicaset.abort(request, reason, to_seconds(now), detail):
             self.settle(((request, reason),), now)
             return True
         return False
 
     def lose_replica(self, replica: Replica, failure: Failure, now: int) -> Losses:
-        """A replica is lost: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
+        """Handle a lost replica: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
         losses = lose_replica(replicaset, replica, failure, now)
         self.settle(losses.ended, now)
         return losses
 
     def restore_replica(self, replica: Replica, now: int) -> None:
-        """A replica that was lost computes again, with nothing in its memory."""
+        """Let a lost replica compute again, with empty memory."""
         self.replicasets[replica.replicaset].restore(replica.replica_id)
         for observer in self._observers:
             observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
 
     def reset_cache(self, replica: Replica, now: int) -> None:
-        """Empty a replica's KV memory and prefix cache; who ran there waits to be computed again."""
+        """Empty a replica's KV memory and prefix cache; its running requests wait to be computed again."""
         seconds = to_seconds(now)
         held = reset_cache(replica, seconds)
         for observer in self._observers:
             observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
-        """No replica of it is up, and none will be in time: what waits for one ends."""
+        """End the requests that wait for a replica of this replicaset, since none will be up in time."""
         ended = abandon(replicaset, why, now)
         self.settle(ended, now)
         return ended
@@ -187,6 +292,8 @@ class Controller:
     def swap_policy(self, change: PolicyChange, now: int) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`."""
         replicaset = self.replicasets[change.replicaset]
+        if self.gate is not None and self.gate.error is not None:
+            self.gate.renew()
         swapped = swap_policy(replicaset, change, self._alive_of(replicaset), now)
         for observer in self._observers:
             observer.on_policy_swapped(swapped.swap, to_seconds(now))
@@ -195,9 +302,11 @@ class Controller:
     def take_out_of_service(
         self, replicaset: Replicaset, error: PolicyError, now: int
     ) -> list[tuple[Request, EndReason]]:
-        """A policy broke the contract: what its replicaset served ends; policies are told nothing of it."""
+        """End all requests of a replicaset whose policy broke the contract; policies are not notified."""
         ended = take_out_of_service(replicaset, self._alive_of(replicaset), f"{OUT_OF_SERVICE}: {error}", now)
         for request, reason in ended:
+            if self.gate is not None:
+                self.gate.forget(request, to_seconds(now))
             del self._alive[request.request_id]
             replicaset.forget(request)
             self.num_ended[reason] += 1
@@ -209,7 +318,7 @@ class Controller:
         return [request for request, one in self._alive.values() if one is replicaset]
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
-        """Count requests that have ended, and tell of it: `on_ended`, then the policies that listen."""
+        """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
         if not ended:
             return
         to_tell = []
@@ -217,24 +326,32 @@ class Controller:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self.num_ended[reason] += 1
-            if replicaset.listeners.departures:
-                to_tell.append((request, replicaset.listeners.departures))
+            listeners = replicaset.listeners.departures
+            if self.gate is not None and request.admission is not None and not request.admission.was_let_in:
+                listeners = self.gate.own.departures  # nobody else has heard of it
+            if listeners:
+                to_tell.append((request, listeners))
         if self.on_ended is not None:
             self.on_ended(ended)
         for request, listeners in to_tell:
             for tell in listeners:
                 tell((request,), to_seconds(now))
+        if self.gate is not None and self.gate.waits_for_change and self.gate.on_room is not None:
+            self.gate.on_room()
 
     def stall(self, now: int) -> PolicyError | None:
-        """Whose policy leaves requests standing when no step runs and none was formed; None when no request is left."""
+        """Return the error of a policy that leaves requests waiting while no step runs; None when no request is left."""
         standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
-            return None
+            return None if self.gate is None else self._stalled_gate(self.gate)
         request = standing[0]
         remain = "although one request remains" if len(standing) == 1 else f"although {len(standing)} requests remain"
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
+        if request.state is RequestState.HELD:
+            message = f"places nobody whose prompt is computed {remain}"
+            return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
         if replica is None:
@@ -247,10 +364,20 @@ class Controller:
         error = PolicyError(parts.policy_name, message, request_id=request.request_id, place=where)
         return error.at(replica.replica_id, replica.num_steps)
 
+    def _stalled_gate(self, gate: AdmissionGate) -> PolicyError | None:
+        """The error of an admission policy that keeps requests when nothing will change; None when it keeps none."""
+        request = gate.first_timeless()
+        if request is None:
+            return None
+        remain = "one request" if len(gate) == 1 else f"{len(gate)} requests"
+        return gate.violation(f"defers {remain} although nothing else will happen", request)
+
     def _is_let_in(self, request: Request) -> bool:
-        """Whether a replica may run the request, as far as whoever executes its steps is concerned."""
+        """Return True if the executing side lets a replica run the request."""
+        if request.state is RequestState.DEFERRED:
+            return False
         replica = self.replica_of(request)
-        if replica is None:
+        if replica is None or request.state is RequestState.HELD:
             return True
         is_running = request.state is RequestState.RUNNING
         return replica.forms_steps and (is_running or replica.running_set.admits)
@@ -262,9 +389,14 @@ class Controller:
             raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
         waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
         running = sum(replica.running_set.num_running for replica in self.replicas())
-        if waiting + running != len(self._alive):
-            raise RuntimeError(f"{waiting} requests wait and {running} run, but {len(self._alive)} are alive")
+        leaving = sum(one.state is RequestState.HELD for one, _ in self._alive.values())
+        deferred = 0 if self.gate is None else len(self.gate)
+        if waiting + running + leaving + deferred != len(self._alive):
+            found = f"{waiting} requests wait, {running} run, {leaving} move and {deferred} are deferred"
+            raise RuntimeError(f"{found}, but {len(self._alive)} are alive")
         states = Counter(request.state for request in self.alive())
+        if states[RequestState.DEFERRED] != deferred:
+            raise RuntimeError(f"{deferred} requests are deferred, but {states[RequestState.DEFERRED]} say so")
         if states[RequestState.RUNNING] != running:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
         for replica in self.replicas():
@@ -273,7 +405,7 @@ class Controller:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """What the batch builder refused in the last step that the replica's policy was asked to form."""
+    """Return a sentence about the builder's refusals in the last step that the replica's policy was asked to form."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

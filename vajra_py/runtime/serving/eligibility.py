@@ -1,4 +1,4 @@
-"""Which replicas of a replicaset can run a request, and the bounds on requests that follow over all of them.
+"""Eligible replicas: those of a replicaset that can run a request, and the bounds on requests over all of them.
 
 Replicas may differ in limits, latency model and replica scheduler. Of equal ones one is asked for all; where they differ, policies of
 the replicaset are offered the eligible ones alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vajra_py.contract import ReplicaLimits, ReplicaLoadView
+from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaLoadView
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
@@ -35,11 +35,15 @@ class RequestBounds:
         self.block_size = sizes.pop()
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
-        largest = max((kind[0] for kind in self._kinds), key=lambda one: one.max_request_tokens)
+        ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
+        ending = ending or [kind[0] for kind in self._kinds]  # while pools are added one by one
+        largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens
-        self.max_model_len = max(kind[0].limits.max_model_len for kind in self._kinds)
-        self._request_tokens = sorted({kind[0].max_request_tokens for kind in self._kinds})
+        self.max_model_len = max(one.limits.max_model_len for one in ending)
+        self._request_tokens = sorted({one.max_request_tokens for one in ending})
+        self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
+        """Some replicas compute prompts alone, or decodes alone."""
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """Most tokens that a request may generate; below 1: no replica has room for its prompt and a token.
@@ -54,8 +58,21 @@ class RequestBounds:
         fitting = (one for one in self._request_tokens if one > num_prompt_tokens)
         return next(fitting, self.max_request_tokens) - num_prompt_tokens
 
+    def decoders(self, request: Request) -> Sequence[Replica]:
+        """Return the replicas that can go on with a request whose prompt is computed elsewhere, by id."""
+        kinds = (kind for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL)
+        fitting = [one for kind in kinds if kind[0].can_hold(request) for one in kind]
+        return sorted(fitting, key=lambda one: one.replica_id)
+
+    def can_serve(self, request: Request, holders: Sequence[Replica]) -> bool:
+        """Return True if some of these replicas, which have room for the request, compute its prompt and some its decodes."""
+        if not self.is_split:
+            return bool(holders)
+        roles = {one.parts.role for one in holders}
+        return PoolRole.MIXED in roles or len(roles) > 1
+
     def holders(self, request: Request) -> Sequence[Replica]:
-        """Replicas with room for the longest that the request may become, by id."""
+        """Replicas that can hold the request at its greatest length, by id."""
         if self.are_equal:
             (kind,) = self._kinds
             return kind if kind[0].can_hold(request) else ()
@@ -64,17 +81,17 @@ class RequestBounds:
 
 
 def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
-    """Replicas by their limits; those of a group can hold the same requests."""
-    kinds: dict[ReplicaLimits, list[Replica]] = {}
+    """Return replicas grouped by limits and role; those of a group can hold the same requests."""
+    kinds: dict[tuple[ReplicaLimits, PoolRole], list[Replica]] = {}
     for one in replicas:
-        kinds.setdefault(one.limits, []).append(one)
+        kinds.setdefault((one.limits, one.parts.role), []).append(one)
     return list(kinds.values())
 
 
 def first_refusal(
     replicas: Iterable[Replica], load_of: Callable[[int], ReplicaLoadView], request: Request, now: float
 ) -> str | None:
-    """The first refusal ("policy: reason"), when the scheduler of each replica refuses the request; None when one would run it."""
+    """Return the first refusal ("policy: reason") if every replica's scheduler refuses the request, else None."""
     first: str | None = None
     for replica in replicas:
         parts = replica.parts
@@ -86,7 +103,7 @@ def first_refusal(
 
 
 def refusal_of(scheduler: Any, name: str, replica: ReplicaLoadView, request: Request, now: float) -> str | None:
-    """Why a replica scheduler would never run the request on its replica; None when it would, or does not refuse any."""
+    """Return a replica scheduler's reason never to run the request on its replica; None if it has none."""
     refuses: Callable[[Request, ReplicaLoadView, float], str | None] | None = getattr(scheduler, "refuses", None)
     if refuses is None:
         return None

@@ -1,4 +1,4 @@
-"""The order of events: by (tick, phase, rank, sequence), a total order, so that equal runs are equal to the byte.
+"""Order of events: by (tick, phase, rank, sequence), a total order, so that equal runs are equal to the byte.
 
 The rank of what replicas do is their place in the run, so that their order does not depend on when an event became known.
 """
@@ -16,16 +16,22 @@ class Phase(IntEnum):
     STEP_END = 0
     """A step came back."""
     FAILURE = 1
-    """A replica is lost, computes again, or is waited for no longer."""
+    """A replica is lost, comes back, or is waited for no longer."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
-    ARRIVAL = 3
-    EXPIRY = 4
-    ABORT = 5
-    POLICY = 6
+    TRANSFER = 3
+    """KV on its way between replicas may have arrived."""
+    ARRIVAL = 4
+    ADMISSION = 5
+    """The admission policy is asked again about requests that it has deferred."""
+    EXPIRY = 6
+    ABORT = 7
+    POLICY = 8
     """A policy takes another's place."""
-    FORM = 7
-    """Replicas that something happened to form their next steps, by rank; then idle ones, for a shared queue."""
+    WAKE = 9
+    """A policy is woken at a time that it asked for."""
+    FORM = 10
+    """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 
 class EventQueue:
@@ -45,7 +51,7 @@ class EventQueue:
         heapq.heappush(self.heap, (tick, phase, rank, self._sequence, payload))
 
     def bring_forward(self, now: int) -> None:
-        """Move everything that is due by `now` to `now`; of one phase, what was due first stays first."""
+        """Move every event that is due by `now` to `now`; within a phase, events keep their order."""
         due = []
         while self.heap and self.heap[0][0] <= now:
             due.append(heapq.heappop(self.heap))
@@ -53,7 +59,7 @@ class EventQueue:
             self.push(now, phase, payload, rank)
 
     def remove(self, phase: Phase) -> list[Any]:
-        """Take every event of a phase out; their payloads, in order."""
+        """Remove every event of a phase; returns their payloads, in order."""
         removed = sorted(event for event in self.heap if event[1] is phase)
         self.heap[:] = [event for event in self.heap if event[1] is not phase]
         heapq.heapify(self.heap)

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaState, RequestView
+from vajra_py.contract import ReplicaLimits, ReplicaState, RequestView
 from vajra_py.runtime.serving.replica import Replica
-
-DEFAULT_POOL = "default"
-"""Name of the only pool of a replicaset without `pools:`."""
 
 
 class LiveLoad:
@@ -29,11 +26,11 @@ class LiveLoad:
         "state",
     )
 
-    def __init__(self, replica: Replica, pool: str = DEFAULT_POOL, role: PoolRole = PoolRole.MIXED) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.replica_id = replica.replica_id
-        self.pool = pool
-        self.role = role.value
+        self.pool = replica.parts.pool
+        self.role = replica.parts.role.value
         self.limits = replica.limits
         self.set_state(ReplicaState.UP)
         self.num_blocks = replica.memory.num_blocks
@@ -77,7 +74,7 @@ class LiveLoad:
 
 
 class LoadOnDemand:
-    """`ReplicaLoadView` that has the steps that ended applied before a figure is read."""
+    """`ReplicaLoadView` that applies the steps that have ended before a figure is read."""
 
     __slots__ = ("_live", "_sync")
 
@@ -92,7 +89,7 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` of some time ago: what a router sees that polls its replicas. Prefix hits are read live."""
+    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are read live."""
 
     live: LiveLoad
     replica_id: int
@@ -113,16 +110,14 @@ class SnapshotLoad:
 
     @classmethod
     def of(cls, live: LiveLoad) -> SnapshotLoad:
-        """A snapshot that has not been taken yet."""
+        """Return a snapshot without figures yet."""
         return cls(live, live.replica_id, live.pool, live.role, live.limits, live.num_blocks, live.max_batch_size)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
-        """Take the figures again if they are older than the interval; the snapshot with its age set."""
+        """Read the figures again if they are older than the interval; returns the snapshot with its age set."""
         live = self.live
-        self.state, self.is_up = (
-            live.state,
-            live.is_up,
-        )  # a request that is sent to a replica that is down comes back at once
+        # Read live: requests sent to a replica that is down come back at once.
+        self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running
             self.num_waiting = live.num_waiting

@@ -1,4 +1,4 @@
-"""Policies of a replicaset, and how others are built in their place.
+"""Policies of a replicaset, and the building of replacements.
 
 One maker a replicaset, kept while it serves, so that a policy that comes later gets what the first ones got: sizes, predictions, random
 streams by name. Replica schedulers are built first, each with the limits and the latency model of its replica; prefill times follow from
@@ -14,6 +14,7 @@ from typing import Any, cast
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
     Layer,
+    PlacesAfterPrompt,
     PredictsSlack,
     ReplicaScheduler,
     ReplicasetScheduler,
@@ -47,7 +48,7 @@ class LayerPolicies:
 
     @property
     def are_alike(self) -> bool:
-        """All were built from the same choice."""
+        """True if all were built from the same choice."""
         return all(choice == self.choices[0] for choice in self.choices)
 
     @property
@@ -68,14 +69,19 @@ class Policies:
         make: MakePolicy,
         prefill_time: ReplicasetPrefillTime,
         predict: Predict,
+        *,
+        is_split: bool = False,
     ) -> None:
         """`choices`: of prioritizer and replicaset scheduler; `scheduler_choices`: of each replica's scheduler."""
         self._num_replicas = len(scheduler_choices)
+        self._is_split = is_split
         self._make = make
         self._predict = predict
         self.prefill_time = prefill_time
         self.shared = SharedState()
-        """What these policies share; policies that are made later find it as it is."""
+        """State that these policies share; policies that are made later get the same one."""
+        self.beside: Sequence[tuple[Any, str]] = ()
+        """Policies beside the layers that are notified of requests too, with their names."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
         self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
         self.follow_chunks()
@@ -84,22 +90,25 @@ class Policies:
         self.check_needs()
 
     def make(self, layer: Layer, choice: PolicyChoice) -> LayerPolicies:
-        """New policies of a layer: one for each replica in the last, else one. They are not in force."""
+        """Build new policies of a layer: one for each replica in the last, else one. They are not in force."""
         if layer is Layer.REPLICA_SCHEDULER:
             replicas = range(self._num_replicas)
             return LayerPolicies((choice,) * len(replicas), [self._make(layer, choice, one) for one in replicas])
-        return LayerPolicies((choice,), [self._make(layer, choice, None)])
+        made = [self._make(layer, choice, None)]
+        if layer is Layer.REPLICASET_SCHEDULER and self._is_split and not isinstance(made[0], PlacesAfterPrompt):
+            made.append(self._make(layer, choice, None))
+        return LayerPolicies((choice,) * len(made), made)
 
     def make_again(self, layer: Layer) -> LayerPolicies:
-        """New policies from the choices in force. They are not in force."""
+        """Build new policies from the choices in force. They are not in force."""
         choices = self._layers[layer].choices
-        replicas = range(self._num_replicas) if layer is Layer.REPLICA_SCHEDULER else (None,)
-        return LayerPolicies(
-            choices, [self._make(layer, choice, one) for one, choice in zip(replicas, choices, strict=True)]
-        )
+        if layer is not Layer.REPLICA_SCHEDULER:
+            return self.make(layer, choices[0])
+        made = [self._make(layer, choice, one) for one, choice in enumerate(choices)]
+        return LayerPolicies(choices, made)
 
     def put(self, layer: Layer, policies: LayerPolicies) -> None:
-        """Put these in force."""
+        """Put these policies in force."""
         self._layers[layer] = policies
 
     def follow_chunks(self) -> None:
@@ -108,14 +117,14 @@ class Policies:
         self.prefill_time.follow(self._predict(schedulers.choices, schedulers.made))
 
     def check_needs(self, replacing: Mapping[Layer, LayerPolicies] | None = None) -> None:
-        """Raise `ConfigError` where a policy needs of another what that does not offer; `replacing` as if in force."""
+        """Raise `ConfigError` where a policy needs what another does not offer; `replacing` counts as in force."""
         layers = {**self._layers, **(replacing or {})}
         prioritizer, schedulers = layers[Layer.REQUEST_PRIORITIZER], layers[Layer.REPLICA_SCHEDULER]
         named = zip((choice.policy for choice in schedulers.choices), schedulers.made, strict=True)
         for one in prioritizer.made:
             check_slack(one, prioritizer.name, named)
 
-    # What is in force
+    # Policies in force
 
     def layer(self, layer: Layer) -> LayerPolicies:
         """The policies of a layer."""
@@ -127,30 +136,36 @@ class Policies:
 
     @property
     def prioritizer(self) -> RequestPrioritizer:
-        """Of every queue."""
+        """The prioritizer of every queue."""
         return cast(RequestPrioritizer, self._layers[Layer.REQUEST_PRIORITIZER].made[0])
 
     @property
     def replicaset_scheduler(self) -> ReplicasetScheduler:
-        """Of the replicaset."""
+        """The scheduler of the replicaset."""
         return cast(ReplicasetScheduler, self._layers[Layer.REPLICASET_SCHEDULER].made[0])
 
     @property
+    def decode_scheduler(self) -> ReplicasetScheduler | None:
+        """Second instance of a plain replicaset scheduler, for requests whose prompt is computed; None: it needs none."""
+        made = self._layers[Layer.REPLICASET_SCHEDULER].made
+        return cast(ReplicasetScheduler, made[1]) if len(made) > 1 else None
+
+    @property
     def schedulers(self) -> Sequence[ReplicaScheduler]:
-        """Of each replica."""
+        """The scheduler of each replica."""
         return self._layers[Layer.REPLICA_SCHEDULER].made
 
     @property
     def are_schedulers_alike(self) -> bool:
-        """All replicas have the same scheduler with the same parameters."""
+        """True if all replicas have the same scheduler with the same parameters."""
         return self._layers[Layer.REPLICA_SCHEDULER].are_alike
 
     def name(self, layer: Layer) -> str:
-        """What errors call the layer's policy."""
+        """Return the name of the layer's policy, for errors."""
         return self._layers[layer].name
 
     def scheduler_name(self, replica_id: int) -> str:
-        """What errors call a replica's scheduler."""
+        """Return the name of a replica's scheduler, for errors."""
         return self._layers[Layer.REPLICA_SCHEDULER].choices[replica_id].policy
 
     def new_queue(self) -> RequestQueue:
@@ -164,18 +179,20 @@ class Policies:
     # Listeners
 
     def listeners(self) -> Listeners:
-        """Everyone who is told of arrivals and departures."""
-        return listeners_among(
+        """Policies to notify of arrivals and departures."""
+        layers = [
             (one, choice.policy)
             for layer in Layer
             for one, choice in zip(self._layers[layer].made, self._layers[layer].choices, strict=True)
-        )
+        ]
+        return listeners_among([*layers, *self.beside])
 
     def listeners_of(self, replica_id: int) -> Listeners:
-        """Who is told of what happens on a replica."""
+        """Return the policies to notify of events on a replica."""
         layers = (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER)
         shared = [(one, self.name(layer)) for layer in layers for one in self._layers[layer].made]
-        return listeners_among([*shared, (self.schedulers[replica_id], self.scheduler_name(replica_id))])
+        own = (self.schedulers[replica_id], self.scheduler_name(replica_id))
+        return listeners_among([*shared, own, *self.beside])
 
 
 def slack_reader(prioritizer: RequestPrioritizer, name: str) -> SlackReader | None:

@@ -29,7 +29,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What came of it."""
+    """Result of a change of policy."""
 
     swap: PolicySwap
     moved: Sequence[tuple[Request, Replica | None]] = ()
@@ -47,7 +47,7 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
     if policies is None:
         raise ConfigError(Problem(f"replicaset {replicaset.name}", "was put together by hand; its policies stay"))
     layer, old = change.layer, policies.layer(change.layer)
-    if replicaset.out_of_service:  # nobody is left who would rely on it
+    if replicaset.out_of_service:  # no policy is left that relies on it
         policies.shared.clear()
     made = policies.make(layer, change.choice)
     replacing = {layer: made}
@@ -75,7 +75,7 @@ _Done = tuple[Sequence[tuple[Request, Replica | None]], int]
 
 
 def _announce_arrivals(name: str, made: LayerPolicies, alive: Sequence[Request], now: float) -> None:
-    """Tell new listeners of the requests that are there: to them they arrive now."""
+    """Notify new listeners of the present requests, as arrivals."""
     if alive:
         for tell in listeners_among((one, name) for one in made.made).arrivals:
             tell(alive, now)
@@ -90,7 +90,7 @@ def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: Policy
     except VajraError:
         policies.put(change.layer, before)
         raise
-    return (), _bind_all(replicaset, policies, queues)
+    return (), bind_all(replicaset, policies, queues)
 
 
 def _swap_replica_schedulers(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
@@ -105,7 +105,7 @@ def _swap_replica_schedulers(replicaset: Replicaset, policies: Policies, change:
         policies.put(change.layer, before)
         policies.prefill_time.follow(tables)
         raise
-    return (), _bind_all(replicaset, policies, queues)
+    return (), bind_all(replicaset, policies, queues)
 
 
 def _swap_replicaset_scheduler(
@@ -129,7 +129,7 @@ def _swap_replicaset_scheduler(
                 _take_out(replicaset, request)
             replicaset.bind(request, replica_id if replica_id >= 0 else None, to_seconds(now))
         raise
-    _bind_all(replicaset, policies, None)
+    bind_all(replicaset, policies, None)
     return moved, len(moved)
 
 
@@ -141,13 +141,16 @@ _SWAPS: dict[Layer, Callable[[Replicaset, Policies, PolicyChange, _Given], _Done
 
 
 def _take_out(replicaset: Replicaset, request: Request) -> None:
-    """Let a request that waits be in no queue."""
+    """Remove a waiting request from its queue."""
     if request in replicaset.shared:
         replicaset.shared.remove(request)
         return
-    replica = replicaset.replicas[request.replica_id]
-    replica.queue.remove(request)
-    replica.memory.forget(request)
+    if request in replicaset.held_back:
+        del replicaset.held_back[request]
+    else:
+        replica = replicaset.replicas[request.replica_id]
+        replica.queue.remove(request)
+        replica.memory.forget(request)
     request.replica_id = -1
 
 
@@ -170,7 +173,7 @@ def _check_refusals(
 
 
 def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list[RequestQueue]:
-    """What waits in the shared queue and in each replica's own, in new queues."""
+    """Return new queues with the waiting requests of the shared queue and of each replica's own."""
     queues = []
     for old in (replicaset.shared, *(replica.queue for replica in replicaset.replicas)):
         queue = policies.new_queue()
@@ -180,8 +183,8 @@ def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list
     return queues
 
 
-def _bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
-    """Let everyone use what is in force now; returns how many requests wait."""
+def bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
+    """Bind everything to the policies in force, with new queues if there are any; returns the number of waiting requests."""
     if queues is not None:
         replicaset.share(queues[0])
     replicaset.listeners = policies.listeners()
@@ -204,5 +207,5 @@ def _bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[Reque
 def _start_again(replicaset: Replicaset, policies: Policies) -> None:
     policies.follow_chunks()
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
-    _bind_all(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
+    bind_all(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
     replicaset.out_of_service = ""

@@ -43,7 +43,7 @@ class ReplicasetPrefillTime:
         return min(one.times.total_s(num_prompt_tokens) for one in self._with_room(num_prompt_tokens))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left of it."""
+        """Seconds for the rest of it."""
         tables = self.tables
         if len(tables) == 1:
             return tables[0].times.remaining_s(num_prompt_tokens, num_done_tokens)

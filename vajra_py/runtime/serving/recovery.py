@@ -23,7 +23,7 @@ Ended = list[tuple[Request, EndReason]]
 
 @dataclass(slots=True)
 class Losses:
-    """What a lost replica's requests came to."""
+    """Outcome of a lost replica for its requests."""
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Losses:
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:
-    """A replica is gone with its memory. `failure.max_reruns`: how often a request may run again; None: its requests end."""
+    """Handle the loss of a replica. `failure.max_reruns`: how often a request may run again; None: its requests end."""
     seconds, why, max_reruns = to_seconds(now), failure.detail, failure.max_reruns
     for observer in replicaset.observers:
         observer.on_replica_lost(replica.replicaset, replica.replica_id, why, seconds)
@@ -41,7 +41,11 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
     losses = Losses()
     to_end = dict(replica.to_end)
     held = [*replica.running_set.running(), *replica.running_set.in_flight]
-    left = [*held, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
+    leaving = [one for one in replica.held if one.state is RequestState.HELD]
+    left = [*held, *leaving, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
+    for request in [one for one in replicaset.held_back if one.replica_id == replica.replica_id]:
+        del replicaset.held_back[request]
+        left.append(request)
     for request in held:
         request.num_losses += failure.guilty is None or request.request_id in failure.guilty
         request.num_preemptions += 1
@@ -62,15 +66,23 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
 
 
 def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
-    """Empty a replica's KV memory and prefix cache, between two steps and with nobody swapped.
+    """Empty a replica's KV memory and prefix cache, between two steps and while no request is swapped out.
 
     Returns the requests that ran and wait again, the latest admitted first.
     """
     if replica.num_in_flight:
         raise RuntimeError(f"a step of replica {replica.replica_id} is in flight, and its memory cannot be emptied")
     held = list(reversed(replica.running_set.running()))
+    leaving = [one for one in replica.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
+    for request in [*leaving, *replica.running_set.arrived]:  # whose KV was here, on its way from or to another replica
+        request.set_computed(0)
+        request.move_to(RequestState.PREEMPTED)
+    for request in leaving:
+        replica.queue.add(request, now)
+    replica.held.clear()
+    replica.running_set.arrived.clear()
     replica.memory.clear()
     for waiting in replica.queue:
         request = cast(Request, waiting)
@@ -79,7 +91,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
 
 
 def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
-    """No replica is up, and none will be in time: what waits for one ends."""
+    """End the requests that wait for a replica, since none is up or will be in time."""
     seconds, ended = to_seconds(now), Ended()
     for request in [cast(Request, one) for one in replicaset.shared.ordered(seconds)]:
         replicaset.shared.remove(request)
@@ -88,19 +100,21 @@ def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
 
 
 def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: str, now: int) -> Ended:
-    """A policy did what it may not, perhaps half-way through a step: every request ends, and all that there was is dropped."""
+    """End every request and drop all state after a policy broke the contract, perhaps in the middle of a step."""
     replicaset.out_of_service = why
     seconds, ended = to_seconds(now), Ended()
     for observer in replicaset.observers:
         observer.on_out_of_service(replicaset.name, why, seconds)
     policies = replicaset.policies
     assert policies is not None
+    replicaset.held_back.clear()
+    replicaset.newly_held_back.clear()
     replicaset.share(policies.new_queue())
     for replica in replicaset.replicas:
         replica.bind_policy(replace(replica.parts, queue=policies.new_queue()))
         replica.clear()
     for request in alive:
-        if request.state is RequestState.ENDED:  # with the step that broke off, and nobody was told
+        if request.state is RequestState.ENDED:  # in the interrupted step, before anyone was notified
             assert request.end_reason is not None
             ended.append((request, request.end_reason))
         else:

@@ -1,13 +1,15 @@
-"""One replica: asks its policy for a plan and applies what comes back."""
+"""One replica: asks its policy for plans and applies their results."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias, cast
 
-from vajra_py.contract import EndedStep, Layer, PreemptionMode, ReplicaLimits, ReplicaScheduler
+from vajra_py.config import DEFAULT_POOL
+from vajra_py.contract import EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
@@ -28,21 +30,31 @@ from vajra_py.runtime.step.fast_forward import Repeats, run_of
 from vajra_py.runtime.step.plan import Executor, PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 
-# Looking a member of an enumeration up costs more than a call, and these are looked up for every request.
-_RUNNING = RequestState.RUNNING
+# Module constants: an enum lookup costs more than a function call, and these are needed for every request.
+_RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
 
+
+class FirstToken(Enum):
+    """Treatment of the token that a prompt's last step samples, where the request leaves with its KV."""
+
+    SOURCE = "source"
+    """The client gets it at once (SGLang, DistServe, Splitwise)."""
+    RECOMPUTE = "recompute"
+    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM, Dynamo)."""
+
+
 MAX_EMPTY_STEPS = 1000
-"""How many steps in a row may preempt without running anything before the policy is held to be stuck."""
+"""Number of steps in a row that may preempt without running anything before the policy is held to be stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
-"""(replicaset, layer, policy, method) to what is called in place of that method of the policy, to time it for instance."""
+"""(replicaset, layer, policy, method) to the function that is called instead of that method, to time it for instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaParts:
-    """What a replica is made of."""
+    """Parts from which a replica is built."""
 
     replicaset: str
     replica_id: int
@@ -58,6 +70,8 @@ class ReplicaParts:
     listeners: Listeners = NOBODY
     slack: SlackReader | None = None
     """Slack by the prioritizer; None when it predicts none."""
+    pool: str = DEFAULT_POOL
+    role: PoolRole = PoolRole.MIXED
 
 
 class Replica:
@@ -78,7 +92,7 @@ class Replica:
         self.num_steps = 0
         self.num_in_flight = 0
         self.forms_steps = True
-        """Whether whoever executes its steps wants any."""
+        """False while the executing side takes no steps."""
         self.around: Around | None = None
         self._view = StateView(parts.replica_id, self.running_set)
         self._step_watchers: list[Observer] = []
@@ -86,15 +100,24 @@ class Replica:
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
+        self.hands_off = parts.role is PoolRole.PREFILL
+        """True if requests leave, or may leave, when their prompt is computed."""
+        self.first_token = FirstToken.SOURCE
+        """Treatment of the token that the last step of a prompt samples, where the request leaves."""
+        self.held: dict[Request, None] = {}
+        """Requests that have left the running set and whose KV lies here until another replica has it."""
+        self._newly_held: list[Request] = []
+        self.expects_kv = False
+        """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
+        """Running requests that an earlier policy admitted, by admission; the present one may be unable to go on."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
-        """Go on with another policy, other listeners or another queue, which holds what waits here; the rest stays."""
+        """Replace policy, listeners or queue; a new queue holds the waiting requests of the old one."""
         if parts.policy is not self.parts.policy:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
@@ -110,7 +133,7 @@ class Replica:
         self.repeats.read_traits(parts.policy, listens=bool(parts.listeners.step_ends))
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything that happens here from now on."""
+        """Notify these observers of everything that happens here from now on."""
         self._step_watchers = [one for one in observers if one.wants_steps]
         self._end_watchers = [one for one in observers if one.wants_step_ends]
         self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
@@ -118,16 +141,95 @@ class Replica:
         self.lifecycle.observers = observers
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
-    # Requests come and go
+    # Arrivals and departures
 
     def enqueue(self, request: Request, now: float) -> None:
-        """A request is bound to this replica and waits."""
+        """Queue a request that was bound to this replica."""
         request.replica_id = self.replica_id
         self.memory.register(request, request.hashes)
         self.queue.add(request, now)
 
+    # KV comes and goes
+
+    def take_newly_held(self) -> list[Request]:
+        """Return the requests that have become `held` since this was last called, in order of admission."""
+        held = self._newly_held
+        if held:
+            self._newly_held = []
+        return held
+
+    def release_held(self, request: Request) -> None:
+        """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
+        del self.held[request]
+        self._output_limits.pop(request, None)
+        self.memory.free(request, request.num_computed_tokens, for_good=True)
+        self.memory.forget(request)
+
+    def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
+        """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
+        del self.held[request]
+        request.move_to(_RUNNING)
+        self.running_set.admit(request)
+        if not request.num_remaining_tokens and request.add_output(now) == 1:
+            self.lifecycle.first_token(request, now)
+        num_left = self._output_limit(request) - request.num_output_tokens
+        if num_left <= 0:
+            reason = self._end_reason(request, StepResult())
+            self._finish(request, reason, to_seconds(now))
+            return [(request, reason)]
+        del self.running_set.partial[request]
+        self.running_set.pool.join(request, num_left)
+        return []
+
+    def reserve(self, request: Request, num_tokens: int) -> int | None:
+        """Set blocks aside for a request that is to come with the KV of its first tokens.
+
+        Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
+        """
+        memory = self.memory
+        memory.register(request, request.hashes)
+        hit = memory.allocate(request, num_tokens)
+        if hit is None:
+            memory.forget(request)
+            return None
+        return min(hit, num_tokens)
+
+    def unreserve(self, request: Request) -> None:
+        """Give back what was set aside for a request that does not come."""
+        self.memory.free(request, 0, for_good=True)
+        self.memory.forget(request)
+
+    def arrived(self, request: Request, now: float) -> None:
+        """The KV of a request for which blocks were set aside is here; it waits to run."""
+        is_queued = request.state is RequestState.REMOTE
+        request.move_to(RequestState.ARRIVED)
+        request.replica_id = self.replica_id
+        if request.hashes is not None:
+            self.memory.cache_blocks(request, request.num_computed_tokens)
+        self.running_set.arrived[request] = None
+        if is_queued:
+            del self.running_set.loading[request]
+        else:
+            self.queue.add(request, now)
+
+    def expect(self, request: Request, now: float) -> None:
+        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
+        request.move_to(RequestState.REMOTE)
+        request.replica_id = self.replica_id
+        self.memory.register(request, request.hashes)
+        self.queue.add(request, now)
+
+    def expect_no_more(self, request: Request) -> None:
+        """Undo `expect`; what was set aside for the request is free."""
+        self.queue.remove(request)
+        if request in self.running_set.loading:
+            del self.running_set.loading[request]
+            self.memory.free(request, 0, for_good=True)
+        self.memory.forget(request)
+        request.move_to(RequestState.HELD)
+
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """End a request of this replica before its time; False when its step has to come back first."""
+        """Abort a request of this replica; False when its step has to come back first."""
         if request.state is not _RUNNING:
             self._output_limits.pop(request, None)
             self.lifecycle.end_waiting(request, reason, now, detail)
@@ -139,7 +241,7 @@ class Replica:
         return True
 
     def lose(self, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """The replica is gone: everything that it held or was to run ends, with what it has reached."""
+        """End every request of a lost replica, with the tokens that it has reached."""
         running_set, reason = self.running_set, _FAILED
         self.num_in_flight = 0
         held = [*running_set.running(), *running_set.in_flight]
@@ -148,26 +250,31 @@ class Replica:
             self._finish(request, reason, now, detail)
         for request in queued:
             self.abort(request, reason, now, detail)
+        leaving = [one for one in self.held if one.state is not _ENDED and one.replica_id == self.replica_id]
+        for request in leaving:
+            self.lifecycle.end_held(request, reason, now, detail)
         self.clear()
-        return [(request, reason) for request in (*held, *queued)]
+        return [(request, reason) for request in (*held, *queued, *leaving)]
 
     def set_gate(self, gate: Gate) -> None:
-        """Do as much as whoever executes its steps allows from here on."""
+        """Apply the executing side's limit on what the replica may do."""
         self.forms_steps = gate.forms
         self.running_set.admits = gate.admits
         self.running_set.bars_preempted = gate.bars_preempted
 
     @property
     def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
-        """Requests that end with the step that they are in, and why."""
+        """Requests that end with the step that they are in, and the reasons."""
         return self._to_abort
 
     def clear(self) -> None:
-        """Be as new, with no request and no KV block; whoever was here is accounted for elsewhere."""
+        """Reset the replica, with no request and no KV block; its requests are accounted for elsewhere."""
         self.num_in_flight = 0
         self._output_limits.clear()
         self._to_abort.clear()
         self._inherited = []
+        self.held.clear()
+        self._newly_held = []
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
@@ -176,6 +283,8 @@ class Replica:
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
+        if self.parts.role is PoolRole.PREFILL:  # which leaves before it grows
+            return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     @property
@@ -190,10 +299,10 @@ class Replica:
         others = (*running_set.skipped, *running_set.partial, *running_set.in_flight)
         return running_set.pool.context_tokens + sum(one.num_computed_tokens for one in others)
 
-    # A step begins
+    # Forming steps
 
     def next_plan(self, now: int) -> StepPlan | None:
-        """Form the next step that runs something; None when there is nothing to run until something changes."""
+        """Form the next step that runs something; None when nothing can run until something changes."""
         builder, running_set = self.builder, self.running_set
         running_set.barred.clear()
         if not running_set.num_running and not (running_set.num_waiting and running_set.admits):
@@ -209,7 +318,7 @@ class Replica:
             if plan is None and builder.slots_held:
                 plan = self._form_after_held_slots(now)
             if plan is None:
-                if not self._inherited or not self._give_way(now):
+                if builder.idle_at is not None or not (self._give_way(now) or self._give_up_kv(now)):
                     return None
                 builder.count_preempted(1)
                 continue
@@ -220,23 +329,33 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """The step after one that has nothing but slots of requests that have ended."""
+        """Form the step after one that holds nothing but slots of ended requests."""
         self._see_ends()
         return self.form_step(now)
 
     def _see_ends(self) -> None:
-        """The scheduler knows which requests have ended: their slots and blocks are free."""
+        """Free the slots and blocks of ended requests, now that the scheduler sees their ends."""
         self.builder.hold_slots(0)
         self.lifecycle.release_ended()
 
     def _give_way(self, now: int) -> bool:
-        """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
+        """Preempt the latest request that another policy admitted, since this one does nothing; False if there is none."""
         while self._inherited and not self.num_in_flight:
             request = self._inherited.pop()
             if request.state is _RUNNING and request.replica_id == self.replica_id:
                 self.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, to_seconds(now))
                 return True
         return False
+
+    def _give_up_kv(self, now: int) -> bool:
+        """The policy can run nobody, and nobody runs: let the least urgent of those that came with their KV give it up."""
+        running_set = self.running_set
+        if len(running_set.arrived) < 1 or running_set.num_running or self.num_in_flight:
+            return False
+        seconds = to_seconds(now)
+        last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
+        self.lifecycle.give_up_kv(last, seconds)
+        return True
 
     def form_step(self, now: int) -> StepPlan | None:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
@@ -275,7 +394,7 @@ class Replica:
         return plan
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
-        """Requests that the policy has dropped since this was last asked; whoever lets the replica form steps counts them."""
+        """Return the requests that the policy has dropped since the last call; the driver counts them."""
         dropped = self.builder.take_dropped()
         for request, _ in dropped:
             self._output_limits.pop(request, None)
@@ -299,19 +418,19 @@ class Replica:
         for observer in self._step_watchers:
             observer.on_step_begin(record)
 
-    # Steps that repeat
+    # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """`Repeats.num_alike`, and none while somebody watches every step."""
-        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+        """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
+        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
-        """Repetitions that are formed from now on leave this many waiting; only observers want to know."""
+        """Set the number of waiting requests of repetitions formed from now on; for observers only."""
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
-        """`plan` and repetitions of it came back at these ticks up to now; returns the repetition in flight after them."""
+        """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
         assert plan.pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
@@ -327,17 +446,17 @@ class Replica:
         self.num_steps += len(ended_at)
         return following
 
-    # A step ends
+    # Completing steps
 
     def first_stage_completed(self, plan: StepPlan) -> None:
-        """Pipelining of one prompt's chunks: unfinished prompts may enter the pipeline again after its first stage."""
+        """Let unfinished prompts enter the pipeline again after its first stage: chunks of a prompt are pipelined."""
         for chunk in plan.chunks:
             request = chunk.request
             if request.in_flight and request.num_remaining_tokens > 0 and request not in self._to_abort:
                 self._land(request)
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply what came back; returns the requests that ended, in order of admission."""
+        """Apply a step's result; returns the requests that ended, in order of admission."""
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
         entries = list(plan.entries()) if listeners else []
@@ -350,7 +469,7 @@ class Replica:
             done += self._apply_chunks(plan, result, now)
         if result.stopped or result.failed:
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
-        # Who was aborted while the step was computed left before those that end with it, and gives blocks back before them.
+        # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
         if listeners:
@@ -374,7 +493,7 @@ class Replica:
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is _FAILED:
-                self.memory.uncache_blocks(request, 0)  # whoever found its blocks would fail with them
+                self.memory.uncache_blocks(request, 0)  # a request that found its blocks would fail as well
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
             self._finish(request, reason, now, result.failed.get(request, ""))
@@ -386,7 +505,7 @@ class Replica:
                 request.hashes.append(token)
 
     def _cache_computed(self, plan: StepPlan) -> None:
-        """Blocks that this step completed enter the prefix cache now; its own last token is not computed yet."""
+        """Enter the blocks that this step completed into the prefix cache; its own last token is not computed yet."""
         if not plan.chunks and (plan.pool is None or not plan.pool.num_public):
             return
         touched = [chunk.request for chunk in plan.chunks]
@@ -403,13 +522,16 @@ class Replica:
         is_split = memory.num_groups > 1
         for request, num_tokens, computed_before, _ in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
-                continue  # it was preempted or ended after the first stage; what this chunk computed is gone
+                continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
             end = computed_before + num_tokens
             if request.in_flight and end == request.num_computed_tokens:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
+                continue
+            if self.hands_off and request not in self._to_abort:
+                self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
             if num_outputs == 1:
@@ -421,6 +543,19 @@ class Replica:
                 del running_set.partial[request]
                 running_set.pool.join(request, num_left)
         return done
+
+    def _hold(self, request: Request, now: int, done: list[Request]) -> None:
+        """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
+        if self.first_token is FirstToken.SOURCE:
+            if request.add_output(now) == 1:
+                self.lifecycle.first_token(request, now)
+            if request.num_output_tokens >= self._output_limit(request):
+                done.append(request)
+                return
+        self.running_set.drop(request)
+        request.move_to(RequestState.HELD)
+        self.held[request] = None
+        self._newly_held.append(request)
 
     def _land(self, request: Request) -> None:
         del self.running_set.in_flight[request]
@@ -483,7 +618,7 @@ class Replica:
 
 
 def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:
-    """A step that has come back, as policies are told of it."""
+    """Return a step that has come back, as policies see it."""
     return EndedStep(
         plan.replica_id,
         plan.step_index,
@@ -495,5 +630,5 @@ def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> End
 
 
 def _is_current(request: Request, admitted_index: int) -> bool:
-    """Whether the request still holds the memory that it got at this admission."""
+    """Return True if the request still holds the memory that it got at this admission."""
     return request.state is _RUNNING and request.admitted_index == admitted_index

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import cast
+from typing import Any, cast
 
+from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.contract import (
     Layer,
+    PlacesAfterPrompt,
+    PoolRole,
     QueueView,
     RefusesRequests,
     ReplicaLimits,
@@ -19,10 +22,12 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
@@ -30,20 +35,30 @@ from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.support.clock import to_seconds
 
-QUEUE_FULL = "the queue is full"
-ALL_FAILED = "every replica has failed"
-"""How refusals begin that have nothing to do with the request itself."""
+
+@dataclass(frozen=True, slots=True)
+class HandOffRules:
+    """Rules by which requests go from one replica to another with their KV; see `HandOffConfig`."""
+
+    settings: HandOffConfig
+    links: LinkOptions
+    bytes_per_token: int
+
+    @property
+    def reserves_first(self) -> bool:
+        """True if a prompt is computed only when blocks of its target are set aside."""
+        return self.settings.reserve == "before_prompt"
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How much may wait in a replicaset; None: any amount."""
+    """Limits on what may wait in a replicaset; None: no limit."""
 
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
 
 
-class SharedDoor:
+class SharedQueueAccess:
     """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
 
     __slots__ = ("_replicaset", "queue", "view")
@@ -60,16 +75,16 @@ class SharedDoor:
         return request in self.queue
 
     def pulled(self, now: float) -> Iterator[RequestView]:
-        """What this replica may take now, in the order that the scheduler gives."""
+        """Iterate over the requests that this replica may take now, in the order that the scheduler gives."""
         assert self.view is not None
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """Keys that may move with anything are read again."""
+        """Let keys that may change at any event be read again."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
-        """The replica has admitted it."""
+        """Remove a request that the replica has admitted."""
         self.queue.remove(request)
 
 
@@ -124,7 +139,7 @@ class Replicaset:
         self.shared = shared
         self.admission = admission
         self.replicas: list[Replica] = []
-        self._doors: list[SharedDoor] = []
+        self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
@@ -132,30 +147,37 @@ class Replicaset:
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
-        """Whether its replica schedulers are asked before a request is taken in."""
+        """True if its replica schedulers are asked before a request is accepted."""
         self._differs = False
-        """Whether a request that one replica can run may be too much for another."""
+        """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ."""
         self.sync: Callable[[], None] = _do_nothing
-        """Applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
+        """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()
-        """Replicas that do not compute."""
+        """Replicas that are lost."""
         self.around: Around | None = None
         self.policies: Policies | None = None
-        """Where its policies come from; None: it was put together by hand, and they stay."""
+        """Its policies; None: it was put together by hand, and its policies stay."""
+        self.hand_off: HandOffRules | None = None
+        """Rules by which requests leave with their KV; None: they do not."""
+        self.held_back: dict[Request, None] = {}
+        """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
+        self.newly_held_back: list[Request] = []
+        """Those of them for which no target was looked for yet."""
         self.out_of_service = ""
-        """What a policy did for which this replicaset takes no requests; empty: nothing."""
+        """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
-        """Build a replica with its door to the shared queue and take it in."""
-        door = SharedDoor(self)
-        self._doors.append(door)
-        replica = make(door)
+        """Build a replica with its access to the shared queue and add it."""
+        access = SharedQueueAccess(self)
+        self._shared_accesses.append(access)
+        replica = make(access)
         load = LiveLoad(replica)
-        door.view = load
+        access.view = load
         self.replicas.append(replica)
+        replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.append(load)
@@ -163,21 +185,36 @@ class Replicaset:
         return replica
 
     def share(self, queue: RequestQueue) -> None:
-        """Let this be the shared queue from now on."""
+        """Replace the shared queue."""
         self.shared = queue
-        for door in self._doors:
-            door.queue = queue
+        for access in self._shared_accesses:
+            access.queue = queue
 
     def bind_policy(self, scheduler: ReplicasetScheduler, name: str) -> None:
-        """Let this scheduler choose from now on."""
+        """Replace the replicaset scheduler."""
         self.scheduler, self.scheduler_name = scheduler, name
         assign, around = scheduler.assign, self.around
-        self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
+        layer = Layer.REPLICASET_SCHEDULER
+        self._assign_call = assign if around is None else around(self.name, layer, name, assign)
+        self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
+        """True if the scheduler sees the replicas of all pools and is asked where a computed prompt goes."""
+        if isinstance(scheduler, PlacesAfterPrompt):
+            place: Callable[..., Any] = scheduler.place_after_prompt
+        else:
+            second = None if self.policies is None else self.policies.decode_scheduler
+            place = assign if second is None else second.assign
+        self._place_method = place
+        self._place_call = place if around is None else around(self.name, layer, name, place)
+        for replica in self.replicas:
+            replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+        self._eligible.clear()
 
     def on_schedulers_bound(self) -> None:
-        """Read from the replicas' schedulers, which are in force now, which of them are asked about arriving requests."""
+        """Read from the replica schedulers in force which of them are asked about arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
-        self._differs = not self.bounds.are_equal or (self.may_refuse and not self._are_schedulers_alike())
+        self._differs = (
+            not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
+        )
         self._eligible.clear()
 
     def _are_schedulers_alike(self) -> bool:
@@ -203,14 +240,15 @@ class Replicaset:
             found = [
                 one
                 for one in self.bounds.holders(request)
-                if refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
+                if (self.places_itself or one.parts.role is not PoolRole.DECODE)
+                and refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
                 is None
             ]
             self._eligible[request] = found
         return found
 
     def call_through(self, around: Around) -> None:
-        """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
+        """Call policies through the wrappers that `around` makes of their methods, those of later policies too."""
         self.around = around
         self.bind_policy(self.scheduler, self.scheduler_name)
         for replica in self.replicas:
@@ -218,25 +256,31 @@ class Replicaset:
             replica.bind_policy(replica.parts)
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Let these observers see everything that happens here from now on."""
+        """Notify these observers of everything that happens here from now on."""
         self.observers = observers
         for replica in self.replicas:
             replica.watch(observers)
 
     def set_state(self, replica_id: int, state: ReplicaState) -> None:
-        """A replica comes or goes; the scheduler sees it at its next look."""
+        """Set a replica's state; the scheduler sees it at its next look."""
         self._live[replica_id].set_state(state)
 
     def is_up(self, replica_id: int) -> bool:
-        """Whether a replica takes requests."""
+        """Return True if a replica takes requests."""
         return self._live[replica_id].is_up
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
-        """A replica is gone with everything that it held; returns the requests that ended with it."""
+        """Lose a replica with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
         for request in self._stranded(now):
             self.shared.remove(request)
+            end_request(request, EndReason.FAILED, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, EndReason.FAILED, detail, now)
+            ended.append((request, EndReason.FAILED))
+        for request in [one for one in self.held_back if one.replica_id == replica_id]:
+            del self.held_back[request]
             end_request(request, EndReason.FAILED, detail, now)
             for observer in self.observers:
                 observer.on_ended(request, EndReason.FAILED, detail, now)
@@ -254,28 +298,32 @@ class Replicaset:
         return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
 
     def note_lost(self, replica_id: int) -> None:
-        """A replica does not compute any more."""
+        """Mark a replica as lost."""
         self.set_state(replica_id, ReplicaState.DOWN)
         self.lost.add(replica_id)
 
     def restore(self, replica_id: int) -> None:
-        """A lost replica is there again, empty."""
+        """Bring a lost replica back, empty."""
         self.lost.discard(replica_id)
         self.set_state(replica_id, ReplicaState.UP)
 
     @property
     def num_up(self) -> int:
-        """Replicas that compute."""
+        """Replicas that take requests."""
         return len(self.replicas) - len(self.lost)
 
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
 
-    # The door
+    # Admission
 
     def refusal(self, request: Request, now: float) -> str | None:
-        """Why this request cannot be taken, now or ever; None when it can."""
+        """Return the reason that this request cannot be taken, now or ever; None if it can."""
+        return self.why_never(request, now) or self.why_full(request)
+
+    def why_never(self, request: Request, now: float) -> str | None:
+        """Return the reason that no replica will run this request, or none is there; None if one can."""
         bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
@@ -288,21 +336,22 @@ class Replicaset:
                 f"{bounds.max_request_tokens} tokens here"
             )
         holders = bounds.holders(request)
-        if not holders:
+        if not self.bounds.can_serve(request, holders):
             return (
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
         if self._differs and not any(self.is_up(one.replica_id) for one in holders):
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
-        detail = self._refused_by_policy(holders, request, now)
-        if detail is not None:
-            return detail
+        return self._refused_by_policy(holders, request, now)
+
+    def why_full(self, request: Request) -> str | None:
+        """Why the queues have no room for this request; None when they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
         tokens = self.admission.max_queued_tokens
-        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+        if tokens is not None and self.num_queued_tokens + request.num_prompt_tokens > tokens:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
@@ -312,25 +361,31 @@ class Replicaset:
         return first_refusal((one for one in holders if self.is_up(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
-        """A replica for a policy that is asked whether it refuses a request, synchronised when a figure is read.
+        """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
 
         Such a policy is asked at every arrival and seldom reads one: to synchronise before asking takes a tenth longer (the
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
+    def live_loads(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas with live figures, by id; every step that has ended is applied."""
+        self.sync()
+        return cast(Sequence[ReplicaLoadView], self._live)
+
     @property
     def num_queued(self) -> int:
         """Requests that wait, in the shared queue and the replicas' own."""
-        return len(self.shared) + sum(len(replica.queue) for replica in self.replicas)
+        return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be computed."""
-        return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
+        held_back = sum(one.num_remaining_tokens for one in self.held_back)
+        return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Queue an accepted request; returns the replica that it is bound to, None when anyone may pull it."""
+        """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
         return self.place(request, now)
 
@@ -349,40 +404,65 @@ class Replicaset:
             self._queued_by_id[request.request_id] = request
             return None
         replica = self.replicas[replica_id]
-        replica.enqueue(request, now)
+        if self.hand_off is not None and self.hand_off.reserves_first and replica.parts.role is PoolRole.PREFILL:
+            request.replica_id = replica_id
+            self.held_back[request] = None
+            self.newly_held_back.append(request)
+        else:
+            replica.enqueue(request, now)
         return replica
 
     def _may_assign(self, request: Request, now: float) -> bool:
-        """Whether some replica is up that can run the request; otherwise it waits in the shared queue for one."""
+        """Return True if a replica that can run the request is up; otherwise it waits in the shared queue for one."""
         return self._is_runnable(request, now) if self._differs else self.num_up > 0
 
     def _assign(self, request: Request, now: float) -> int | None:
-        views: Sequence[ReplicaLoadView] = self._views
-        if self._view_interval_s > 0:
-            views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        views = self._views_at(now)
         if self._differs:
             views = [views[one.replica_id] for one in self.eligible(request, now)]
-        try:
-            chosen = self._assign_call(request, views, now)
-        except VajraError:
-            raise
-        except POLICY_EXCEPTIONS as error:
-            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+        chosen = self._ask(self._assign_call, request, views, now)
         if chosen is None:
             return None
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
             return chosen
-        answer: object = chosen  # a plug-in may say anything
-        up = [one.replica_id for one in self.eligible(request, now) if self.is_up(one.replica_id)]
-        if not isinstance(answer, Integral) or int(answer) not in up:
+        return self._checked(chosen, self.eligible(request, now), request, self.scheduler.assign)
+
+    def place_after_prompt(self, request: Request, now: float) -> int | None:
+        """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now."""
+        candidates = [one for one in self.bounds.decoders(request) if self.is_up(one.replica_id)]
+        if not candidates:
+            return None
+        views = self._views_at(now)
+        chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
+        return None if chosen is None else self._checked(chosen, candidates, request, self._place_method)
+
+    def _views_at(self, now: float) -> Sequence[ReplicaLoadView]:
+        if self._view_interval_s > 0:
+            return [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        return self._views
+
+    def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        try:
+            return call(request, views, now)
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+
+    def _checked(
+        self, chosen: object, candidates: Sequence[Replica], request: Request, method: Callable[..., Any]
+    ) -> int:
+        """Return a scheduler's answer, whatever its type of integer. Raises `PolicyError` unless it is one of the candidates that are up."""
+        up = [one.replica_id for one in candidates if self.is_up(one.replica_id)]
+        if not isinstance(chosen, Integral) or int(chosen) not in up:
             which = "that are up and can run it" if self._differs else "that are up"
             message = f"assigned a request to replica {chosen!r}. Replicas {which}: {up}"
-            place = place_of_definition(self.scheduler.assign)
+            place = place_of_definition(method)
             raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
         return int(chosen)
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
-        """Shared-queue requests that the scheduler lets this replica take, as requests."""
+        """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
@@ -407,16 +487,16 @@ class Replicaset:
         return any(one.replica_id == replica_id for one in self.eligible(request, now))
 
     def offers(self, replica_id: int, now: int) -> bool:
-        """Whether the replica may pull anything from the shared queue."""
+        """Return True if the replica may pull a request from the shared queue."""
         return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
 
     def forget(self, request: Request) -> None:
-        """The request has left for good."""
+        """Forget a request that has left for good."""
         self._queued_by_id.pop(request.request_id, None)
         self._eligible.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """End a request before its time, wherever it is; False when its step has to come back first."""
+        """Abort or expire a request, wherever it is; False when its step has to come back first."""
         if request in self.shared:
             self.shared.remove(request)
             end_request(request, reason, detail, now)
@@ -427,4 +507,4 @@ class Replicaset:
 
 
 def _do_nothing() -> None:
-    """No step has ended that is not applied."""
+    """Do nothing: there is no step that has ended and is not applied."""

@@ -21,7 +21,7 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
 
 
 def hashes_of(spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True) -> BlockHashes:
-    """Keys by token ids where the workload gives them, by content segments, or nothing that anyone else shares.
+    """Return hashes of token ids where the workload gives them, else of content segments, else private ones.
 
     Without `reads_cache` token ids are kept for others and not looked up.
     """

@@ -18,8 +18,9 @@ from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
-# Looking a member of an enumeration up costs more than a call, and these are looked up for every chunk.
+# Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
+_ARRIVED, _REMOTE = RequestState.ARRIVED, RequestState.REMOTE
 
 
 class Builder(PlanDraft):
@@ -36,6 +37,8 @@ class Builder(PlanDraft):
         "_order_position",
         "_to_cache",
         "dropped",
+        "idle_at",
+        "loads",
         "policy_name",
         "refusals",
     )
@@ -47,13 +50,17 @@ class Builder(PlanDraft):
         self._latency = latency
         self._lifecycle = lifecycle
         self.policy_name = ""
-        """What the reasons of dropped requests begin with."""
+        """Name at the beginning of the reasons of dropped requests."""
         self.dropped: list[tuple[Request, EndReason]] = []
-        """Requests that a policy has ended and nobody has counted yet."""
+        """Requests that a policy has dropped and that are not counted yet."""
+        self.idle_at: float | None = None
+        """Time until which the policy leaves the replica idle on purpose, seconds."""
+        self.loads: list[tuple[Request, int]] = []
+        """Requests that were admitted and whose KV is to come from elsewhere, with the tokens that are cached here."""
         self.refusals: dict[Request, Refusal] = {}
-        """Why `add` refused a request last in this step; told when nothing comes of it."""
+        """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
-        """What `add_decodes` or `add_running` still goes through; None when neither stopped half-way."""
+        """Requests that `add_decodes` or `add_running` has yet to visit; None when neither stopped half-way."""
         self._order_of_decodes = False
         self._order_position = 0
         self._to_cache: list[Request] = []
@@ -61,19 +68,20 @@ class Builder(PlanDraft):
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
         self._caches_decodes = False
-        """With decodes taken one by one: who needs a block, and whether blocks that they fill are entered at once."""
+        """For decodes taken one by one: those that need a block, and if blocks that they fill are cached at once."""
 
     def bind_policy(self, name: str) -> None:
-        """Let requests be dropped in the name of this policy from now on."""
+        """Drop requests in the name of this policy from now on."""
         self.policy_name = name
 
     def reset(self) -> None:
-        """Forget what earlier steps left to be counted or copied: the replica is empty."""
+        """Forget what earlier steps left to count or copy: the replica is empty."""
         self._drop_dues()
         self.dropped = []
+        self.loads = []
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
-        """Requests that the policy has dropped since this was last called."""
+        """Return the requests that the policy has dropped since the last call."""
         dropped = self.dropped
         if dropped:
             self.dropped = []
@@ -83,13 +91,14 @@ class Builder(PlanDraft):
         """Empty the plan for a new step."""
         self._empty(now)
         self._order = None
+        self.idle_at = None
         if self.refusals:
             self.refusals.clear()
         if self._to_cache:
             self._to_cache = []
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
-        """The plan as the policy has left it; None when it did nothing at all."""
+        """Return the plan; None when the policy did nothing at all."""
         plan = self.plan(step_index, formed_at)
         if self._looked_at:
             self._forget_looked_at()
@@ -135,7 +144,7 @@ class Builder(PlanDraft):
         return None
 
     def _add_decode(self, request: Request) -> Refusal | None:
-        """The same for the one token of a pool member, while members are taken one by one: the way of a policy's loop."""
+        """Add the one token of a pool member, as `add`, for policies that take members one by one."""
         selected = self.selected
         if request in selected:
             return self._refuse(request, Refusal.ALREADY_SCHEDULED)
@@ -176,8 +185,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
-        swapped = request.state is _SWAPPED
-        done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
+        swapped, arrived, remote = request.state is _SWAPPED, request.state is _ARRIVED, request.state is _REMOTE
+        done = request.num_computed_tokens if swapped or arrived or remote else memory.cached_tokens(request)
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
@@ -199,6 +208,11 @@ class Builder(PlanDraft):
             if copies is None:
                 return self._refuse(request, Refusal.KV_BLOCKS)
             self._add_swap(copies)
+        elif arrived:
+            if not memory.grow(request, to_hold):
+                return self._refuse(request, Refusal.KV_BLOCKS)
+        elif remote:
+            return self._load(request, done, to_hold)
         else:
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
@@ -210,6 +224,17 @@ class Builder(PlanDraft):
         kind = self._lifecycle.admitted(request, done, self.now)
         self._put_chunk(request, num_tokens, done, kind)
         return None
+
+    def _load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
+        """Set blocks aside for a request whose KV is on another replica, and have it brought."""
+        running_set = self._running_set
+        if request not in running_set.loading:
+            hit = self._memory.allocate(request, to_hold)
+            if hit is None:
+                return self._refuse(request, Refusal.KV_BLOCKS)
+            running_set.loading[request] = None
+            self.loads.append((request, min(hit, num_tokens)))
+        return self._refuse(request, Refusal.LOADING)
 
     def add_decodes(self) -> DecodeStop | None:
         """Add every decode that is not in the batch yet; see `BatchBuilder.add_decodes`."""
@@ -271,7 +296,8 @@ class Builder(PlanDraft):
                 if self.tokens_left <= 0:
                     return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
-                if self._to_cache:  # of equal blocks the first entered is found, also where decodes came at once
+                # By admission even after a bulk entry of decodes: of equal blocks, lookups find the one entered first.
+                if self._to_cache:
                     self._cache_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)
                 if refusal is not None:
@@ -342,11 +368,11 @@ class Builder(PlanDraft):
         return True
 
     def _materialize(self, request: Request) -> None:
-        """Enter the blocks that were reserved for the request, in this step's bulk entry too, into its table."""
+        """Put the blocks that were reserved for the request, in this step's bulk entry too, into its table."""
         if self._memory.has_reserved and request in self._members:
             self._memory.materialize(request, request.num_computed_tokens + self.bulk)
 
-    # Giving way
+    # Preempting and dropping
 
     def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
         """Take the request's device memory away; see `BatchBuilder.preempt`."""
@@ -383,17 +409,19 @@ class Builder(PlanDraft):
         own = self._own(request)
         if own.state is _RUNNING:
             raise IllegalPlan(own, "cannot drop what runs. Waiting requests can be dropped; preempt it first")
-        given: object = reason  # a plug-in may say anything
+        given: object = reason  # a plug-in may pass anything
         if not isinstance(given, str) or not given:
             raise IllegalPlan(own, f"cannot drop it without a reason (got {reason!r}). A sentence for its client")
         self._lifecycle.drop(own, f"{self.policy_name}: {reason}", self.now)
         self.dropped.append((own, EndReason.REJECTED))
 
-    # Questions
+    # Queries
 
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now."""
         own = self._own(request)
+        if own.state is _ARRIVED or own.state is _REMOTE:
+            return own.num_computed_tokens
         return 0 if own.state is _RUNNING or own.state is _SWAPPED else self._memory.cached_tokens(own)
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
@@ -409,7 +437,7 @@ class Builder(PlanDraft):
         own: Request = request  # type: ignore[assignment]
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
-        if own.state is _RUNNING or own.state is _SWAPPED:
+        if own.state is _RUNNING or own.state is _SWAPPED or own.state is _ARRIVED or own.state is _REMOTE:
             num_left = own.num_remaining_tokens
         else:
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)
@@ -430,12 +458,18 @@ class Builder(PlanDraft):
             features = groups.with_chunk(features, own, num_tokens, done)
         return self._latency.stage_time_s(groups.slowest(features))
 
+    def idle_until(self, time_s: float) -> None:
+        """Run nothing until a time; see `BatchBuilder.idle_until`."""
+        if not time_s > self.now:
+            raise ValueError(f"idle_until({time_s!r}) is not after now ({self.now!r})")
+        self.idle_at = time_s
+
     def note(self, request: RequestView, **scores: float | int | str) -> None:
         """Attach the reasons of a decision to the decision log."""
         if self._options.keep_notes:
             self.notes.setdefault(request.request_id, {}).update(scores)
 
-    # Inside
+    # Helpers
 
     def _busy_groups(self) -> frozenset[int]:
         busy = self._options.busy_group_tokens
@@ -452,7 +486,7 @@ class Builder(PlanDraft):
         return own
 
     def _forget_looked_at(self) -> None:
-        """The step is decided: drop what was looked up for shared requests that stay in the shared queue."""
+        """Drop the lookups for requests that stay in the shared queue, now that the step is decided."""
         for request in self._looked_at:
             if request.replica_id == -1:
                 self._memory.forget(request)

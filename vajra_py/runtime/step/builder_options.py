@@ -8,7 +8,7 @@ from vajra_py.runtime.requests.request import Request
 
 
 class IllegalPlan(ValueError):
-    """A policy asked for something that makes no sense; names the request."""
+    """An illegal call of the builder by a policy; names the request."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
@@ -17,15 +17,15 @@ class IllegalPlan(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class BuilderOptions:
-    """What the replica's configuration and whoever executes its steps say about building plans."""
+    """Options of plan building, from the replica's configuration and from the executing side."""
 
     reserve_prompt: bool
     watermark_blocks: int
     cache_at_schedule: bool
     keep_notes: bool = False
-    """Whether somebody looks at the notes of policies; the replica says so when it is watched."""
+    """True if somebody reads the notes of policies; the replica sets it when it is observed."""
     reserves_growth: bool = False
-    """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""
+    """True if decodes that grow together reserve blocks as a number first, where nobody reads block tables at each step."""
     holds_ended_slots: bool = False
-    """Whether a request that ends with a step keeps slot and blocks for the next one, which was scheduled before the end was known."""
+    """True if a request that ends keeps slot and blocks for one more step, scheduled before the end was known."""
     busy_group_tokens: int = 500

@@ -1,4 +1,4 @@
-"""Decode fast-forward: how many steps repeat the present one, and applying them at once.
+"""Decode fast-forward: finds how many steps repeat the present one, and applies them at once.
 
 A replica scheduler claims it by `SchedulerTraits.repeats_decodes`; without the claim every step is formed by itself.
 """
@@ -16,14 +16,14 @@ from vajra_py.runtime.support.clock import to_seconds
 
 
 class Repeats:
-    """What can be known in advance of one replica's steps."""
+    """Predicts which of one replica's next steps repeat the present one."""
 
     def __init__(self, running_set: RunningSet) -> None:
         self._running_set = running_set
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
-        """The replica has its policy, or another one; whether some policy listens to the ends of steps."""
+        """Read the traits of the policy in force; `listens`: some policy listens to the ends of steps."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         may_repeat = running_set.limits.pipeline_stages == 1 and not listens and running_set.memory.num_groups == 1
@@ -31,7 +31,7 @@ class Repeats:
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
 
     def num_alike(self, plan: StepPlan) -> int:
-        """How many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
+        """Return how many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
 
         Up to the one in which a request ends, or before the one in which a decode would lack a block.
         """
@@ -57,7 +57,7 @@ class Repeats:
         return num_steps
 
     def goes_on(self, plan: StepPlan) -> bool:
-        """Whether the decodes of this step, and the prompts that it completes, are probably the next one: a guess."""
+        """Guess if the next step consists of this one's decodes and of the prompts that it completes."""
         if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:
             return False
         ends_prompts = all(start + num == request.num_known_tokens for request, num, start, _ in plan.chunks)
@@ -70,12 +70,12 @@ class Repeats:
         return self._repeats_alone and not running_set.num_waiting
 
     def ignores_arrivals(self, plan: StepPlan | None) -> bool:
-        """Whether repetitions of this plan go on when a request joins the replica's own queue."""
+        """Return True if repetitions of this plan go on when a request joins the replica's own queue."""
         return self._repeats_full and plan is not None and plan.num_requests >= self._running_set.limits.max_batch_size
 
 
 def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting: int) -> StepRun:
-    """A step and repetitions of it that came back at these ticks; the repetitions left `num_waiting` waiting."""
+    """Return the record of a step and of its repetitions, which came back at these ticks and left `num_waiting` waiting."""
     pool = plan.pool
     assert pool is not None
     free = plan.free_blocks

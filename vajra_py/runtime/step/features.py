@@ -15,7 +15,7 @@ from vajra_py.runtime.step.plan import PlannedChunk
 def features_of(
     chunks: Collection[PlannedChunk], num_decodes: int, decode_context_tokens: int, swap_bytes: int
 ) -> BatchFeatures:
-    """A batch of these chunks and so many decodes, all in one group."""
+    """Return the features of a batch of these chunks and so many decodes, all in one group."""
     tokens = tokens_squared = context_tokens = pairs = 0
     for _, num_tokens, context, _ in chunks:
         squared = num_tokens * num_tokens
@@ -47,7 +47,7 @@ class GroupFeatures:
         self._one_group = memory.num_groups == 1
 
     def of(self, chunks: Collection[PlannedChunk], decodes: Iterable[Request], swap_bytes: int) -> list[BatchFeatures]:
-        """A batch of these chunks and decodes, with several groups; every group waits for what is swapped."""
+        """Return the features of each group for these chunks and decodes; every group waits for what is swapped."""
         by_group = [BatchFeatures(swap_bytes=swap_bytes)] * self._memory.num_groups
         for request, num_tokens, context_tokens, _ in chunks:
             by_group = self.with_chunk(by_group, request, num_tokens, context_tokens)
@@ -56,7 +56,7 @@ class GroupFeatures:
         return by_group
 
     def with_decode(self, by_group: list[BatchFeatures], request: Request) -> list[BatchFeatures]:
-        """`by_group` with one decode more, in every group that holds some of its tokens."""
+        """Return `by_group` with one more decode, in every group that holds some of its tokens."""
         context_tokens = request.num_computed_tokens
         if self._one_group:
             return [by_group[0].with_decodes(1, context_tokens)]
@@ -71,7 +71,7 @@ class GroupFeatures:
     def with_chunk(
         self, by_group: list[BatchFeatures], request: Request, num_tokens: int, context_tokens: int
     ) -> list[BatchFeatures]:
-        """`by_group` with one chunk more, in every group that works on it."""
+        """Return `by_group` with one more chunk, in every group that works on it."""
         if self._one_group:
             return [by_group[0].with_chunk(num_tokens, context_tokens)]
         groups = self._memory.active_groups(request, context_tokens)
@@ -86,7 +86,7 @@ class GroupFeatures:
         return result
 
     def slowest(self, by_group: list[BatchFeatures]) -> BatchFeatures:
-        """The features of the group that takes longest."""
+        """Return the features of the group that takes longest."""
         if self._one_group:
             return by_group[0]
         if isinstance(self._latency, NoPredictions):
@@ -95,7 +95,7 @@ class GroupFeatures:
 
 
 def _work(features: BatchFeatures) -> tuple[int, int]:
-    """What a group has to do, where nobody knows how long that takes: tokens, then the context that they read."""
+    """Return a group's work where no latency model knows its time: tokens, then the context that they read."""
     return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 
 

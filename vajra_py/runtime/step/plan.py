@@ -1,4 +1,4 @@
-"""Protocol between the mechanism and its backends: a plan goes in, tokens and a duration come out."""
+"""Protocol between the mechanism and its backends: plans go in, tokens and durations come out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlannedChunk(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class StepPlan:
-    """What one step computes. Made by the batch builder alone, and never changed; read by executors and observers.
+    """Work of one step. Made by the batch builder alone, and never changed; read by executors and observers.
 
     Neither frozen nor a tuple: one is made for every step, which takes a frozen dataclass several times as long, and it is
     read dozens of times, which takes a tuple's fields several times as long as slots.
@@ -39,21 +39,21 @@ class StepPlan:
     chunks: tuple[PlannedChunk, ...]
     """Prefill chunks, and decodes that are not part of the pool's step."""
     pool: DecodePool | None
-    """All of whose members decode in this step, when there are any."""
+    """Pool all of whose members decode in this step; None when there are none."""
     num_pool_decodes: int
     free_blocks: int = 0
     num_waiting: int = 0
     num_running: int = 0
     """Free blocks, waiting and running requests right after the step was formed."""
     pool_position: int = 0
-    """How many of `chunks` stood before the pool's decodes were added."""
+    """Number of `chunks` added before the pool's decodes."""
     running_in_order: bool = False
-    """Whether running entries are listed in order of admission rather than as they were added."""
+    """True if running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
     """Requests that were preempted just before, in attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
-    """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
+    """With several steps in flight: each entry's admission index, by which an obsolete result is recognised."""
     copies: Sequence[BlockCopy] = ()
     """KV blocks to move between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class StepPlan:
 def in_batch_order(
     chunks: Sequence[PlannedChunk], decodes: Sequence[PlannedChunk], position: int, running_in_order: bool
 ) -> Iterator[PlannedChunk]:
-    """The chunks and, behind the first `position` of them, the decodes; or all that run by admission, then who is admitted."""
+    """Return the chunks with the decodes behind the first `position` of them; or all running by admission, then the admitted."""
     if running_in_order:
         running = [chunk for chunk in chunks if chunk.kind == "running"]
         yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
@@ -92,7 +92,7 @@ def in_batch_order(
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of a step.
+    """Result of a step.
 
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None where tokens have no
     identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests
@@ -109,7 +109,7 @@ class Executor(Protocol):
     """Runs plans for one replica; the only part that differs between simulator and engine."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """After how many output tokens the request will stop by itself, where that is known (simulation, replay)."""
+        """Number of output tokens after which the request stops by itself, where it is known (simulation, replay)."""
 
     def release(self, request: Request) -> None:
-        """The request has left for good; drop what is kept for it."""
+        """Drop everything kept for a request that has left for good."""

@@ -1,9 +1,10 @@
-"""The plan of a step while it is written: what is in it, what is left of its limits, and the finished plan."""
+"""The plan of a step while it is written: its entries, the rest of its limits, and the finished plan."""
 
 from __future__ import annotations
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
+from vajra_py.runtime.requests.lifecycle import MOVED
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
@@ -14,12 +15,12 @@ UNLIMITED = 2**62
 
 
 class PlanDraft:
-    """What the builder has granted so far in one replica's step; used again for every step.
+    """Work that the builder has granted so far in one replica's step; used again for every step.
 
     Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
     """
 
-    __slots__ = (  # a class of more than 30 attributes reads them slowly otherwise
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
         "_features",
         "_group_features",
         "_group_tokens",
@@ -27,6 +28,7 @@ class PlanDraft:
         "_max_tokens",
         "_members",
         "_memory",
+        "_num_moved",
         "_one_group",
         "_options",
         "_pipelined",
@@ -69,17 +71,17 @@ class PlanDraft:
         self.slots_held = 0
         """Slots of requests that ended with the step before, which an asynchronous scheduler has not seen end."""
         self.swap_bytes_due = 0
-        """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
+        """Bytes moved by attempts at a step that then ran nothing; they count in the next step."""
         self.num_preempted_before = 0
-        """Requests that was preempted in attempts at this step that ran nothing."""
+        """Requests that were preempted in attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
-        # What is in the batch and what is left: attributes rather than properties, since policies read them for every chunk.
+        # Contents and rest of the batch: attributes rather than properties, since policies read them for every chunk.
         self.slots_left = 0
-        """How many more requests the batch may hold."""
+        """Number of further requests that the batch may hold."""
         self.tokens_left = 0
-        """What remains of the step's token budget."""
+        """Remaining token budget of the step."""
         self.num_tokens = 0
         """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
@@ -88,11 +90,11 @@ class PlanDraft:
         self._empty(0.0)
 
     def keep_notes(self, *, on: bool) -> None:
-        """Keep the notes of policies from now on, or do not."""
+        """Turn the keeping of policies' notes on or off."""
         self._options.keep_notes = on
 
     def begin_attempts(self) -> None:
-        """Begin with the next step: nothing was preempted for it yet."""
+        """Begin the next step, for which nothing was preempted yet."""
         self.num_preempted_before = 0
 
     def count_preempted(self, num_requests: int) -> None:
@@ -100,7 +102,7 @@ class PlanDraft:
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:
-        """Leave the slots of so many ended requests out of the next step, whose scheduler has not seen them end; 0: it has."""
+        """Withhold the slots of so many ended requests from the next step, whose scheduler has not seen their ends."""
         self.slots_held = num_requests
 
     def _drop_dues(self) -> None:
@@ -118,6 +120,7 @@ class PlanDraft:
         self.tokens_left = self._max_tokens
         self.num_tokens = 0
         self._swap_bytes = self.swap_bytes_due
+        self._num_moved = 0
         self._features: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
@@ -130,7 +133,7 @@ class PlanDraft:
         if self.notes:
             self.notes = {}
 
-    # What is in the batch
+    # Contents of the batch
 
     @property
     def num_decodes(self) -> int:
@@ -168,7 +171,13 @@ class PlanDraft:
         if self._one_group:
             context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
-                features = [features_of(self.chunks.values(), len(decodes), context, self._swap_bytes)]
+                num_decodes, chunks = len(decodes), list(self.chunks.values())
+                if self._num_moved:  # of those who came with their KV the first token here is a decode's
+                    moved = [one for one in chunks if one.kind == MOVED and one.num_tokens == 1]
+                    num_decodes += len(moved)
+                    context += sum(one.num_computed_before for one in moved)
+                    chunks = [one for one in chunks if one.kind != MOVED or one.num_tokens > 1]
+                features = [features_of(chunks, num_decodes, context, self._swap_bytes)]
             else:
                 features = [BatchFeatures(len(decodes), context)]
         else:
@@ -177,7 +186,7 @@ class PlanDraft:
         return features
 
     def _has_selected_the_pool(self) -> bool:
-        """Whether the decodes that were taken one by one are the members of the pool."""
+        """Return True if the decodes that were taken one by one are all members of the pool."""
         running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
@@ -188,7 +197,10 @@ class PlanDraft:
         self.slots_left -= 1
         self.tokens_left -= num_tokens
         self.num_tokens += num_tokens
-        if self._features is not None:
+        if kind == MOVED:
+            self._num_moved += 1
+            self._features = None
+        elif self._features is not None:
             self._features = self._group_features.with_chunk(self._features, request, num_tokens, computed)
         if not self._one_group:
             self._count_in_groups(request, num_tokens, computed)
@@ -225,7 +237,7 @@ class PlanDraft:
         self._features = None
 
     def _add_swap(self, num_blocks: int) -> None:
-        """So many blocks are copied between device and host before the step."""
+        """Count blocks that are copied between device and host before the step."""
         self._swap_bytes += num_blocks * self._running_set.limits.bytes_per_block
         self._features = None
 
@@ -236,7 +248,7 @@ class PlanDraft:
     # The finished plan
 
     def plan(self, step_index: int, formed_at: int) -> StepPlan | None:
-        """The plan as it stands, None when nothing was done; what it computes counts as computed from now on."""
+        """Return the plan, None when nothing was done; its tokens count as computed from now on."""
         runs_something = self.slots_left < self._slots_at_start
         if not runs_something and not self.preempted:
             return None
@@ -255,7 +267,7 @@ class PlanDraft:
             admissions = {chunk.request: chunk.request.admitted_index for chunk in chunks}
         elif num_pool_decodes:
             pool.commit()
-        # What a step that only preempts has to copy is copied by the next one that runs.
+        # Copies due from a step that only preempts are made by the next step that runs.
         self.swap_bytes_due = 0 if runs_something else self._swap_bytes
         return StepPlan(
             step_index,
@@ -278,7 +290,7 @@ class PlanDraft:
         )
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> StepPlan:
-        """The plan that comes `num_steps` repetitions after one of nothing but decodes, which are not in flight any more.
+        """Return the plan that follows a pure decode plan, no longer in flight, after `num_steps` repetitions.
 
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
@@ -311,7 +323,7 @@ class PlanDraft:
             running_set.unskip(request)
 
     def _detached(self, num_pool_decodes: int) -> tuple[PlannedChunk, ...]:
-        """With several steps in flight, every entry keeps its own counters until it comes back."""
+        """Give every entry its own counters until it comes back, since several steps are in flight."""
         running_set = self._running_set
         decodes = []
         if num_pool_decodes:

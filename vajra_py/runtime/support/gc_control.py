@@ -1,4 +1,4 @@
-"""Reduce garbage collection during a run by leaving out what existed before it."""
+"""Reduction of garbage collection during a run by leaving out what existed before it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
 
 @contextmanager
 def existing_objects_frozen() -> Iterator[None]:
-    """Collect cyclic garbage only among what is made inside.
+    """Collect cyclic garbage only among objects made inside.
 
     Going through all objects of the tensor libraries takes a quarter of a second, in which no step begins and no token is told.
     """
     freezes = gc.isenabled() and not gc.get_freeze_count()  # whoever froze objects before wants them to stay frozen
     if freezes:
         gc.freeze()
-        gc.collect()  # of nothing left: the next full one comes when a quarter as many objects are new as this one went through
+        gc.collect()  # cheap now; the next full collection waits for new objects, a quarter of those that this one examined
     try:
         yield
     finally:
@@ -28,7 +28,7 @@ def existing_objects_frozen() -> Iterator[None]:
 
 @contextmanager
 def infrequent_collections() -> Iterator[None]:
-    """The same, and more rarely; the collector's settings come back after.
+    """Do as `existing_objects_frozen`, and collect more rarely; the collector's settings are restored at the end.
 
     The simulator's event loop makes no cycles of its own; those that policies and observers make are still found.
     """

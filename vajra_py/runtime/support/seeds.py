@@ -7,11 +7,11 @@ import hashlib
 import numpy as np
 
 STEP_TIMES = "step times"
-"""What is drawn for the durations of steps."""
+"""Name, in `draws`, of the streams for the durations of steps."""
 
 
 class SeedTree:
-    """A seed and the streams that hang on it by name.
+    """A seed and the streams derived from it by name.
 
     The stream of a name depends on the seed and the path alone, not on which other streams were asked for before.
     """
@@ -21,11 +21,11 @@ class SeedTree:
         self._path = path
 
     def child(self, *names: str) -> SeedTree:
-        """The subtree under `names`."""
+        """Return the subtree under `names`."""
         return SeedTree(self._seed, (*self._path, *names))
 
     def stream(self, name: str) -> np.random.Generator:
-        """A fresh generator for `name`, at its beginning."""
+        """Return a fresh generator for `name`, at its beginning."""
         text = "/".join((*self._path, name))
         digest = hashlib.blake2b(text.encode(), digest_size=16, key=str(self._seed).encode()).digest()
         return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
@@ -49,5 +49,5 @@ class NotedSeeds(SeedTree):
         return self._seeds.stream(name)
 
     def draws(self) -> list[str]:
-        """What the streams asked for so far are of, sorted: the draws of a policy by its stream's name, and step times."""
+        """Return the kinds of the streams asked for so far, sorted: a policy's stream by its name, and step times."""
         return sorted({STEP_TIMES if one.startswith("steps/") else one.rpartition("/")[2] for one in self.asked})

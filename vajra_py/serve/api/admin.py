@@ -20,7 +20,7 @@ from vajra_py.serve.http.errors import ApiError, bad_request, of_validation
 from vajra_py.serve.session.session import EngineSession, Unavailable
 
 MAX_BYTES = 2**20
-"""Of a body: a policy and its parameters are a few hundred."""
+"""Most bytes of a body; a policy and its parameters take a few hundred."""
 
 
 class PolicyInForce(BaseModel):
@@ -73,7 +73,7 @@ def add_admin(app: FastAPI, session: EngineSession, bodies: BodyReader) -> None:
         tags=["administration"],
     )
     async def swap(request: Request) -> JSONResponse:
-        """Let a policy take another's place between two steps; whatever is being served goes on."""
+        """Replace a policy between two steps; requests in progress go on."""
         swapped = (await _swap(session, await bodies.read(request, PolicyBody, MAX_BYTES))).swap
         return JSONResponse(
             {
@@ -102,7 +102,7 @@ def _in_force(session: EngineSession) -> dict[str, Any]:
 
 
 async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
-    """Raise `ApiError`: 400 where the request is wrong, 409 where what is being served stands against it."""
+    """Swap the policy. Raises `ApiError`: 400 for a wrong request, 409 where requests being served rule it out."""
     engine, layer = session.engine, Layer(body.layer)
     if engine is None:
         raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
@@ -140,7 +140,7 @@ def _refused(error: VajraError, layer: str) -> ApiError:
 
 
 _MOST_SHOWN = 8
-"""Problems of one request."""
+"""Most problems reported for one request."""
 
 
 def _one_line(error: VajraError) -> str:

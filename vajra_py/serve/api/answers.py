@@ -13,8 +13,7 @@ from typing import Any
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute.interface import NOTHING_LEFT
 from vajra_py.engine.tokenizer import Tokenizer
-from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
-from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL
+from vajra_py.runtime.requests.rejections import ALL_FAILED, OUT_OF_SERVICE, QUEUE_FULL, SHED
 from vajra_py.serve.api.logprobs import LogprobWriter, TextOffsets
 from vajra_py.serve.api.schema import ChatBody, GenerationBody
 from vajra_py.serve.http.errors import ApiError
@@ -23,7 +22,7 @@ from vajra_py.serve.session.output_streams import End, OutputStream, ResponseSta
 _FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _GAP = "\0"
-"""Stands where text will be."""
+"""Placeholder for text that is filled in later."""
 
 
 def encoded(value: Any) -> bytes:
@@ -37,7 +36,7 @@ def event(value: Any) -> bytes:
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
-    """The error that an end means for the client; None when the output is complete."""
+    """Return the client's error for an end; None when the output is complete."""
     if end.reason in _FINISHED:
         return None
     if end.detail.startswith(OUT_OF_SERVICE):
@@ -45,6 +44,9 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     if end.reason is EndReason.REJECTED:
         if end.detail.startswith(QUEUE_FULL):
             return ApiError(429, end.detail, code="queue_full", retry_after_s=retry_after_s)
+        if end.detail.startswith(SHED):
+            wait_s = retry_after_s if end.retry_after_s is None else end.retry_after_s
+            return ApiError(429, end.detail, code="shed", retry_after_s=wait_s)
         if end.detail.startswith(ALL_FAILED):
             return ApiError(503, end.detail, code="no_replica", retry_after_s=retry_after_s)
         return ApiError(400, end.detail, code="refused")
@@ -55,6 +57,22 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     if end.detail.endswith(NOTHING_LEFT):
         return ApiError(400, end.detail, code="no_token_left")
     return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
+
+
+DEGRADED_HEADER = "x-vajra-degraded"
+
+
+def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
+    """Return the header that says with what a request was let in instead of what it asked for; nothing where nothing was taken.
+
+    Of several outputs that differ, each with its number in front.
+    """
+    found = [one.degraded for one in streams]
+    if not any(found):
+        return {}
+    if len(set(found)) == 1:
+        return {DEGRADED_HEADER: found[0]}
+    return {DEGRADED_HEADER: "; ".join(f"{one.index}: {one.degraded}" for one in streams if one.degraded)}
 
 
 def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:
@@ -149,7 +167,7 @@ class Answer:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
     def _begun(self, stream: OutputStream) -> _Said:
-        """An output of which nothing was said yet."""
+        """Return the state of an output of which nothing was sent yet."""
         body, options = self.body, self.body.stream_options
         counts = options is not None and options.continuous_usage_stats
         if body.num_logprobs is not None or body.return_token_ids or counts:
@@ -158,7 +176,7 @@ class Answer:
         return _Said(frame=(before, after))
 
     def _event(self, choice: dict[str, Any] | None) -> bytes:
-        """One piece."""
+        """Return one piece as an event."""
         body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         body["choices"] = [] if choice is None else [choice]
         options = self.body.stream_options
@@ -199,14 +217,14 @@ class Answer:
         return self._ended(choice, stream, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """A piece that brings text only."""
+        """Return a piece that brings text only."""
         if self._is_chat:
             delta = {"content": text} if text else {}
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _piece(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
-        """An output's news; None when nothing of it shows yet (half a character, or what may become a stop string)."""
+        """Return an output's next piece; None when none of it can be shown (half a character, or a possible stop string)."""
         text = stream.text[said.num_characters :]
         is_shown = text or stream.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
         if not is_shown or (stream.end is None and said.num_tokens == stream.num_tokens):
@@ -232,7 +250,7 @@ class Answer:
     # Log-probabilities
 
     def _prompt_logprobs(self, stream: OutputStream, said: _Said) -> dict[str, Any] | None:
-        """Those of the prompt's tokens; the first has none, as nothing goes before it."""
+        """Return the log-probabilities of the prompt's tokens; the first token has none."""
         if self.body.num_logprobs is None:
             return None
         submission = stream.submission
@@ -250,7 +268,7 @@ class Answer:
         return self._writer.columns(token_ids, logprobs, said.offsets, self.body.num_logprobs)
 
     def _ranked_prompt(self, stream: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
-        """Those of the prompt as vLLM writes them; of the likeliest, as many as `prompt_logprobs` says."""
+        """Return the prompt's log-probabilities in vLLM's form, with `prompt_logprobs` of the likeliest tokens."""
         most, scored = self.body.prompt_logprobs, stream.submission.output.prompt_logprobs
         logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
         return self._writer.ranked(stream.submission.prompt_token_ids, logprobs)

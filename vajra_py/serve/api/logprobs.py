@@ -11,7 +11,7 @@ from vajra_py.engine.pieces import CharacterCounter
 from vajra_py.engine.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON has not; as OpenAI does."""
+"""Value for minus infinity, which JSON lacks; as in OpenAI's API."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class LogprobWriter:
         offsets: TextOffsets,
         num_top: int,
     ) -> dict[str, Any]:
-        """Of completions, with so many of the likeliest; a token without log-probability (the first of a prompt) has null."""
+        """Return log-probabilities as completions have them, with so many of the likeliest; the first token of a prompt has null."""
         tops = [self._top(token_id, one, num_top) for token_id, one in zip(token_ids, logprobs, strict=True)]
         return {
             "text_offset": [offsets.add(self.tokenizer, token_id) for token_id in token_ids],
@@ -64,7 +64,7 @@ class LogprobWriter:
     def ranked(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Of a prompt, as vLLM writes them: by token id, the prompt's own first."""
+        """Return a prompt's log-probabilities in vLLM's form: by token id, the prompt's own first."""
         return [
             None if one is None else self._ranked(token_id, one)
             for token_id, one in zip(token_ids, logprobs, strict=True)
@@ -79,7 +79,7 @@ class LogprobWriter:
         }
 
     def entries(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Of chats."""
+        """Return log-probabilities as chats have them."""
         content = [
             {**self._entry(token_id, one.logprob), "top_logprobs": [self._entry(*top) for top in one.top]}
             for token_id, one in zip(token_ids, logprobs, strict=True)

@@ -50,7 +50,7 @@ def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[
 
 
 def _body_schemas() -> dict[str, Any]:
-    """Of the bodies that FastAPI does not know, as it does not read them, and of what they consist of."""
+    """Return the schemas of the bodies that FastAPI does not read, and of their parts."""
     whole = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")[
         1
     ]

@@ -288,6 +288,6 @@ def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> Re
 
 
 def unknown_model(name: str, known: Sequence[str]) -> ApiError:
-    """The model is not served here."""
+    """Return the error for a model that is not served here."""
     message = f"the model {name!r} does not exist here. Served: {', '.join(known)}"
     return ApiError(404, message, code="model_not_found", param="model")

@@ -30,7 +30,7 @@ _NOTHING = SchedulingHeaders()
 SMALL_BODY = 2**16
 """Bytes up to which a body is read at once: whatever is in it, that takes a few milliseconds."""
 _MOST_FIELDS = 256
-"""Of a body, known or not."""
+"""Most fields of a body, known or not."""
 
 
 class BodyReader:
@@ -41,7 +41,7 @@ class BodyReader:
         self._most_bytes = options.max_buffered_bytes
         self._retry_after_s = options.retry_after_s
         self._num_bytes = 0
-        """Of large bodies in memory."""
+        """Bytes of large bodies in memory."""
         self._thread = ThreadPoolExecutor(1, "vajra-bodies")
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def documented_body(body: type[BaseModel]) -> dict[str, Any]:
 
 
 def documented(body: type[BaseModel]) -> dict[str, Any]:
-    """The same with the headers that say how a request is to be scheduled."""
+    """Return `documented_body` with the headers for scheduling."""
     schemas = SchedulingHeaders.model_json_schema()["properties"]
     parameters = []
     for name, field in _FIELDS.items():

@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vajra_py.serve.api.answers import Answer, encoded, event, failure
+from vajra_py.serve.api.answers import Answer, degraded_headers, encoded, event, failure
 from vajra_py.serve.http.access import ANSWER_ID, DIRECT_SEND
 from vajra_py.serve.http.eager import begin
 from vajra_py.serve.http.errors import ApiError
@@ -50,7 +50,8 @@ class Generation:
                 return _Nothing()
             self._check(response.outputs)
             if not response.is_streaming:
-                return Response(encoded(self.answer.whole()), media_type="application/json")
+                headers = degraded_headers(response.outputs)
+                return Response(encoded(self.answer.whole()), media_type="application/json", headers=headers)
             handed_on = True
             return _Stream(self, client)
         finally:
@@ -71,19 +72,19 @@ class Generation:
                 raise error
 
     def finish(self) -> None:
-        """Nobody waits any longer; what still runs is taken back."""
+        """Abort outputs that still run, since nobody waits any longer."""
         self.session.abort(self.answer.response.outputs)
         self.release()
 
 
 class _Client:
-    """Whoever waits for the answer."""
+    """The client that waits for the answer."""
 
     def __init__(self, receive: Receive) -> None:
         self._left = asyncio.ensure_future(_left(receive))
 
     async def leaves_before(self, event: asyncio.Future[None]) -> bool:
-        """Wait for the event, unless the client leaves; whether it left. Raises what the event does."""
+        """Wait for the event or until the client leaves; True if it left. Raises what the event raises."""
         if not event.done():
             await asyncio.wait({event, self._left}, return_when=asyncio.FIRST_COMPLETED)
         if not event.done():
@@ -104,7 +105,7 @@ async def _left(receive: Receive) -> None:
 
 
 class _Nothing(Response):
-    """For a client that has gone."""
+    """Response for a client that has gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send nothing that anyone could read."""
@@ -118,7 +119,8 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, generation: Generation, client: _Client) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        degraded = degraded_headers(generation.answer.response.outputs)
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **degraded})
         del self.headers["content-length"]
         self._generation = generation
         self._client = client
@@ -145,7 +147,7 @@ class _Writer:
         self._generation = generation
         self._send = send
         self._sending: asyncio.Task[None] | None = None
-        """Waits for a slow client."""
+        """Task that waits for a slow client."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
@@ -179,7 +181,7 @@ class _Writer:
             self._end(None)
 
     def _sent(self, task: asyncio.Task[None], is_last: bool) -> None:
-        """A slow client has taken what there was."""
+        """Go on after a slow client has taken the earlier data."""
         if task.cancelled():
             return
         self._sending = None

@@ -51,7 +51,7 @@ _MAX_METADATA = 16
 
 
 def _few_entries() -> BeforeValidator:
-    """Checks how many entries a mapping has before it looks at any: a body has few errors whatever its size."""
+    """Return a validator of a mapping's size that runs before its entries are checked, so that errors stay few."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > _MAX_METADATA:
@@ -62,7 +62,7 @@ def _few_entries() -> BeforeValidator:
 
 
 def _biases(given: Any) -> Any:
-    """A mapping of token ids, as text, to biases; the first wrong one ends it."""
+    """Validate a mapping of token ids, as text, to biases; stops at the first error."""
     if not isinstance(given, dict):
         return given
     if len(given) > MAX_BIASES:
@@ -86,14 +86,25 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
+class EndpointBody(Body):
+    """Base of bodies in which fields for unsupported features of other servers are refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported(given, cls.model_fields)
+        return given
+
+
 class StreamOptions(Body):
-    """What a stream carries besides its text."""
+    """Contents of a stream besides its text."""
 
     include_usage: OffSwitch = Field(False, description="A last chunk without choices says how many tokens it took.")
     continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
 
 
-class _SamplingBody(Body):
+class _SamplingBody(EndpointBody):
     model: Name = Field(description="A name that `/v1/models` lists.")
     n: Annotated[Count, null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
     max_tokens: Count | None = Field(None, description="Most output tokens.")
@@ -169,18 +180,11 @@ else:
 
 
 class GenerationBody(_StatingBody):
-    """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
+    """Fields common to both endpoints: sampling, scheduling, and fields that are accepted without effect."""
 
     metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
         None, description="Policies see it as the request's metadata."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            refuse_unsupported(given, cls.model_fields)
-        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
@@ -204,7 +208,7 @@ class GenerationBody(_StatingBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Return `num_logprobs` for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
@@ -243,9 +247,9 @@ class GenerationBody(_StatingBody):
 
 
 def _form_of(prompt: Any) -> str:
-    """Which form of a prompt this is, judged by its first element, so that only that form's errors are reported.
+    """Return the form of a prompt by its first element, so that only that form's errors are reported.
 
-    Its name has brackets, which tell it from a field's in the place of an error.
+    The names have brackets, which distinguish them from fields in an error's location.
     """
     if not isinstance(prompt, list):
         return "<text>"
@@ -427,6 +431,6 @@ def unknown_fields(body: GenerationBody) -> Iterator[str]:
 
 
 class SchedulingHeaders(_StatingHeaders):
-    """What gateways say about a request; a header goes before the body's field. Two spellings of one thing: the first."""
+    """Facts that gateways state in headers; a header overrides the body's field. Of two spellings the first counts."""
 
     model_config = ConfigDict(allow_inf_nan=False)

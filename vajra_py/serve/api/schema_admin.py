@@ -36,7 +36,7 @@ def _is_large(value: Any) -> bool:
 
 
 class PolicyBody(BaseModel):
-    """Which policy shall be in force, in which layer."""
+    """Policy to put in force, and its layer."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -23,7 +23,7 @@ class ErrorAnswer(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Where the prompt's tokens came from."""
+    """Sources of the prompt's tokens."""
 
     cached_tokens: int = Field(description="Of the prompt, found in the prefix cache.")
 
@@ -47,7 +47,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """What both kinds of outputs have."""
+    """Fields common to both kinds of outputs."""
 
     index: int
     finish_reason: Literal["stop", "length"]
@@ -195,6 +195,6 @@ _DESCRIPTIONS = {
     408: "The request waited longer than it allows.",
     409: "What is being served stands against it.",
     413: "The request is too large.",
-    429: "Queues are full; `Retry-After` says when to come back.",
+    429: "Queues are full, or the admission policy sheds load; `Retry-After` says when to come back.",
     503: "No replica is ready, or the one that ran the request failed.",
 }

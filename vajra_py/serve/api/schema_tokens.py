@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from vajra_py.engine.tokenizer import ChatEnd
-from vajra_py.serve.api.schema import Body, ChatMessage, OffSwitch, Switch, Text, TokenId, chat_end
+from vajra_py.serve.api.schema import Body, ChatMessage, EndpointBody, OffSwitch, Switch, Text, TokenId, chat_end
 from vajra_py.serve.api.schema_facts import Name
-from vajra_py.serve.http.unsupported import refuse_unsupported
 
 
-class TokenizeBody(Body):
+class TokenizeBody(EndpointBody):
     """Body of `/tokenize`: a prompt, or messages."""
 
     model: Name | None = Field(None, description="May be left out where one model is served.")
@@ -24,13 +23,6 @@ class TokenizeBody(Body):
     add_generation_prompt: Switch | None = Field(None, description="As in `/v1/chat/completions`.")
     continue_final_message: OffSwitch = Field(False, description="As in `/v1/chat/completions`.")
     return_token_strs: OffSwitch = Field(False, description="Say the tokens as the vocabulary writes them too.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            refuse_unsupported(given, cls.model_fields)
-        return given
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:

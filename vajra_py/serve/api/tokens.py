@@ -19,7 +19,7 @@ from vajra_py.serve.session.catalogue import Catalogue
 from vajra_py.serve.session.session import EngineSession
 
 MOST_TOKENS = 2**17
-"""That a text may have, where no model is longer."""
+"""Most tokens of a text, where no model's limit is higher."""
 _ERRORS = answers.errors(400, 401, 404, 413, 429, 503)
 
 

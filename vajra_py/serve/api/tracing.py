@@ -53,7 +53,7 @@ class Tracing:
         """Start of the engine's clock, nanoseconds since 1970."""
 
     def begin(self, headers: Mapping[str, str], body: GenerationBody) -> RequestTrace:
-        """A request has come."""
+        """Begin the span of a request."""
         operation = "chat" if isinstance(body, ChatBody) else "text_completion"
         given = {name: getattr(body, field) for name, field in _SAMPLING.items()}
         attributes = {
@@ -100,12 +100,12 @@ class RequestTrace:
         self._outputs = outputs
 
     def fail(self, error: BaseException) -> None:
-        """It was refused before the engine had it."""
+        """End the span of a request that was refused before the engine had it."""
         self._error(error.code or str(error.status) if isinstance(error, ApiError) else type(error).__name__)
         self._span.end()
 
     def end(self, name: str, streams: Sequence[OutputStream], num_per_prompt: int) -> None:
-        """Nothing of it is left; an output without an end was taken back by its client."""
+        """End the span; an output without an end was aborted by its client."""
         span = self._span
         if not span.is_recording():
             span.end()

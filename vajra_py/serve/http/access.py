@@ -17,15 +17,15 @@ from vajra_py.serve.http.logs import FIELDS, cut
 
 _log = logging.getLogger(__name__)
 DIRECT_SEND = "vajra.send"
-"""Under this name a request's scope has the `send` of the protocol: past it, every layer adds one of its own."""
+"""Key in a request's scope for the protocol's own `send`, without those that the layers add."""
 ANSWER_ID = "vajra.answer_id"
-"""Under this name a handler may leave the id of its answer for the access log."""
+"""Key in a request's scope under which a handler may leave the id of its answer for the access log."""
 _HEADER = b"x-request-id"
 _ALLOWED = re.compile(rb"[\x21-\x7e]{1,128}")
 PROBES = frozenset({"/health", "/ready"})
-"""Paths by which others find out whether the server serves; what they are answered is no figure of its work."""
+"""Paths of health probes; their answers do not count in the server's figures."""
 _OFTEN = PROBES | {"/metrics", "/dashboard/data"}
-"""Paths that are asked for all the time: what succeeds there is logged as debugging only."""
+"""Paths that are polled: successes there are logged at debug level."""
 
 
 class AccessLog:

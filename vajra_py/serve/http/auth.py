@@ -28,9 +28,9 @@ HEALTH_PATHS = frozenset({"/health", "/ready"})
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where the key may be a password, which a browser asks its user for."""
 TENANT = "vajra.tenant"
-"""Under this name a request's scope has the tenant that its key stands for; absent or None: whom the client names."""
+"""Key in a request's scope for the tenant of its API key; absent or None: the tenant that the client names."""
 HAS_KEY = "vajra.has_key"
-"""Under this name a request's scope says whether it carried a key, or needs none as nobody does."""
+"""Key in a request's scope for a flag: True if it carried an API key, or if the server requires none."""
 _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 
@@ -111,7 +111,7 @@ class AuthMiddleware:
         await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """For bodies that do not say how long they are."""
+        """Pass the request on, counting the bytes of a body without a stated length."""
         num_bytes = 0
 
         async def limited() -> Message:

@@ -51,16 +51,16 @@ class Connections:
         self.per_client: Counter[str] = Counter()
         """Accepted sockets by address, those included whose TLS handshake is under way."""
         self.num_open = 0
-        """Of all addresses."""
+        """Open connections of all addresses."""
         self.alive: set[Connection] = set()
         self.num_refused = 0
         self.num_late = 0
         self._logged_at: dict[object, float] = {}
-        """By kind of trouble, when it was last logged, on the monotonic clock."""
+        """Time of the last log line for each kind of trouble, on the monotonic clock."""
         self._num_unlogged: Counter[object] = Counter()
 
     def enter(self, host: str) -> str | None:
-        """Count an accepted socket of an address ("": a Unix socket); why it is one too many, if it is."""
+        """Count an accepted socket of an address ("": a Unix socket); returns the reason to refuse it, if any."""
         self.num_open += 1
         self.per_client[host] += 1
         if self.num_open > self.max_connections:
@@ -70,7 +70,7 @@ class Connections:
         return None
 
     def leave(self, host: str) -> None:
-        """Count a socket less."""
+        """Count one socket less."""
         self.num_open -= 1
         self.per_client[host] -= 1
         if not self.per_client[host]:
@@ -171,9 +171,9 @@ class Connection(HttpToolsProtocol):
         """Start of the phase."""
         self._num_head_bytes = 0
         self._num_framing_bytes = 0
-        """Of a body: what has come and is not the body itself: extensions of chunks, trailers."""
+        """Bytes received around a body: extensions of chunks, trailers."""
         self._num_unwanted_bytes = 0
-        """Of what came after the last answer."""
+        """Bytes received after the last answer."""
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
         """The request that is being answered, or was last."""
@@ -248,10 +248,10 @@ class Connection(HttpToolsProtocol):
         self._write_error(error)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Another protocol is asked for: the request is answered as if it were not, which is what HTTP says."""
+        """Ignore the request to upgrade to another protocol, as HTTP allows."""
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Begin a request."""
         if self._is_refused:
             return
         if self._phase is not Phase.HEAD:
@@ -259,12 +259,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; a trailer is none."""
+        """Take a header; trailers are left out."""
         if self._phase is not Phase.BODY and not self._is_refused:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there: what follows is the body."""
+        """Handle a complete head, after which the body follows."""
         if self._is_refused:
             return
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -278,17 +278,17 @@ class Connection(HttpToolsProtocol):
             self.cycle.expected_content_length = _UntilClosed()
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Begin a chunk."""
         self._num_framing_bytes -= _CHUNK_BYTES
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body."""
         self._num_framing_bytes -= len(body)
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is there; what takes time now is the server's affair."""
+        """Handle a complete request; from here on the client is not timed."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
@@ -308,7 +308,7 @@ class Connection(HttpToolsProtocol):
         await RequestResponseCycle.send(cycle, message)
 
     def on_response_complete(self) -> None:
-        """An answer is sent: the next request is taken up, or the connection comes to its end."""
+        """Begin the next request after an answer was sent, or end the connection."""
         if self._running is not None and self._running.more_body and not self.transport.is_closing():
             self._enter(Phase.END)
             self._unparsed.clear()

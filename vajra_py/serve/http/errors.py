@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class ApiError(Exception):
         """Return the headers beside the body."""
         headers = {}
         if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         elif self.status not in (429, 503):
             headers["x-should-retry"] = "false"
         if self.status == 401:
@@ -78,18 +79,18 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Something about the request that its client can mend."""
+    """Return the error for a request that its client can correct."""
     return ApiError(400, message, code=code, param=param)
 
 
 def not_json(media_type: str) -> ApiError:
-    """A body of another kind than is wanted."""
+    """Return the error for a body that is not JSON."""
     message = f"the body is JSON, and has to say so (content-type: application/json; got {media_type or 'none'})"
     return bad_request(message, code="not_json")
 
 
 def of_config_error(error: ConfigError) -> ApiError:
-    """A problem that the engine found with a request."""
+    """Return the error for a problem that the engine found with a request."""
     first = error.problems[0]
     return bad_request(str(error), first.where.split(".")[-1])
 

@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 64
 """Sockets accepted in one turn of the event loop."""
 _PAUSE_S = 0.5
-"""For so long nothing is accepted after the system had no room for another socket."""
+"""Seconds without accepting after the system had no room for another socket."""
 _SHUTDOWN_S = 5.0
 """Time that a client may take to answer the end of a TLS connection."""
 _PASSING = (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM)
-"""The client's trouble: the next one may be accepted at once."""
+"""Errors of the client's connection, after which the next one may be accepted at once."""
 
 
 class Listener:

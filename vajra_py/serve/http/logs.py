@@ -16,12 +16,12 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 _SAY_EVERY_S = 1.0
 _MOST_KINDS = 64
 FIELDS = "fields"
-"""Under this name a record has facts that JSON lines show apart; its message shows them too."""
+"""Attribute of a log record for facts that JSON lines show apart; its message shows them too."""
 _PACKAGES = ("vajra_py", "vajra_policies", "vajra_kernels")
 
 
 _MOST_CHARACTERS = 4000
-"""Of a message; what a client says is cut long before."""
+"""Most characters of a message; text from clients is cut long before."""
 
 
 def escaped(text: str) -> str:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve.http.options import MetricNames
 from vajra_py.serve.observe.stats import Histogram, ServerStats, SetStats
@@ -103,7 +104,7 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: names are this collector's own."""
+        """Return nothing: the registry need not know the names in advance."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -129,6 +130,21 @@ class Exposition(Collector):
             yield from self._histograms(stats, prefix, _HISTOGRAMS + (_VLLM_HISTOGRAMS if is_vllm else ()))
         yield from self._histograms(stats, "vajra:", _OWN_HISTOGRAMS)
         yield from self._own(stats)
+        if controller.gate is not None:
+            yield from self._admission(stats, controller.gate)
+
+    def _admission(self, stats: ServerStats, gate: AdmissionGate) -> Iterator[Metric]:
+        """Yield what the admission policy decided."""
+        labels = ("model_name", "replicaset")
+        decisions = CounterMetricFamily(
+            "vajra:admission_decisions", "Requests not accepted as they were.", labels=(*labels, "decision")
+        )
+        deferred = GaugeMetricFamily("vajra:num_requests_deferred", "Requests that wait at the gate.", labels=labels)
+        for name, one in stats.sets.items():
+            for decision, count in dict(one.admission).items():
+                decisions.add_metric((*self._at(name), decision), count)
+            deferred.add_metric(self._at(name), gate.num_deferred(name))
+        yield from (decisions, deferred)
 
     def _histograms(
         self, stats: ServerStats, prefix: str, names: Sequence[tuple[str, str, str]]

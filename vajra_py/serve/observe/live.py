@@ -14,7 +14,7 @@ from vajra_py.serve.session.session import EngineSession, SessionState
 
 
 def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> dict[str, Any]:
-    """Everything that the page shows, as JSON has it."""
+    """Return the contents of the page, as JSON."""
     stats.count_output_tokens()
     return {
         "replicasets": [

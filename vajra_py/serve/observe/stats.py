@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import Layer, ReplicaId, RequestView
+from vajra_py.contract import AdmissionDecision, Layer, ReplicaId, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, PolicySwap, StepEnd
 from vajra_py.errors import VajraError
@@ -101,6 +101,8 @@ class SetStats:
         self.lost: Counter[ReplicaId] = Counter()
         self.restored: Counter[ReplicaId] = Counter()
         self.swaps: Counter[str] = Counter()
+        self.admission: Counter[str] = Counter()
+        """Decisions of the admission policy other than to accept a request as it is."""
         self.num_cached_tokens = 0
         self.num_looked_up_tokens = 0
         self.predicted_s = 0.0
@@ -108,11 +110,11 @@ class SetStats:
         self.num_decodes = 0
         self.prefill_tokens = 0
         self.num_prompt_tokens = 0
-        """Of requests whose first token has come."""
+        """Prompt tokens of requests whose first token has come."""
         self.num_output_tokens = 0
-        """That have come, as of the last `count_output_tokens`."""
+        """Output tokens as of the last `count_output_tokens`."""
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
-        """By replica: decodes, prompts and prompt tokens of its last step."""
+        """Decodes, prompts and prompt tokens of the last step, by replica."""
 
 
 class ServerStats(Observer):
@@ -168,6 +170,12 @@ class ServerStats(Observer):
         """Count it."""
         self.sets[swap.replicaset].swaps[swap.layer.value] += 1
         self._note("swap", f"{swap.replicaset} {swap.layer.value}: {swap.old_policy} → {swap.policy}")
+
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
+        """Count it."""
+        admission = cast(Request, request).admission
+        if admission is not None:
+            self._of(request).admission[admission.outcome] += 1
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
         """Count it."""
@@ -230,7 +238,7 @@ class ServerStats(Observer):
                 self._latency[replica] = None
 
     def on_formed(self, replicaset: str, seconds: float) -> None:
-        """A step was formed, which took so long."""
+        """Count the time that forming a step took."""
         self.sets[replicaset].forming.add(seconds)
 
     def _note(self, kind: str, text: str) -> None:

@@ -39,7 +39,7 @@ class ModelFlags:
     max_num_queued_tokens: int | None = None
 
     def mapping(self) -> dict[str, Any]:
-        """The same as a system file would say it. Raises `ConfigError`."""
+        """Return the settings in the form of a system file. Raises `ConfigError`."""
         replicas = self.data_parallel_size or 1
         is_cpu = self.device in (None, "cpu")
         fraction = self.gpu_memory_utilization

@@ -34,12 +34,14 @@ class End:
         detail: the same in words, where there is more to say.
         stopped_by: the stop string or token that ended it.
         metrics: when things happened to it; None where the engine never said.
+        retry_after_s: when its client may try again, by the admission policy; None: it does not say.
     """
 
     reason: EndReason
     detail: str = ""
     stopped_by: str | int | None = None
     metrics: RequestMetrics | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,7 @@ class OutputStream:
         text: text so far that a client may see.
         end: its end; None: it goes on.
         hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
+        degraded: with what the admission policy let it in instead of what it asked for; empty: as it asked, or nobody knows yet.
     """
 
     index: int
@@ -62,6 +65,7 @@ class OutputStream:
     num_tokens: int = 0
     text: str = ""
     end: End | None = None
+    degraded: str = ""
 
     @property
     def request_id(self) -> str:
@@ -186,10 +190,13 @@ class LoopBridge:
         """Let a stream's submission report here."""
 
         def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
-            output = submission.output
+            output, admission = submission.output, request.admission
             end = None
+            if admission is not None:
+                stream.degraded = admission.degraded
             if reason is not None:
-                end = End(reason, request.detail, output.stopped_by, RequestMetrics.of(request))
+                retry_s = None if admission is None else admission.retry_after_s
+                end = End(reason, request.detail, output.stopped_by, RequestMetrics.of(request), retry_s)
             self.post(stream, (len(output.token_ids), output.text, end))
 
         def engine_ended(error: BaseException | None) -> None:

@@ -43,12 +43,12 @@ _log = logging.getLogger(__name__)
 STOP_S = 2.0
 """Time for the engine's thread to notice that it is to stop."""
 _KILL_S = 0.5
-"""The same once more when its workers were killed: it may have been handing one of them a step."""
+"""Time for the engine's thread to stop after its workers were killed: it may have been handing one of them a step."""
 _GIVE_BACK_S = 3.0
 _WRITE_S = 1.5
 """Time for the recording of an engine that hangs to be closed."""
 RECORD_S = 30.0
-"""The same of one that has stopped: it writes its tables then."""
+"""Time for the recording of an engine that has stopped to be closed: it writes its tables then."""
 
 
 class SessionState(Enum):

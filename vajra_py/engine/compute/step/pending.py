@@ -69,7 +69,7 @@ class TorchStep:
 
 
 @dataclass(frozen=True, slots=True)
-class AheadStep:
+class PendingLookahead:
     """Decodes submitted before the scheduler decided which of them are needed, with the state to undo them.
 
     Besides `last_tokens`, they only wrote KV at positions that no request has reached; a request that reaches them overwrites it.

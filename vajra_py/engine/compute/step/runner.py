@@ -21,8 +21,8 @@ import torch
 
 from vajra_py.engine.compute.batch import BatchInputs, BatchState, HostBatch, Ints
 from vajra_py.engine.compute.interface import (
-    Ahead,
-    Foreseen,
+    LookaheadDecodes,
+    LookaheadStep,
     ModelFacts,
     NewRow,
     PendingStep,
@@ -39,7 +39,7 @@ from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs
 from vajra_py.engine.compute.sampling.sampler import NO_TOKEN, Logprobs, Sampler
 from vajra_py.engine.compute.step.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.step.memory import step_bytes, usable_bytes
-from vajra_py.engine.compute.step.pending import AheadStep, Computed, JoinedStep, TorchStep
+from vajra_py.engine.compute.step.pending import Computed, JoinedStep, PendingLookahead, TorchStep
 from vajra_py.engine.compute.step.warm_up import warm_up
 from vajra_py.engine.compute.transfer import to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
@@ -53,7 +53,7 @@ _ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, M
 
 
 class TorchRunner:
-    """A `ForeseeingRunner` in this process."""
+    """A `LookaheadRunner` in this process."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class TorchRunner:
         self._memory: KvMemory | None = None
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
-        self._ahead: AheadStep | None = None
-        self._to_begin: Ahead | None = None
+        self._ahead: PendingLookahead | None = None
+        self._to_begin: LookaheadDecodes | None = None
         self._faults: dict[int, str] = {}
         """Reason that a row cannot be computed, by slot; kept until the slot is freed."""
         self._state = BatchState(
@@ -170,8 +170,8 @@ class TorchRunner:
         """See `ModelRunner`."""
         return self.submit(step).result()
 
-    def run_ahead(self, work: Foreseen) -> StepOutput:
-        """See `ForeseeingRunner`."""
+    def run_ahead(self, work: LookaheadStep) -> StepOutput:
+        """See `LookaheadRunner`."""
         if work.begun:
             self.begin_ahead()
         pending = self._submit_rest(work.step, work.begun) if work.begun else self.submit(work.step)
@@ -181,13 +181,13 @@ class TorchRunner:
         return pending.result()
 
     def begin_ahead(self) -> None:
-        """See `ForeseeingRunner`."""
+        """See `LookaheadRunner`."""
         ahead, self._to_begin = self._to_begin, None
         if ahead is not None:
             self._ahead = self._submit_ahead(ahead)
 
     @torch.inference_mode()
-    def _submit_ahead(self, ahead: Ahead) -> AheadStep:
+    def _submit_ahead(self, ahead: LookaheadDecodes) -> PendingLookahead:
         memory, state = self._memory, self._state
         assert memory is not None
         if len(ahead.growing) > memory.num_spare_blocks:
@@ -199,7 +199,7 @@ class TorchRunner:
         grown = {slot: int(state.num_computed[slot]) // state.block_size for slot in ahead.growing}
         for spare, (slot, place) in enumerate(grown.items(), memory.num_blocks):
             state.tables[slot, place] = spare
-        return AheadStep(self.submit(StepInput(decodes=ahead.decodes)), ahead.decodes, last_tokens, grown)
+        return PendingLookahead(self.submit(StepInput(decodes=ahead.decodes)), ahead.decodes, last_tokens, grown)
 
     @torch.inference_mode()
     def _submit_rest(self, step: StepInput, begun: Sequence[int]) -> PendingStep:

@@ -1,0 +1,127 @@
+"""Hold requests at the gate: the most urgent first, and of one priority first come, first served.
+
+Whoever is held back keeps those behind it waiting, as llm-d's flow control does: a band of lower priority waits for a higher one. Requests for
+different replicasets do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    ACCEPT,
+    AdmissionDecision,
+    Defer,
+    PolicyConfig,
+    Refuse,
+    ReplicaId,
+    RequestView,
+    WakeUps,
+)
+
+
+class HoldingConfig(PolicyConfig):
+    """Parameters of what is done with a request that is not let in."""
+
+    when_closed: Literal["defer", "refuse"] = Field(
+        "defer",
+        description="What becomes of a request that may not enter now: it waits at the gate, or is turned away.",
+    )
+    recheck_s: float = Field(
+        0.01,
+        gt=0,
+        description="How often requests that wait are looked at again, beside each time that a request is admitted or ends, seconds.",
+    )
+
+
+class Line:
+    """The requests held for one replicaset, in order."""
+
+    __slots__ = ("_heap", "_held")
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._heap: list[tuple[int, int]] = []
+        """(priority, index); entries that are not in `_held` any more are dropped when they come to the front."""
+
+    def __len__(self) -> int:
+        """Requests in the line."""
+        return len(self._held)
+
+    def waits_behind(self, request: RequestView) -> bool:
+        """Return True if somebody in the line goes before this request."""
+        heap, held = self._heap, self._held
+        while heap and heap[0][1] not in held:
+            heappop(heap)
+        return bool(heap) and heap[0] < (request.priority, request.index)
+
+    def join(self, request: RequestView) -> None:
+        """Add a request; nothing if it is in the line already."""
+        if request.index not in self._held:
+            self._held.add(request.index)
+            heappush(self._heap, (request.priority, request.index))
+
+    def leave(self, request: RequestView) -> None:
+        """Remove a request that is in the line."""
+        self._held.discard(request.index)
+
+
+class Holding:
+    """What policies have in common that hold requests back: the line, and when to look at it again."""
+
+    def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
+        self._when_closed = config.when_closed
+        self._recheck_s = config.recheck_s
+        self._wake = wake
+        self._lines: dict[str, Line] = {}
+        self._num_held = 0
+        self._rechecks_at = -1.0
+
+    def _line_of(self, request: RequestView) -> Line:
+        line = self._lines.get(request.replicaset)
+        if line is None:
+            line = self._lines[request.replicaset] = Line()
+        return line
+
+    def _closed(self, line: Line, request: RequestView, now: float, reason: str) -> AdmissionDecision:
+        """The decision on a request that may not enter now."""
+        if self._when_closed == "refuse":
+            return Refuse(reason)
+        self._num_held -= len(line)
+        line.join(request)
+        self._num_held += len(line)
+        if now >= self._rechecks_at:
+            self._rechecks_at = now + self._recheck_s
+            self._wake.at(self._rechecks_at)
+        return Defer()
+
+    def _open(self, line: Line, request: RequestView) -> AdmissionDecision:
+        """The decision on a request that may enter."""
+        self._leave(line, request)
+        return ACCEPT
+
+    def _leave(self, line: Line, request: RequestView) -> None:
+        self._num_held -= len(line)
+        line.leave(request)
+        self._num_held += len(line)
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Look at the line again later, as long as there is one; the mechanism asks about those in it now."""
+        if self._num_held and now >= self._rechecks_at:
+            self._rechecks_at = now + self._recheck_s
+            self._wake.at(self._rechecks_at)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A queue has become shorter."""
+        if self._num_held:
+            self._wake.at(now, "admission")
+
+    def on_departures(self, requests: list[RequestView], now: float) -> None:
+        """Forget requests that left while they were held."""
+        for request in requests:
+            line = self._lines.get(request.replicaset)
+            if line is not None:
+                self._leave(line, request)

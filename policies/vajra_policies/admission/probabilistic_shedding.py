@@ -1,0 +1,67 @@
+"""Shed with a probability that rises steeply with saturation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_policies.admission.saturation import SaturationConfig, saturation_for
+from vajra_py.contract import (
+    ACCEPT,
+    AdmissionDecision,
+    AdmissionSpec,
+    PolicyContext,
+    RandomStream,
+    Refuse,
+    ReplicasetView,
+    RequestView,
+)
+
+
+class ProbabilisticConfig(SaturationConfig):
+    """Parameters of `probabilistic_shedding`; it draws from the run's stream of that name."""
+
+    protected_priority: int = Field(
+        0,
+        description="Requests of this priority and more urgent (lower) ones are always let in; llm-d's priorities are the negative of these.",
+    )
+    factor: float = Field(300.0, gt=0, description="k of the probability min(1, k * saturation^power).")
+    power: float = Field(5.0, gt=0, description="Power of the saturation.")
+
+
+class ProbabilisticShedding:
+    """A request that is not protected is refused with probability min(1, k * saturation^power).
+
+    With llm-d's k = 300 and power 5 that is everything from a saturation of 0.32 on.
+
+    Source: llm-d router, `probabilistic-admitter`.
+    """
+
+    def __init__(self, config: ProbabilisticConfig, stream: RandomStream) -> None:
+        self._config = config
+        self._stream = stream
+
+    def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        """Draw, unless it is protected."""
+        config = self._config
+        if request.priority <= config.protected_priority:
+            return ACCEPT
+        saturation = saturation_for(config, request, replicasets)
+        probability = min(config.factor * saturation**config.power, 1.0)
+        if self._stream.random() < probability:
+            return Refuse("the replicas are near saturation, and its priority is shed by lot")
+        return ACCEPT
+
+
+def _build(config: ProbabilisticConfig, context: PolicyContext) -> ProbabilisticShedding:
+    return ProbabilisticShedding(config, context.random_stream("probabilistic_shedding"))
+
+
+SPEC = AdmissionSpec(
+    name="probabilistic_shedding",
+    config=ProbabilisticConfig,
+    build=_build,
+    summary="Turns requests of low priority away with a probability that rises with saturation.",
+    source="llm-d router: probabilistic-admitter",
+)

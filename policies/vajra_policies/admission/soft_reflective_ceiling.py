@@ -1,0 +1,79 @@
+"""Let lower priorities in at a rate that falls as saturation rises, instead of closing them off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vajra_policies.admission.holding import Holding, HoldingConfig
+from vajra_policies.admission.saturation import SaturationConfig, saturation_for
+from vajra_py.contract import AdmissionDecision, AdmissionSpec, PolicyContext, ReplicasetView, RequestView
+
+_ROUND_OFF = 1e-9
+"""Keeps the period finite next to a saturation of 1."""
+
+
+class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
+    """Parameters of `soft_reflective_ceiling`; `recheck_s` is the length of a cycle."""
+
+
+def opening_period(saturation: float, rank: int, num_bands: int) -> int:
+    """Return every how many cycles a band is open: 1 always, 0 never. Rank 0 is the most urgent, and open below a saturation of 1.
+
+    Band i is open while saturation < 1 - i * saturation / (n - 1); else every max(1, round(s / (1 - s)))-th cycle.
+    """
+    if saturation >= 1.0:
+        return 0
+    if rank == 0 or num_bands == 1 or saturation < 1.0 - rank * saturation / (num_bands - 1):
+        return 1
+    return max(1, math.floor(saturation / (1.0 - saturation + _ROUND_OFF) + 0.5))
+
+
+class SoftReflectiveCeiling(Holding):
+    """Bands of priorities that are open always, in some cycles, or not at all, as `opening_period` says.
+
+    A cycle is a time at which the policy decides about a band: when requests arrive, are admitted or end, and every `recheck_s` while some wait. The
+    priorities are those that have come so far.
+
+    Source: llm-d router, flow control with `soft-reflective-ceiling-policy`.
+    """
+
+    def __init__(self, config: SoftReflectiveConfig, context: PolicyContext) -> None:
+        super().__init__(config, context.wake)
+        self._config = config
+        self._priorities: list[int] = []
+        self._cycles: dict[tuple[str, int], tuple[float, int]] = {}
+        """By replicaset and priority: when its last closed cycle was, and its number."""
+
+    def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        """Hold it if its band is closed in this cycle, or others wait before it."""
+        if request.priority not in self._priorities:
+            self._priorities = sorted([*self._priorities, request.priority])
+        line = self._line_of(request)
+        if line.waits_behind(request):
+            return self._closed(line, request, now, "more urgent requests wait")
+        saturation = saturation_for(self._config, request, replicasets)
+        rank = self._priorities.index(request.priority)
+        period = opening_period(saturation, rank, len(self._priorities))
+        if period == 0 or (period > 1 and self._cycle(request, now) % period):
+            reason = f"priority {request.priority} is closed at this saturation"
+            return self._closed(line, request, now, reason)
+        return self._open(line, request)
+
+    def _cycle(self, request: RequestView, now: float) -> int:
+        """Number of this cycle of the request's band, from 1."""
+        band = (request.replicaset, request.priority)
+        at, number = self._cycles.get(band, (-1.0, 0))
+        if at != now:
+            number += 1
+            self._cycles[band] = (now, number)
+        return number
+
+
+SPEC = AdmissionSpec(
+    name="soft_reflective_ceiling",
+    config=SoftReflectiveConfig,
+    build=SoftReflectiveCeiling,
+    summary="Lets lower priorities in ever more seldom as saturation rises.",
+    source="llm-d router: soft-reflective-ceiling-policy",
+)

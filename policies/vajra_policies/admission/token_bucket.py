@@ -1,0 +1,141 @@
+"""Token buckets: each tenant, or class of service, may use so much a second, and so much at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    ACCEPT,
+    AdmissionDecision,
+    AdmissionSpec,
+    Defer,
+    PolicyConfig,
+    PolicyContext,
+    Refuse,
+    ReplicasetView,
+    RequestView,
+)
+
+
+class BucketConfig(PolicyConfig):
+    """Size and refill of one bucket, in prompt tokens or requests, as `cost` says."""
+
+    capacity: float = Field(10_000.0, gt=0, description="Most that may be used at once.")
+    refill_per_s: float = Field(1_000.0, gt=0, description="What may be used in the long run, each second.")
+
+
+class TokenBucketConfig(BucketConfig):
+    """Parameters of `token_bucket`."""
+
+    cost: Literal["prompt_tokens", "requests"] = Field("prompt_tokens", description="What a request uses.")
+    by: Literal["tenant", "slo_class", "all"] = Field("tenant", description="Who has a bucket of its own.")
+    when_empty: Literal["defer", "refuse"] = Field(
+        "refuse",
+        description="Whether a request that the bucket does not cover waits for the refill, or is turned away.",
+    )
+    buckets: dict[str, BucketConfig] = Field(
+        default_factory=dict, description="By tenant or class, where they have another size or refill."
+    )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """`level` may be negative: deferred requests have taken in advance what they wait for."""
+
+    capacity: float
+    refill_per_s: float
+    level: float
+    filled_at: float = 0.0
+    due: dict[str, float] = field(default_factory=dict)
+    """By deferred request, when its turn comes."""
+
+    def fill(self, now: float) -> None:
+        """Add what has come since the last time."""
+        self.level = min(self.capacity, self.level + (now - self.filled_at) * self.refill_per_s)
+        self.filled_at = now
+
+
+class TokenBucket:
+    """A request takes its cost out of the bucket of its tenant, which starts full.
+
+    One that the bucket does not cover is refused with the time until it would, or deferred to exactly that time: it takes its cost in
+    advance, so that later ones wait behind it, and gives it back if it leaves first. What costs more than a bucket holds is refused.
+
+    Source: token bucket as in BLIS (`token-bucket`: capacity 10000, refill 1000/s, cost in prompt tokens, refusing).
+    """
+
+    def __init__(self, config: TokenBucketConfig) -> None:
+        self._config = config
+        self._buckets: dict[str, _Bucket] = {}
+
+    def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        """Let it in if its bucket covers it."""
+        bucket, cost = self._bucket_of(request, now), self._cost_of(request)
+        due = bucket.due.get(request.request_id)
+        if due is not None:
+            if now < due:
+                return Defer(due)
+            del bucket.due[request.request_id]
+            return ACCEPT
+        if cost > bucket.capacity:
+            return Refuse(
+                f"{self._owner(request)} may use {bucket.capacity:g} at once, and this request needs {cost:g}"
+            )
+        bucket.fill(now)
+        if bucket.level >= cost:
+            bucket.level -= cost
+            return ACCEPT
+        wait_s = (cost - bucket.level) / bucket.refill_per_s
+        if self._config.when_empty == "refuse" or now + wait_s <= now:
+            return Refuse(f"{self._owner(request)} has used up {self._unit()}", wait_s)
+        bucket.level -= cost
+        bucket.due[request.request_id] = now + wait_s
+        return Defer(now + wait_s)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Give back what deferred requests took that have left."""
+        for request in requests:
+            bucket = self._bucket_of(request, now)
+            if bucket.due.pop(request.request_id, None) is not None:
+                bucket.fill(now)
+                bucket.level += self._cost_of(request)
+
+    def _bucket_of(self, request: RequestView, now: float) -> _Bucket:
+        name = self._name_of(request)
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            sizes = self._config.buckets.get(name, self._config)
+            bucket = self._buckets[name] = _Bucket(sizes.capacity, sizes.refill_per_s, sizes.capacity, now)
+        return bucket
+
+    def _name_of(self, request: RequestView) -> str:
+        by = self._config.by
+        return request.tenant if by == "tenant" else request.slo_class if by == "slo_class" else ""
+
+    def _cost_of(self, request: RequestView) -> float:
+        return float(request.num_prompt_tokens) if self._config.cost == "prompt_tokens" else 1.0
+
+    def _owner(self, request: RequestView) -> str:
+        by = self._config.by
+        noun = {"tenant": "tenant", "slo_class": "class", "all": "everybody"}[by]
+        return noun if by == "all" else f"{noun} {self._name_of(request)!r}"
+
+    def _unit(self) -> str:
+        return "its prompt tokens" if self._config.cost == "prompt_tokens" else "its requests"
+
+
+def _build(config: TokenBucketConfig, context: PolicyContext) -> TokenBucket:
+    return TokenBucket(config)
+
+
+SPEC = AdmissionSpec(
+    name="token_bucket",
+    config=TokenBucketConfig,
+    build=_build,
+    summary="Each tenant may send so many prompt tokens or requests a second; the rest is refused, or waits for its turn.",
+    source="Token bucket, defaults of BLIS",
+)

@@ -1,0 +1,278 @@
+"""Policies of splitwise-sim, for comparison with its recorded runs alone.
+
+A request is a prompt task and a token task. Batches of token tasks run on unchanged until a request that fits comes in, or one of
+them is done. Quirks that are kept: who was left out too often goes first only while the queue's head was, since the queue is
+not put in order again; a request's tasks wait together from its arrival on, where they run on one instance.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    BatchBuilder,
+    EndedStep,
+    Layer,
+    LocalReplicaView,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
+
+Seen = dict[str, list[tuple[ReplicaId, int, int]]]
+"""By request: (replica, requests there, pending tokens) when it was placed."""
+
+
+class InstanceConfig(PolicyConfig):
+    """Parameters of an instance."""
+
+    max_batch_tokens: int = Field(ge=1, description="Most tokens in a batch; a token task counts one.")
+    max_preemptions: int = Field(ge=0, description="Rounds left out after which a task goes first.")
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """One half of a request."""
+
+    request: RequestView
+    is_prompt: bool
+    num_left_out: int = 0
+    is_started: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it adds to a batch."""
+        return self.request.num_prompt_tokens if self.is_prompt else 1
+
+    @property
+    def memory(self) -> int:
+        """Tokens of KV that it takes when it starts."""
+        return self.request.num_prompt_tokens + 1 if self.is_prompt else self.request.max_tokens - 1
+
+    @property
+    def is_done(self) -> bool:
+        """True once it has generated what it has to."""
+        return self.request.num_output_tokens > 0 if self.is_prompt else self.request.end_reason is not None
+
+    @property
+    def num_steps_left(self) -> int:
+        """Tokens that a token task has left to generate."""
+        return self.request.max_tokens - self.request.num_output_tokens
+
+
+def _queue_key(task: Task) -> tuple[int, float]:
+    return task.num_left_out, task.request.arrived_at
+
+
+class Instance:
+    """One instance's batches."""
+
+    def __init__(self, config: InstanceConfig, context: PolicyContext) -> None:
+        self._max_size = context.limits.max_batch_size
+        self._max_tokens = config.max_batch_tokens
+        self._max_left_out = config.max_preemptions
+        self._tasks: dict[RequestView, list[Task]] = {}
+        """By request, in order of arrival: tasks that are not done."""
+        self._queue: list[Task] = []
+        self._prompts: list[Task] = []
+        self._left_out: list[Task] = []
+        self._batch: list[Task] = []
+        self._batch_tokens = 0
+        self._steps_left = 0
+        self._is_cut = False
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Go on with the batch, or choose another."""
+        for request in replica.waiting():
+            if request not in self._tasks:
+                self._tasks[request] = []
+                for is_prompt in (True, False):
+                    self._arrive(Task(request, is_prompt))
+        self._steps_left -= 1
+        if self._steps_left <= 0 or self._is_cut:
+            self._finish_tasks()
+            self._choose(batch.free_blocks)
+        for task in self._batch:
+            self._run(task, batch, now)
+
+    def _arrive(self, task: Task) -> None:
+        self._tasks[task.request].append(task)
+        self._enqueue(task)
+        if not self._batch or any(one.is_prompt for one in self._batch):
+            return
+        fits = len(self._batch) < self._max_size and self._batch_tokens + task.num_tokens <= self._max_tokens
+        if fits or (task.is_prompt and task.num_tokens <= self._max_tokens):
+            self._is_cut = True
+
+    def _enqueue(self, task: Task) -> None:
+        insort(self._queue, task, key=_queue_key)
+        if task.is_prompt:
+            self._prompts.append(task)
+
+    def _finish_tasks(self) -> None:
+        for task in [one for one in self._batch if one.is_done]:
+            self._batch.remove(task)
+            tasks = self._tasks[task.request]
+            tasks.remove(task)
+            if not tasks:
+                del self._tasks[task.request]
+
+    def _choose(self, free_blocks: int) -> None:
+        """Who runs next: those left out too often, prompts, those left out, those that ran, the others."""
+        chosen = _Choice(self._max_size, self._max_tokens, free_blocks)
+        for task in self._queue:
+            if task.num_left_out < self._max_left_out or chosen.is_full(task):
+                break
+            chosen.take(task)
+        for task in self._prompts:
+            if chosen.is_full(task) or not (chosen.has(task) or chosen.take(task)):
+                break
+        for task in [*self._left_out, *self._batch]:
+            if chosen.is_full(task):
+                break
+            chosen.take(task)
+        for tasks in self._tasks.values():
+            task = tasks[0]
+            if not chosen.has(task) and (chosen.is_full(task) or not chosen.take(task)):
+                break
+        before = self._batch
+        for task in [one for one in before if one not in chosen.tasks]:
+            self._enqueue(task)
+            self._left_out.append(task)
+        new = [one for one in chosen.tasks if one not in before]
+        for task in new:
+            for queue in (self._queue, self._prompts, self._left_out):
+                if task in queue:
+                    queue.remove(task)
+        self._batch = [one for one in before if one in chosen.tasks] + new
+        self._batch_tokens = chosen.num_tokens
+        for tasks in self._tasks.values():
+            if tasks[0] not in self._batch:
+                tasks[0].num_left_out += 1
+        has_prompts = any(one.is_prompt for one in self._batch)
+        self._steps_left = 1 if has_prompts else min((one.num_steps_left for one in self._batch), default=0)
+        self._is_cut = False
+
+    def _run(self, task: Task, batch: BatchBuilder, now: float) -> None:
+        request = task.request
+        to_hold = request.num_prompt_tokens + (1 if task.is_prompt else request.max_tokens)
+        refusal = batch.add(request, task.num_tokens, reserve_tokens=to_hold)
+        if refusal is not None:
+            raise ValueError(f"the simulator has room: {refusal}")
+        task.is_started = True
+        if not task.is_prompt:
+            batch.note(request, preemptions=task.num_left_out)
+
+
+class _Choice:
+    """A batch that is being chosen."""
+
+    def __init__(self, max_size: int, max_tokens: int, memory_left: int) -> None:
+        self.tasks: list[Task] = []
+        self.num_tokens = 0
+        self._max_size, self._max_tokens, self._memory_left = max_size, max_tokens, memory_left
+        self._requests: set[RequestView] = set()
+
+    def has(self, task: Task) -> bool:
+        """True if a task of its request is in."""
+        return task.request in self._requests
+
+    def is_full(self, task: Task) -> bool:
+        """True if it does not fit; the first always does."""
+        too_many = bool(self.tasks) and self.num_tokens + task.num_tokens > self._max_tokens
+        return len(self.tasks) == self._max_size or too_many
+
+    def take(self, task: Task) -> bool:
+        """Take a task in, unless one of its request is; False if its memory lacks."""
+        if self.has(task):
+            return True
+        needed = 0 if task.is_started else task.memory
+        if needed > self._memory_left:
+            return False
+        self._memory_left -= needed
+        self.tasks.append(task)
+        self._requests.add(task.request)
+        self.num_tokens += task.num_tokens
+        return True
+
+
+class RouterConfig(PolicyConfig):
+    """Parameters of the placement."""
+
+    key: str = Field("requests", description="Load: `requests` or `tokens`.")
+
+
+class Router:
+    """The least loaded instance, the first of equals."""
+
+    def __init__(self, config: RouterConfig, seen: Seen) -> None:
+        self._key: Callable[[tuple[ReplicaId, int, int]], int] = lambda one: one[2 if config.key == "tokens" else 1]
+        self._seen = seen
+        self._placed: dict[RequestView, ReplicaId] = {}
+        self._pending: Counter[ReplicaId] = Counter()
+        """Prompts that are not done, and one token for each request."""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The least loaded."""
+        loads = [(one.replica_id, one.num_running + one.num_waiting, self._pending[one.replica_id]) for one in replicas]
+        self._seen[request.request_id] = loads
+        best = min(loads, key=self._key)[0]
+        self._placed[request] = best
+        self._pending[best] += request.num_prompt_tokens + 1
+        return best
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Nothing: everyone is bound on arrival."""
+        return ()
+
+    def on_step_end(self, step: EndedStep) -> None:
+        """Prompts that are done no longer count."""
+        for request in step.requests:
+            if request.num_output_tokens == 1:
+                self._pending[step.replica_id] -= request.num_prompt_tokens
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Requests that are done no longer count."""
+        for request in requests:
+            self._pending[self._placed.pop(request)] -= 1
+
+
+def _build_instance(config: InstanceConfig, context: PolicyContext) -> Instance:
+    return Instance(config, context)
+
+
+def specs(seen: Seen) -> Sequence[PolicySpec]:
+    """The policies; the router writes down what it saw."""
+
+    def build_router(config: RouterConfig, context: PolicyContext) -> Router:
+        return Router(config, seen)
+
+    return [
+        PolicySpec(
+            name="splitwise_instance",
+            layer=Layer.REPLICA_SCHEDULER,
+            config=InstanceConfig,
+            build=_build_instance,
+            summary="An instance of splitwise-sim.",
+        ),
+        PolicySpec(
+            name="splitwise_router",
+            layer=Layer.REPLICASET_SCHEDULER,
+            config=RouterConfig,
+            build=build_router,
+            summary="Placement of splitwise-sim.",
+        ),
+    ]
+
+
+KEYS: Mapping[str, str] = {"jsq": "requests", "token_jsq": "tokens"}
+"""What each scheduler of the recordings counts load in."""

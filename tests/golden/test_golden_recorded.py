@@ -1,0 +1,168 @@
+"""Compare our replicas and pools with recorded runs of Dynamo's mocker, DistServe's simulator and splitwise-sim."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.readers import Result, distserve, dynamo, splitwise
+from tests.golden.readers.step_times import DistServeTimes, MockerFixed, MockerPolynomial, SplitwiseLinear
+from vajra_py.contract import BatchFeatures
+
+Compare = Callable[[str, str, Mapping[str, Any]], Result]
+
+COLOCATED: Mapping[str, tuple[Compare, tuple[str, ...]]] = {
+    "pd_dynamo": (dynamo.compare, ("agg_1w", "agg_1w_prefix", "agg_2w_tight")),
+    "simdistserve": (distserve.compare, ("v_1w", "v_2w_chunked")),
+    "splitwise": (splitwise.compare, ("jsq_4", "token_jsq_4")),
+}
+"""Runs whose replicas compute prompts and decode."""
+NAMES = [(system, name) for system, (_, names) in COLOCATED.items() for name in names]
+
+
+@pytest.fixture(scope="session")
+def recorded_dir(shared_dir: Path) -> Path:
+    folder = shared_dir / "recorded"
+    if not folder.is_dir():
+        pytest.skip(f"recorded runs absent: no folder {folder}")
+    return folder
+
+
+def read(folder: Path, system: str, name: str) -> dict[str, Any]:
+    with gzip.open(folder / system / f"{name}.json.gz", "rt") as stream:
+        trace: dict[str, Any] = json.load(stream)
+    return trace
+
+
+@pytest.mark.parametrize(("system", "name"), NAMES)
+def test_every_request_of_a_colocated_run_is_as_recorded(recorded_dir: Path, system: str, name: str) -> None:
+    trace = read(recorded_dir, system, name)
+    result = COLOCATED[system][0](system, name, trace)
+    assert result.difference is None, "\n".join(result.difference.lines())
+    assert result.num_compared == len(trace["requests"])
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "section", "change"),
+    [
+        ("pd_dynamo", "agg_2w_tight", "engine", {"num_gpu_blocks": 81}),
+        ("pd_dynamo", "agg_2w_tight", "engine", {"enable_prefix_caching": False}),
+        ("pd_dynamo", "agg_1w", "engine", {"max_num_batched_tokens": 1023}),
+        ("simdistserve", "v_2w_chunked", None, {"prefill_max_tokens": 511}),
+        ("simdistserve", "v_1w", None, {"decode_max_tokens": 8}),
+        ("splitwise", "jsq_4", None, {"max_batch_tokens": 1024}),
+        ("splitwise", "token_jsq_4", None, {"max_preemptions": 0}),
+        ("splitwise", "token_jsq_4", None, {"scheduler": "jsq"}),
+    ],
+)
+def test_other_settings_are_noticed(
+    recorded_dir: Path, system: str, name: str, section: str | None, change: Mapping[str, Any]
+) -> None:
+    trace = read(recorded_dir, system, name)
+    settings = trace["config"] if section is None else trace["config"][section]
+    assert settings.keys() >= change.keys()
+    settings.update(change)
+    assert COLOCATED[system][0](system, name, trace).difference is not None
+
+
+@pytest.mark.parametrize(("system", "name"), NAMES[::2])
+def test_one_late_request_is_noticed(recorded_dir: Path, system: str, name: str) -> None:
+    trace = read(recorded_dir, system, name)
+    trace["requests"][-1]["end"] += 1e-5
+    result = COLOCATED[system][0](system, name, trace)
+    assert result.difference is not None
+    assert result.difference.field == "end"
+
+
+# Step times, against figures measured one by one
+
+
+def prefill(*chunks: tuple[int, int]) -> BatchFeatures:
+    """Chunks of (tokens, tokens before)."""
+    features = BatchFeatures()
+    for tokens, before in chunks:
+        features = features.with_chunk(tokens, before)
+    return features
+
+
+@pytest.mark.parametrize(
+    ("features", "ms"),
+    [
+        (prefill((1000, 0)), 32.105859),
+        (prefill((1024, 0)), 32.49071),
+        (prefill((1024, 0), (1024, 0)), 49.36290),
+        (prefill((64, 960)), 17.47489),
+        (BatchFeatures().with_decodes(1, 1023), 5.79272),
+        (prefill((1024, 0)).with_decodes(1, 519), 38.25749),
+    ],
+)
+def test_step_times_of_the_mocker(features: BatchFeatures, ms: float) -> None:
+    assert MockerPolynomial(16384 * 64).stage_time_s(features) * 1e3 == pytest.approx(ms, abs=1e-5)
+
+
+def test_the_mocker_takes_the_sum_of_chunks_from_rounded_means() -> None:
+    model = MockerPolynomial(16384 * 64)
+    assert model.stage_time_s(prefill((700, 0), (900, 0))) == model.stage_time_s(prefill((1600, 0)))
+    # 12 behind 3069 and 1011 behind 0: means 2046 and 1534 (of 1534.5), so that 1023 tokens count as 1024
+    assert model.stage_time_s(prefill((12, 3069), (1011, 0))) == model.stage_time_s(prefill((1024, 0)))
+    cut = model.stage_time_s(prefill((8192, 0))) + model.stage_time_s(prefill((2048, 8192)))
+    assert cut * 1e3 == pytest.approx(218.49982, abs=1e-5)
+
+
+def test_a_context_above_the_memory_counts_as_the_memory() -> None:
+    """Shared blocks count for each of their users."""
+    model = MockerPolynomial(1024)
+    assert model.stage_time_s(BatchFeatures().with_decodes(3, 3000)) == pytest.approx((5.74 + 54.01 - 25.74) / 1e3)
+
+
+def test_fixed_step_times_of_the_mocker() -> None:
+    model = MockerFixed(20.0, 4.0)
+    assert model.stage_time_s(prefill((9, 0), (1, 0))) == 0.020
+    assert model.stage_time_s(BatchFeatures().with_decodes(7, 70)) == 0.004
+    assert model.stage_time_s(prefill((9, 0)).with_decodes(7, 70)) == 0.024
+
+
+OPT_13B = DistServeTimes(
+    prefill=(18.10254647486372, 0.1019122572698738, 7.122264314252114e-06),
+    decode_small=(19.934702624895458, 0.0006269356524350583, 0.03850697740828398),
+    decode_large=(7.1661889468253595, 0.0005798000403396046, 0.15831096191764046),
+    threshold=95,
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ms"),
+    [
+        (128, 34.2768),
+        (256, 47.6844),
+        (300, 52.3472),
+        (512, 75.1999),
+        (700, 96.0010),
+        (900, 118.6826),
+        (1024, 133.0313),
+        (2000, 253.6161),
+    ],
+)
+def test_prefill_times_of_distserve(prompt: int, ms: float) -> None:
+    assert OPT_13B.stage_time_s(prefill((prompt, 0))) * 1e3 == pytest.approx(ms, abs=1e-4)
+
+
+def test_decode_times_of_distserve() -> None:
+    assert OPT_13B.stage_time_s(BatchFeatures().with_decodes(1, 512)) * 1e3 == pytest.approx(22.3460, abs=1e-4)
+    prompts = (128, 256, 300, 512, 700, 900, 1024, 2000)
+    all_at_once = OPT_13B.stage_time_s(prefill(*((prompt, 0) for prompt in prompts)))
+    assert all_at_once * 1e3 == pytest.approx(663.1216, abs=1e-4)
+    large = OPT_13B.stage_time_s(BatchFeatures().with_decodes(95, 9500))
+    assert large * 1e3 == pytest.approx(7.1661889 + 0.0005798 * 9595 + 0.158310962 * 95 + 2.95, abs=1e-4)
+
+
+def test_step_times_of_splitwise() -> None:
+    model = SplitwiseLinear(prompt_base=0.02, prompt_token=0.00012, token_base=0.03, token_seq=0.0004)
+    assert model.stage_time_s(prefill((792, 0))) == pytest.approx(0.11504)
+    assert model.stage_time_s(BatchFeatures().with_decodes(2, 900)) == pytest.approx(0.0308)
+    assert model.stage_time_s(prefill((622, 0)).with_decodes(1, 9)) == pytest.approx(0.09504)

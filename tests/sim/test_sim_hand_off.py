@@ -1,0 +1,177 @@
+"""Hand-offs: who holds what, when, from one pool to the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.sim.split_pools import settings, simulate
+from vajra_py.contract.observer import EndReason
+from vajra_py.errors import ConfigError
+from vajra_py.workload import RequestSpec
+
+
+def prompt_s(num_tokens: int) -> float:
+    """Seconds of a step of so many tokens."""
+    return 0.01 + 0.0001 * num_tokens
+
+
+DECODE_S = prompt_s(1)
+
+
+def test_a_request_leaves_with_its_kv_and_goes_on_in_the_other_pool() -> None:
+    done = simulate(settings(), [RequestSpec("a", 0.0, 100, 5)])
+    way = done.ways["a"]
+    held = prompt_s(100)
+    assert way.assigned == [0]
+    assert (way.held, way.sent) == (pytest.approx(held), pytest.approx(held))
+    assert (way.target, way.num_moved) == (1, 100)
+    assert way.arrived == pytest.approx(held + 100 * 1e6 / 10e9)
+    assert way.released == way.arrived
+    assert way.first_token == way.held  # the source's token is the client's
+    assert way.ended == pytest.approx(held + 0.01 + 4 * DECODE_S)
+
+
+@pytest.mark.parametrize(
+    ("rule", "first_at", "num_steps"),
+    [("source", 0.0, 4), ("recompute", 0.01 + DECODE_S, 5)],
+)
+def test_the_sources_token_is_the_clients_or_dropped(rule: str, first_at: float, num_steps: int) -> None:
+    hand_off = {"kv_bytes_per_token": 1_000_000, "first_token": rule}
+    way = simulate(settings(hand_off=hand_off), [RequestSpec("a", 0.0, 100, 5)]).ways["a"]
+    assert way.first_token == pytest.approx(prompt_s(100) + first_at)
+    assert way.ended == pytest.approx(prompt_s(100) + 0.01 + num_steps * DECODE_S)
+
+
+def test_one_token_is_never_moved_where_the_source_gives_it() -> None:
+    way = simulate(settings(), [RequestSpec("a", 0.0, 100, 1)]).ways["a"]
+    assert (way.held, way.arrived, way.ended) == (None, None, pytest.approx(prompt_s(100)))
+
+
+def test_transfers_share_the_links_of_their_source() -> None:
+    pools = {"prefill": {"replica": {"max_batch_tokens": 400}}, "decode": {"num_replicas": 2}}
+    requests = [RequestSpec(name, 0.0, 200, 2) for name in "ab"]
+    ways = simulate(settings(pools=pools), requests).ways
+    # 2 x 200 MB leave one source at 10 GB/s, to two targets: 40 ms, where one alone takes 20 ms.
+    assert [ways[name].arrived for name in "ab"] == [pytest.approx(prompt_s(400) + 0.04)] * 2
+    assert {ways[name].target for name in "ab"} == {1, 2}
+
+
+def test_a_full_target_lets_the_request_wait_while_the_source_holds_it() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 8}}}}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)]
+    ways = simulate(settings(pools=pools), requests).ways
+    assert ways["a"].held == ways["b"].held
+    assert ways["b"].sent == pytest.approx(ways["a"].ended)
+
+
+def test_a_request_whose_target_is_full_ends_where_the_rule_says_so() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 8}}}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "when_full": "drop"}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)]
+    ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
+    assert ways["a"].reason is EndReason.STOP
+    assert ways["b"].reason is EndReason.REJECTED
+    assert "is full" in ways["b"].detail
+
+
+def test_a_held_request_goes_to_whichever_target_has_room_first() -> None:
+    pools = {"prefill": {}, "decode": {"num_replicas": 2, "replica": {"memory": {"num_blocks": 8}}}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "when_full": "hold"}
+    requests = [RequestSpec("long", 0.0, 100, 28), RequestSpec("short", 0.0, 100, 5), RequestSpec("last", 0.0, 100, 5)]
+    ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
+    assert ways["last"].target == ways["short"].target
+    assert ways["last"].sent == pytest.approx(ways["short"].ended)
+
+
+def test_at_step_boundaries_a_busy_target_takes_kv_when_its_step_ends() -> None:
+    hand_off = {"kv_bytes_per_token": 1_000_000, "takes_effect": "at_step_boundary"}
+    requests = [RequestSpec("a", 0.0, 100, 50), RequestSpec("b", 0.1, 100, 5)]
+    for rules, on_boundary in ((hand_off, True), ({"kv_bytes_per_token": 1_000_000}, False)):
+        ways = simulate(settings(hand_off=rules), requests).ways
+        begun = prompt_s(100) + 0.01  # the target's first step
+        assert ways["b"].sent is not None
+        steps = (ways["b"].sent - begun) / DECODE_S
+        assert (abs(steps - round(steps)) < 1e-6) is on_boundary
+
+
+def test_a_prompt_waits_for_blocks_of_its_target_where_they_are_taken_first() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 8}}}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt"}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)]
+    ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
+    assert ways["a"].held == pytest.approx(prompt_s(100))
+    assert ways["b"].held == pytest.approx(ways["a"].ended + prompt_s(100))
+    assert ways["b"].sent == ways["b"].held  # blocks are there already
+
+
+def test_a_request_waits_in_its_targets_queue_where_blocks_are_taken_at_admission() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"max_batch_size": 1}}}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)]
+    ways = simulate(
+        settings(pools=pools, hand_off={"preset": "vllm-pd", "kv_bytes_per_token": 1_000_000}), requests
+    ).ways
+    held = prompt_s(200)
+    # Both are loaded at once: loading takes no place in the batch, computing does.
+    assert [ways[name].sent for name in "ab"] == [pytest.approx(held)] * 2
+    assert ways["a"].first_token == pytest.approx(held + 0.02 + DECODE_S)
+    assert ways["b"].first_token == pytest.approx(ways["a"].ended + DECODE_S)
+
+
+def test_a_load_that_finds_no_blocks_waits_for_them_at_the_head_of_the_queue() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 10}}}}
+    hand_off = {"preset": "vllm-pd", "kv_bytes_per_token": 1_000_000}
+    requests = [RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20), RequestSpec("small", 0.0, 20, 2)]
+    ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
+    assert ways["b"].sent == pytest.approx(ways["a"].ended)
+    assert ways["small"].sent == ways["b"].sent
+
+
+def test_tokens_in_the_targets_prefix_cache_are_not_moved_again() -> None:
+    from vajra_py.workload import PromptContent
+
+    content = PromptContent((("shared", 96), ("own", 4)))
+    requests = [
+        RequestSpec("a", 0.0, 100, 3, content=content),
+        RequestSpec("b", 1.0, 100, 3, content=PromptContent((("shared", 96), ("other", 4)))),
+    ]
+    ways = simulate(settings(), requests).ways
+    assert [ways[name].num_moved for name in "ab"] == [100, 4]
+    hand_off = {"kv_bytes_per_token": 1_000_000, "moves": "whole_prompt"}
+    ways = simulate(settings(hand_off=hand_off), requests).ways
+    assert [ways[name].num_moved for name in "ab"] == [100, 100]
+
+
+@pytest.mark.parametrize("preset", ["vllm-pd", "sglang-pd", "dynamo-pd", "distserve", "splitwise"])
+def test_results_do_not_depend_on_whether_repeated_steps_are_worked_out_at_once(preset: str) -> None:
+    pools = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2, "replica": {"memory": {"num_blocks": 40}}}}
+    mapping = settings(pools=pools, hand_off={"preset": preset, "kv_bytes_per_token": 1_000_000})
+    requests = [RequestSpec(f"r{one}", 0.013 * one, 50 + 37 * one % 200, 1 + 29 * one % 120) for one in range(60)]
+    fast, slow = (simulate(mapping, requests, wants_steps=each) for each in (False, True))
+    assert fast.ways == slow.ways
+    assert fast.order == slow.order
+    assert all(way.reason in (EndReason.LENGTH, EndReason.STOP) for way in fast.ways.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pools": {"prefill": {}}}, "no pool takes the requests that leave the prefill pool"),
+        ({"pools": {"decode": {}}}, "no pool computes prompts for the decode pool"),
+        ({"links": {"bandwidth_gb_s": 0.0}}, "links.bandwidth_gb_s"),
+        ({"hand_off": {}}, "kv_bytes_per_token: is not given"),
+        ({"hand_off": "vllm"}, "vllm-pd"),
+        ({"pools": {"prefill": {}, "decode": {"replica_scheduler": "vllm_v2"}}}, "no installed package offers"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(settings(**keys), [])
+
+
+def test_a_request_that_no_decode_replica_can_hold_is_refused_at_the_door() -> None:
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 8}}}}
+    way = simulate(settings(pools=pools), [RequestSpec("a", 0.0, 120, 20, max_tokens=20)]).ways["a"]
+    assert way.reason is EndReason.REJECTED
+    assert "can never fit" in way.detail

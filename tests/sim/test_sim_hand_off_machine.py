@@ -1,0 +1,120 @@
+"""Random runs over split pools: nothing is lost, whatever happens to requests and replicas on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sim.split_pools import prepared, settings
+from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.records.input_log import Failure, Restart
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.workload import PromptContent, RequestSpec
+
+TIMES = st.floats(0.0, 1.5)
+NUM_REPLICAS = 4
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[RequestSpec]:
+    specs = []
+    for index in range(draw(st.integers(1, 25))):
+        prompt = draw(st.integers(1, 200))
+        shared = draw(st.integers(0, prompt))
+        parts = tuple(part for part in (("shared", shared), (f"own-{index}", prompt - shared)) if part[1])
+        specs.append(
+            RequestSpec(
+                f"r{index}",
+                draw(TIMES),
+                prompt,
+                draw(st.integers(1, 60)),
+                priority=draw(st.integers(0, 2)),
+                expires_after_s=draw(st.none() | st.floats(0.01, 0.5)),
+                content=PromptContent(parts),
+            )
+        )
+    return sorted(specs, key=lambda one: one.arrived_at)
+
+
+HAND_OFF = st.fixed_dictionaries(
+    {
+        "kv_bytes_per_token": st.just(1_000_000),
+        "reserve": st.sampled_from(["before_prompt", "after_prompt", "at_admission"]),
+        "reservations": st.sampled_from(["all_that_fit", "one_at_a_time"]),
+        "when_full": st.sampled_from(["wait", "hold", "drop"]),
+        "first_token": st.sampled_from(["source", "recompute"]),
+        "takes_effect": st.sampled_from(["at_once", "at_step_boundary"]),
+        "moves": st.sampled_from(["missing", "whole_prompt"]),
+    }
+)
+LINKS = st.fixed_dictionaries(
+    {
+        "bandwidth_gb_s": st.sampled_from([None, 0.5, 5.0]),
+        "latency_s": st.sampled_from([0.0, 0.004]),
+        "contention": st.sampled_from(["max_min", "none", "fixed_share", "exclusive"]),
+    }
+)
+FAULTS = st.lists(st.tuples(st.sampled_from(["abort", "fail", "restart"]), TIMES, st.integers(0, 30)), max_size=12)
+
+
+@given(
+    specs=requests(),
+    hand_off=HAND_OFF,
+    links=LINKS,
+    num_blocks=st.sampled_from([20, 30, 200]),
+    scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
+    faults=FAULTS,
+)
+def test_every_request_ends_once_and_every_block_is_free_in_the_end(
+    specs: list[RequestSpec],
+    hand_off: dict[str, Any],
+    links: dict[str, Any],
+    num_blocks: int,
+    scheduler: str,
+    faults: list[tuple[str, float, int]],
+) -> None:
+    mapping = settings(
+        scheduling={
+            "request_prioritizer": "priority",
+            "replicaset_scheduler": "round_robin",
+            "replica_scheduler": scheduler,
+        },
+        pools={
+            "prefill": {"num_replicas": 2},
+            "decode": {"num_replicas": 2, "replica": {"memory": {"num_blocks": num_blocks}}},
+        },
+        hand_off=hand_off,
+        links=links,
+    )
+    results = []
+    for wants_steps in (False, True):
+        run, simulator, ways = prepared(mapping, wants_steps=wants_steps)
+        simulator._driver._options = type(simulator._driver._options)(check_every_steps=1)
+        lost: set[int] = set()
+        for kind, at, number in sorted(faults, key=lambda one: one[1]):
+            tick, replica_id = to_ticks(at), number % NUM_REPLICAS
+            if kind == "abort":
+                simulator.inject(tick, Phase.ABORT, f"r{number}")
+            elif kind == "fail" and replica_id not in lost:
+                lost.add(replica_id)
+                simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", replica_id, "lost", max_reruns=3))
+            elif kind == "restart" and replica_id in lost:
+                lost.discard(replica_id)
+                simulator.inject(tick, Phase.FAILURE, Restart(tick, "default", replica_id))
+        for replica_id in lost:  # all come back, so that nothing waits for ever
+            simulator.inject(to_ticks(2.0), Phase.FAILURE, Restart(to_ticks(2.0), "default", replica_id))
+        simulator.run(specs)
+        assert run.controller.num_alive == 0
+        run.controller.check_conservation()
+        for replica in run.controller.replicas():
+            replica.memory.check()
+            assert replica.memory.free_blocks == replica.memory.num_blocks
+            assert not replica.held
+            assert not replica.running_set.arrived
+        assert {way.reason for way in ways.of.values()} <= set(EndReason)
+        assert all(way.reason is not None for way in ways.of.values())
+        results.append((ways.of, ways.order))
+    assert results[0] == results[1]

@@ -1,0 +1,84 @@
+"""Schema of `hand_off:`: how requests leave one pool with their KV and go on in another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+HandOffPreset: TypeAlias = Literal["vllm-pd", "sglang-pd", "dynamo-pd", "distserve", "splitwise"]
+
+PRESETS: Mapping[HandOffPreset, Mapping[str, str]] = {
+    "vllm-pd": {"reserve": "at_admission", "first_token": "recompute", "takes_effect": "at_step_boundary"},
+    "sglang-pd": {"reserve": "before_prompt", "first_token": "source", "takes_effect": "at_step_boundary"},
+    "dynamo-pd": {
+        "reserve": "after_prompt",
+        "reservations": "one_at_a_time",
+        "first_token": "recompute",
+        "takes_effect": "at_step_boundary",
+        "moves": "whole_prompt",
+    },
+    "distserve": {"reserve": "after_prompt", "first_token": "source", "takes_effect": "at_once"},
+    "splitwise": {"reserve": "after_prompt", "when_full": "hold", "first_token": "source", "takes_effect": "at_once"},
+}
+"""Keys that each preset sets; other keys have their defaults."""
+
+
+class HandOffConfig(BaseModel):
+    """Rules of a hand-off: when the target's memory is taken, and what happens where it is full."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    preset: HandOffPreset | None = Field(
+        None,
+        description="Rules of a system: of vLLM, SGLang, Dynamo's replay, DistServe, Splitwise; explicit keys win over it.",
+    )
+    reserve: Literal["before_prompt", "after_prompt", "at_admission"] = Field(
+        "after_prompt",
+        description=(
+            "When the target's blocks are taken: before the prompt is computed, so that it waits for them; once it is computed; or when "
+            "the target's scheduler admits the request, which then waits for its KV."
+        ),
+    )
+    reservations: Literal["all_that_fit", "one_at_a_time"] = Field(
+        "all_that_fit",
+        description=(
+            "Waiting requests for which a target takes blocks when it looks: all that fit; or one after each of its steps and one more "
+            "after each that arrives, and none while as many run as its batch holds."
+        ),
+    )
+    when_full: Literal["wait", "hold", "drop"] = Field(
+        "wait",
+        description=(
+            "What a full target means: the request waits for this one, in order; its source holds it until any has room; or it ends. "
+            "The source keeps its KV meanwhile."
+        ),
+    )
+    first_token: Literal["source", "recompute"] = Field(
+        "source",
+        description=(
+            "The token that the source samples: the client gets it; or it is dropped, and the target computes the prompt's last token "
+            "again."
+        ),
+    )
+    takes_effect: Literal["at_once", "at_step_boundary"] = Field(
+        "at_once",
+        description="When a replica takes and gives KV: at any time, or between two of its steps, as engines do that poll.",
+    )
+    moves: Literal["missing", "whole_prompt"] = Field(
+        "missing",
+        description="What is transferred: the blocks that the target's prefix cache lacks, or all of the prompt's.",
+    )
+    kv_bytes_per_token: Annotated[int, Field(strict=True, gt=0)] | None = Field(
+        None, description="KV of one token, bytes; null: what the latency model or the engine's model says."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"preset": value}
+        if isinstance(value, Mapping) and value.get("preset") in PRESETS:
+            return {**PRESETS[value["preset"]], **value}
+        return value

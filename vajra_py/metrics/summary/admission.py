@@ -1,0 +1,69 @@
+"""Section `admission` of a summary: what an admission policy decided, and what became of the requests that were rejected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.metrics.definitions import QUANTILES, quantiles
+from vajra_py.metrics.tables.columns import floats_of, ints_of
+from vajra_py.runtime.requests.rejections import REJECTION_KINDS, rejection_kind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+MAX_REASONS = 100
+"""Reasons of refusals that are listed, the most frequent first; the rest are counted together."""
+_OUTCOMES = ("accepted", "degraded", "refused", "deferred")
+_OTHERS = "(others)"
+
+
+def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return the section for these rows of a requests table; nothing where the run had no admission policy.
+
+    `accepted` are those let in as they asked, `degraded` those let in with less, `deferred` those that ended before they were let in.
+    `rejected` counts every rejected request by its kind, those among them that the policy was never asked about too. `deferred_s` is over
+    the requests that were deferred and are not any more.
+    """
+    if "admission" not in requests.column_names:
+        return {}
+    import pyarrow as pa
+
+    rows = requests.filter(pa.array(inside))
+    outcomes = Counter(rows.column("admission").to_pylist())
+    reasons = Counter(filter(None, rows.column("shed_reason").to_pylist()))
+    rejected = dict.fromkeys(REJECTION_KINDS, 0)
+    for reason, detail in zip(rows.column("reason").to_pylist(), rows.column("detail").to_pylist(), strict=True):
+        if reason == EndReason.REJECTED.value:
+            rejected[rejection_kind(detail)] += 1
+    num_deferrals = ints_of(rows, "num_deferrals")
+    was_deferred = num_deferrals > 0
+    waited_s = floats_of(rows, "deferred_s")[was_deferred]
+    known = waited_s[~np.isnan(waited_s)]
+    listed = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
+    by_reason = dict(listed[:MAX_REASONS])
+    if len(listed) > MAX_REASONS:
+        by_reason[_OTHERS] = sum(count for _, count in listed[MAX_REASONS:])
+    return {
+        "admission": {
+            **{name: outcomes[name] for name in _OUTCOMES},
+            "refused_by_reason": by_reason,
+            "rejected": rejected,
+            "num_deferred": int(was_deferred.sum()),
+            "num_deferrals": int(num_deferrals.sum()),
+            "deferred_s": {
+                "count": int(known.size),
+                "mean": float(known.mean()) if known.size else None,
+                **dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True)),
+                "max": float(known.max()) if known.size else None,
+            },
+        }
+    }

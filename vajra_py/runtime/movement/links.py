@@ -1,0 +1,392 @@
+"""Transfers over the links of a network: who gets which bandwidth, and when each ends.
+
+A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only when a
+transfer starts to flow, ends or is cancelled; in between nothing is computed. A change looks at the transfers that are
+connected with it by links, directly or through others, and at no more.
+
+Bytes are conserved exactly: rates are whole numbers of 2^-20 bytes per second and times are whole ticks, so that what has
+flowed is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, no link is overbooked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
+
+if TYPE_CHECKING:
+    from vajra_py.config.links import LinksConfig
+
+Contention: TypeAlias = Literal["max_min", "none", "fixed_share", "exclusive"]
+
+_GRAIN = 1 << 20
+"""Rates are counted in this part of a byte per second."""
+_WORK_PER_BYTE = _GRAIN * TICKS_PER_SECOND
+_GIGA = 10**9
+_MIN_EVENTS = 64
+
+_ENDS, _FLOWS = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Sizes of a network and its rule of sharing."""
+
+    bandwidth: float | None = None
+    """Of each replica's link out and link in, bytes per second; None: no limit."""
+    shared_bandwidth: float | None = None
+    """Of the fabric that all transfers pass through, bytes per second; None: no limit."""
+    latency_ticks: int = 0
+    """From a transfer's start until its first byte flows; it holds no bandwidth meanwhile."""
+    contention: Contention = "max_min"
+    """max_min: max-min fair shares, as of every moment. none: a transfer has its links as if it were alone. fixed_share: the
+    links' bandwidth by the number of transfers under way on them, fixed when a transfer starts. exclusive: one at a time on a
+    link, in order of start."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no bandwidth or latency."""
+        for name in ("bandwidth", "shared_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < inf:
+                raise ValueError(f"{name}: not a bandwidth ({value!r}). Allowed: at least 1 byte/s, or None")
+        if self.latency_ticks < 0:
+            raise ValueError(f"latency_ticks: negative ({self.latency_ticks}). Allowed: at least 0")
+
+    @classmethod
+    def of(cls, config: LinksConfig) -> Self:
+        """Return the options of a `links:` section."""
+        own, shared = config.bandwidth_gb_s, config.shared_bandwidth_gb_s
+        return cls(
+            bandwidth=None if own is None else own * _GIGA,
+            shared_bandwidth=None if shared is None else shared * _GIGA,
+            latency_ticks=to_ticks(config.latency_s),
+            contention=config.contention,
+        )
+
+
+class _Link:
+    """One direction of a replica's link, or the fabric."""
+
+    __slots__ = ("capacity", "number", "transfers")
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        """Grains per second."""
+        self.transfers: dict[_Transfer, None] = {}
+        """Transfers that use it, or wait for it (exclusive), in order."""
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """One transfer under way."""
+
+    transfer_id: Hashable
+    number: int
+    links: Sequence[_Link]
+    """Links with a limit."""
+    work_left: int
+    """Grains per second times ticks, as of `since`."""
+    since: int
+    rate: int | None = 0
+    """Grains per second now; None: no limit."""
+    version: int = 0
+    """Version of its events; those pushed with another one are void."""
+    is_flowing: bool = False
+    """True once its latency has passed."""
+    has_ended: bool = False
+
+    def work_left_at(self, now: int) -> int:
+        """Return the work left at a tick, if the rate has not changed since `since`."""
+        if not self.is_flowing:
+            return self.work_left
+        if self.rate is None:
+            return 0
+        return max(0, self.work_left - self.rate * (now - self.since))
+
+
+class Network:
+    """Links of replicas and the transfers on them. Ticks never go back from call to call."""
+
+    def __init__(self, options: LinkOptions | None = None) -> None:
+        self._options = options = options or LinkOptions()
+        self._capacity = _grains(options.bandwidth)
+        self._now = 0
+        self._num_started = 0
+        self._links: dict[tuple[str, int], _Link] = {}
+        shared = _grains(options.shared_bandwidth)
+        self._shared = None if shared is None else _Link(0, shared)
+        self._num_links = 1
+        self._transfers: dict[Hashable, _Transfer] = {}
+        self._events: list[tuple[int, int, int, int, _Transfer]] = []
+        """(tick, kind, number, version, transfer): ends come before starts of a tick."""
+        self._ended: list[_Transfer] = []
+        """Transfers that have ended and were not told yet."""
+        self._touched: dict[_Link, None] = {}
+        """Links whose transfers have changed since rates were last worked out."""
+
+    def __len__(self) -> int:
+        """Transfers under way, those that have ended and were not told included."""
+        return len(self._transfers)
+
+    # Life of a transfer
+
+    def start(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
+        """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
+        if transfer_id in self._transfers:
+            raise ValueError(f"Network: transfer {transfer_id!r} is under way already")
+        _check(source, target, num_bytes)
+        self._advance(now)
+        links = self._links_between(source, target)
+        one = _Transfer(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
+        self._num_started += 1
+        self._transfers[transfer_id] = one
+        if self._options.contention == "fixed_share":
+            for link in links:
+                link.transfers[one] = None
+            one.rate = self._share_at_start(links)
+        if not num_bytes or self._options.latency_ticks:
+            kind = _FLOWS if num_bytes else _ENDS
+            self._push(one, now + self._options.latency_ticks, kind)
+        else:
+            self._flow(one)
+
+    def cancel(self, transfer_id: Hashable, now: int) -> None:
+        """Call a transfer off: its bandwidth goes to the others. One that has ended and was not told is forgotten."""
+        self._known(transfer_id)
+        self._advance(now)
+        one = self._transfers.pop(transfer_id)
+        if one.has_ended:
+            self._ended.remove(one)
+        else:
+            self._leave(one)
+
+    def next_change(self) -> int | None:
+        """First tick at which `ended` may have something to tell, or rates change by themselves; None: never.
+
+        With a latency some of these ticks are not an end but the moment at which a transfer starts to flow.
+        """
+        self._settle()
+        if self._ended:
+            return self._now
+        events = self._events
+        while events and events[0][3] != events[0][4].version:
+            heappop(events)
+        return events[0][0] if events else None
+
+    def ended(self, now: int) -> list[Hashable]:
+        """Ids of transfers that have ended by now and were not told before, in order of end, those of a tick in order of start."""
+        self._advance(now)
+        ended, self._ended = self._ended, []
+        for one in ended:
+            del self._transfers[one.transfer_id]
+        return [one.transfer_id for one in ended]
+
+    # Questions
+
+    def remaining_bytes(self, transfer_id: Hashable, now: int) -> int:
+        """Bytes that have not arrived yet; a byte that is on its way has not."""
+        one = self._known(transfer_id)
+        self._advance(now)
+        self._settle()
+        return 0 if one.has_ended else -(-one.work_left_at(now) // _WORK_PER_BYTE)
+
+    def rate(self, transfer_id: Hashable) -> float:
+        """Bytes per second that a transfer gets now: 0 while it waits, inf without any limit."""
+        one = self._known(transfer_id)
+        self._settle()
+        if not one.is_flowing or one.has_ended:
+            return 0.0
+        return inf if one.rate is None else one.rate / _GRAIN
+
+    def estimate_s(self, source: int, target: int, num_bytes: int, now: int) -> float:
+        """Seconds that a transfer would take if it started now and the rates of that moment lasted.
+
+        With `exclusive`, after the transfers that wait before it on its links.
+        """
+        _check(source, target, num_bytes)
+        self._advance(now)
+        self._settle()
+        links, rule = self._links_between(source, target), self._options.contention
+        waits_s = 0.0
+        rate = min((link.capacity for link in links), default=None)
+        if rule == "fixed_share":
+            rate = min((link.capacity // (len(link.transfers) + 1) for link in links), default=None)
+        elif rule == "max_min" and links:
+            probe = _Transfer(None, self._num_started, links, 0, now)
+            rate = self._fair_rates(links, probe)[probe]
+        elif rule == "exclusive":
+            waits_s = max((self._busy_s(link, now) for link in links), default=0.0)
+        flows_s = num_bytes * _GRAIN / rate if rate else 0.0
+        return to_seconds(self._options.latency_ticks) + waits_s + flows_s
+
+    def _busy_s(self, link: _Link, now: int) -> float:
+        ticks = sum(-(-one.work_left_at(now) // min(each.capacity for each in one.links)) for one in link.transfers)
+        return to_seconds(ticks)
+
+    def _known(self, transfer_id: Hashable) -> _Transfer:
+        one = self._transfers.get(transfer_id)
+        if one is None:
+            raise ValueError(f"Network: no transfer {transfer_id!r} is under way")
+        return one
+
+    # Time
+
+    def _advance(self, now: int) -> None:
+        """Let everything happen that happens up to and at a tick."""
+        if now < self._now:
+            raise ValueError(f"Network: time goes back (from tick {self._now} to {now})")
+        events = self._events
+        if self._touched and now > self._now:
+            self._settle()
+        while events and events[0][0] <= now:
+            tick, kind, _, version, one = heappop(events)
+            if version != one.version:
+                continue
+            if tick > self._now:
+                self._now = tick
+            if kind == _ENDS:
+                self._end(one)
+            else:
+                self._flow(one)
+            if self._touched and not (events and events[0][0] == tick):
+                self._settle()
+        self._now = now
+
+    def _push(self, one: _Transfer, tick: int, kind: int) -> None:
+        events = self._events
+        heappush(events, (tick, kind, one.number, one.version, one))
+        if len(events) > _MIN_EVENTS and len(events) > 4 * len(self._transfers):
+            events[:] = [event for event in events if event[3] == event[4].version]
+            heapify(events)
+
+    def _flow(self, one: _Transfer) -> None:
+        """Let a transfer's latency be over."""
+        one.is_flowing, one.since = True, self._now
+        rule = self._options.contention
+        if rule in ("none", "fixed_share"):
+            if rule == "none":
+                one.rate = min((link.capacity for link in one.links), default=None)
+            self._push_end(one)
+            return
+        if not one.links:
+            one.rate = None
+            self._push_end(one)
+        for link in one.links:
+            link.transfers[one] = None
+            self._touched[link] = None
+
+    def _end(self, one: _Transfer) -> None:
+        self._leave(one)
+        one.has_ended = True
+        self._ended.append(one)
+
+    def _leave(self, one: _Transfer) -> None:
+        """Take a transfer off its links; what was to happen to it does not."""
+        one.version += 1
+        for link in one.links:
+            if one in link.transfers:
+                del link.transfers[one]
+                self._touched[link] = None
+
+    def _push_end(self, one: _Transfer) -> None:
+        ticks = 0 if one.rate is None else -(-one.work_left // one.rate)
+        self._push(one, self._now + ticks, _ENDS)
+
+    # Rates
+
+    def _links_between(self, source: int, target: int) -> list[_Link]:
+        links = [] if self._shared is None else [self._shared]
+        if self._capacity is not None:
+            for end in (("out", source), ("in", target)):
+                link = self._links.get(end)
+                if link is None:
+                    link = self._links[end] = _Link(self._num_links, self._capacity)
+                    self._num_links += 1
+                links.append(link)
+        return links
+
+    @staticmethod
+    def _share_at_start(links: Sequence[_Link]) -> int | None:
+        return min((max(1, link.capacity // len(link.transfers)) for link in links), default=None)
+
+    def _settle(self) -> None:
+        """Work rates out again where transfers have come or gone."""
+        touched = self._touched
+        if not touched:
+            return
+        self._touched = {}
+        rule = self._options.contention
+        if rule == "max_min":
+            for one, rate in self._fair_rates(touched).items():
+                self._set_rate(one, rate)
+        elif rule == "exclusive":
+            for link in touched:
+                head = next(iter(link.transfers), None)
+                if (
+                    head is not None
+                    and not head.rate
+                    and all(next(iter(each.transfers)) is head for each in head.links)
+                ):
+                    self._set_rate(head, min(each.capacity for each in head.links))
+
+    def _set_rate(self, one: _Transfer, rate: int) -> None:
+        if rate == one.rate:
+            return
+        one.work_left, one.since = one.work_left_at(self._now), self._now
+        one.rate = rate
+        one.version += 1
+        self._push_end(one)
+
+    @staticmethod
+    def _fair_rates(touched: Iterable[_Link], probe: _Transfer | None = None) -> dict[_Transfer, int]:
+        """Max-min fair rates of all transfers connected with these links, by progressive filling.
+
+        Shares grow together until a link is full; its transfers keep that share, the others go on. `probe` is counted as one
+        more transfer on its links.
+        """
+        users = {link: [*link.transfers] for link in touched}
+        if probe is not None:
+            for link in probe.links:
+                users[link].append(probe)
+        unseen = list(users)
+        while unseen:
+            for one in users[unseen.pop()]:
+                for link in one.links:
+                    if link not in users:
+                        users[link] = [*link.transfers]
+                        unseen.append(link)
+        left = {link: (link.capacity, len(who)) for link, who in users.items() if who}
+        shares = [(capacity // count, link.number, link) for link, (capacity, count) in left.items()]
+        heapify(shares)
+        rates: dict[_Transfer, int] = {}
+        while shares:
+            share, number, link = heappop(shares)
+            capacity, count = left[link]
+            if not count:
+                continue
+            if capacity // count != share:  # others of its transfers were held back elsewhere
+                heappush(shares, (capacity // count, number, link))
+                continue
+            for one in users[link]:
+                if one not in rates:
+                    rates[one] = rate = max(1, share)
+                    for each in one.links:
+                        capacity, count = left[each]
+                        left[each] = (capacity - rate, count - 1)
+        return rates
+
+
+def _grains(bandwidth: float | None) -> int | None:
+    return None if bandwidth is None else round(bandwidth * _GRAIN)
+
+
+def _check(source: int, target: int, num_bytes: int) -> None:
+    if source == target:
+        raise ValueError(f"Network: replica {source} has no link to itself")
+    if num_bytes < 0:
+        raise ValueError(f"Network: a negative number of bytes ({num_bytes})")

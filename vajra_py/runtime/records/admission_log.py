@@ -1,0 +1,67 @@
+"""Log of an admission policy's decisions: one JSON line for each request that was degraded, refused or deferred, or let in after that.
+
+`{"at": seconds, "index": …, "request_id": …, "policy": …, "decision": "accept" | "refuse" | "defer", …}`, in the order of the decisions, with
+the fields that the decision sets. The same run gives the same bytes. Runs without an admission policy have no such file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vajra_py.contract import Accept, AdmissionDecision, Defer, Refuse, RequestView
+from vajra_py.contract.observer import Observer
+from vajra_py.runtime.records.decision_log import open_binary
+
+ADMISSIONS_FILE = "admissions.jsonl.gz"
+_NAMES = {Accept: "accept", Refuse: "refuse", Defer: "defer"}
+
+
+class AdmissionLog(Observer):
+    """Writes `admissions.jsonl.gz` while a run goes on."""
+
+    wants_step_ends = False
+
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        self._raw = open_file(path)
+        self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
+
+    def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
+        """Write a line."""
+        said = {one.name: getattr(decision, one.name) for one in fields(decision)}
+        row = {
+            "at": now,
+            "index": request.index,
+            "request_id": request.request_id,
+            "policy": policy,
+            "decision": _NAMES[type(decision)],
+            **{name: _plain(value) for name, value in said.items() if value is not None},
+        }
+        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+
+    def flush(self) -> None:
+        """Hand every line so far to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+        self._raw.close()
+
+
+def _plain(value: Any) -> Any:
+    """A number of any library as Python's own."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def read_admissions(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the decisions of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    if not path.exists():
+        return
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)

@@ -1,0 +1,346 @@
+"""The gate: asks the admission policy about requests that arrive, and keeps those that it puts off.
+
+One gate serves all replicasets of a run. A request that is deferred is alive and in no queue: it may be taken back and expire, and
+policies of the layers hear of it when it is let in. It is asked about again at its time, or, where it has none, when some request has
+ended and when the policy is woken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from vajra_py.config import DEFAULT_POOL
+from vajra_py.contract import (
+    Accept,
+    AdmissionDecision,
+    AdmissionPolicy,
+    Defer,
+    PoolRole,
+    PoolView,
+    Refuse,
+    ReplicaLoadView,
+)
+from vajra_py.contract.latency import LAST_S
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
+from vajra_py.runtime.kv import BlockHashes
+from vajra_py.runtime.requests.listeners import NOBODY, Listeners, listeners_among
+from vajra_py.runtime.requests.rejections import SHED
+from vajra_py.runtime.requests.request import Admission, Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.policy_swap import bind_all
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
+
+ADMISSION_SLOT = "admission"
+"""Place of the admission policy under `scheduling:` in YAML, by which it is woken."""
+MAX_FRUITLESS = 100_000
+"""Times in a row that a policy may defer requests although nothing else happens in between."""
+
+MakeHashes = Callable[[int], BlockHashes | None]
+
+
+@dataclass(eq=False, slots=True)
+class Deferral:
+    """One deferred request.
+
+    Attributes:
+        make_hashes: identifies the blocks of its prompt, given a block size.
+        until: tick at which the policy is asked again; None: when something changes.
+        is_void: whether it was asked again, or has ended.
+    """
+
+    request: Request
+    facts: RequestFacts
+    make_hashes: MakeHashes
+    until: int | None = None
+    is_void: bool = False
+
+
+class AdmissionGate:
+    """The admission policy of a run and the requests that it has deferred."""
+
+    def __init__(
+        self,
+        make_policy: Callable[[], AdmissionPolicy],
+        name: str,
+        replicasets: Mapping[str, Replicaset],
+        models: Mapping[str, object] | None = None,
+    ) -> None:
+        """`models`: the model of each replicaset where requests cannot be sent from one model to another; None: they can."""
+        self.name = name
+        self.error: PolicyError | None = None
+        """What the policy did against the contract; None: nothing."""
+        self.on_room: Callable[[], None] | None = None
+        """Told that requests without a time of their own are to be asked about again, in this tick; the driver's."""
+        self.num_fruitless = 0
+        """Deferrals since anything else happened."""
+        self._make_policy = make_policy
+        self._models = models
+        self._deferred: dict[Request, Deferral] = {}
+        self._num_deferred: Counter[str] = Counter()
+        self._num_timeless = 0
+        self._views = [_ReplicasetSight(one, self._num_deferred) for one in replicasets.values()]
+        self._replicasets = dict(replicasets)
+        self.renew()
+        if self.own != NOBODY:
+            for one in self._replicasets.values():
+                if one.policies is not None:
+                    bind_all(one, one.policies, None)
+
+    def renew(self) -> None:
+        """Make the policy anew; replicasets tell it of requests from when their policies are bound next."""
+        self.policy = self._make_policy()
+        self.error = None
+        self.own: Listeners = listeners_among(((self.policy, self.name),))
+        """What the policy listens to."""
+        for one in self._replicasets.values():
+            if one.policies is not None:
+                one.policies.beside = ((self.policy, self.name),)
+
+    # Who is deferred
+
+    def __len__(self) -> int:
+        """Deferred requests."""
+        return len(self._deferred)
+
+    def num_deferred(self, replicaset: str) -> int:
+        """Return the number of deferred requests of one replicaset."""
+        return self._num_deferred[replicaset]
+
+    @property
+    def waits_for_change(self) -> bool:
+        """True if a deferred request has no time of its own."""
+        return self._num_timeless > 0
+
+    def keep(self, deferral: Deferral, until: float | None, now: int) -> None:
+        """Keep a deferred request until the policy is to be asked again."""
+        request = deferral.request
+        tick = None if until is None else max(_tick_from(until), now + 1)
+        if request.state is not RequestState.DEFERRED:
+            request.move_to(RequestState.DEFERRED)
+        self._deferred[request] = replace(deferral, until=tick, is_void=False)
+        self._num_deferred[request.replicaset] += 1
+        self._num_timeless += until is None
+
+    def forget(self, request: Request, now: float) -> Deferral | None:
+        """A request is let in or leaves; None when it is not deferred."""
+        deferral = self._deferred.pop(request, None)
+        if deferral is None:
+            return None
+        deferral.is_void = True
+        self._num_deferred[request.replicaset] -= 1
+        self._num_timeless -= deferral.until is None
+        admission = request.admission
+        assert admission is not None
+        assert admission.deferred_at is not None
+        admission.deferred_s = to_seconds(to_ticks(now) - to_ticks(admission.deferred_at))
+        return deferral
+
+    def deferral_of(self, request: Request) -> Deferral:
+        """The deferral of a deferred request."""
+        return self._deferred[request]
+
+    def timeless(self) -> list[Request]:
+        """Deferred requests without a time of their own: by their users' priority, then in order of submission."""
+        found = [request for request, deferral in self._deferred.items() if deferral.until is None]
+        return sorted(found, key=lambda one: (one.priority, one.index))
+
+    def first_timeless(self) -> Request | None:
+        """One of them; None if there is none."""
+        return next((request for request, deferral in self._deferred.items() if deferral.until is None), None)
+
+    # Asking
+
+    def ask(self, request: Request, now: float) -> AdmissionDecision:
+        """The policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""
+        try:
+            decision: object = self.policy.admit(request, self._views, now)
+            return self._checked(decision, request, now)
+        except PolicyError as error:
+            self.error = error
+            raise
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            self.error = PolicyError.caused_by(self.name, error, request_id=request.request_id)
+            raise self.error from error
+
+    def _checked(self, decision: object, request: Request, now: float) -> AdmissionDecision:
+        wrong: str | None = "answered with something else than Accept, Refuse or Defer"
+        if isinstance(decision, Accept):
+            wrong = self._wrong_accept(decision, request)
+        elif isinstance(decision, Refuse):
+            wrong = _wrong_refusal(decision)
+        elif isinstance(decision, Defer):
+            wrong = _wrong_deferral(decision, now)
+        if wrong is None:
+            assert isinstance(decision, Accept | Refuse | Defer)
+            return decision
+        raise self.violation(f"{wrong} (got {decision!r})", request)
+
+    def _wrong_accept(self, decision: Accept, request: Request) -> str | None:
+        most: object = decision.max_tokens  # a plug-in may say anything
+        slo_class: object = decision.slo_class
+        name = decision.replicaset
+        if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or int(most) < 1):
+            return "accepted a request with a max_tokens that is not a whole number of at least 1"
+        if slo_class is not None and not isinstance(slo_class, str):
+            return "accepted a request with an slo_class that is not a name"
+        if name is None or name == request.replicaset:
+            return None
+        if name not in self._replicasets:
+            return f"sent a request to a replicaset that there is not. Replicasets: {', '.join(self._replicasets)}"
+        models = self._models
+        if models is not None and models[name] != models[request.replicaset]:
+            return f"sent a request to a replicaset that serves another model than {request.replicaset}"
+        return None
+
+    def wake(self, key: str, now: float) -> None:
+        """Tell the policy that a time has come that it asked for. Raises `PolicyError`, which is kept as `error`."""
+        on_wake = getattr(self.policy, "on_wake", None)
+        if on_wake is None:
+            return
+        try:
+            on_wake(key, now)
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            self.error = PolicyError.caused_by(self.name, error)
+            raise self.error from error
+
+    def violation(self, message: str, request: Request) -> PolicyError:
+        """The error for what the policy did with a request."""
+        place = place_of_definition(self.policy.admit)
+        return PolicyError(self.name, message, request_id=request.request_id, place=place)
+
+    def note(self, request: Request, decision: AdmissionDecision, now: float) -> bool:
+        """Write a decision into the request; whether observers are told of it."""
+        before = request.admission
+        if before is None:
+            before = request.admission = Admission()
+        was_deferred = before.num_deferrals > 0
+        if isinstance(decision, Defer):
+            before.outcome = "deferred"
+            before.num_deferrals += 1
+            if before.deferred_at is None:
+                before.deferred_at = now
+            return True
+        if isinstance(decision, Refuse):
+            before.outcome, before.refusal = "refused", decision.reason
+            before.retry_after_s = None if decision.retry_after_s is None else float(decision.retry_after_s)
+            return True
+        before.degraded = _degrade(request, decision)
+        before.outcome = "degraded" if before.degraded else "accepted"
+        return was_deferred or bool(before.degraded)
+
+    def detail_of(self, decision: Refuse) -> str:
+        """What the client of a refused request is told."""
+        return f"{SHED} {self.name}: {decision.reason}"
+
+
+def _degrade(request: Request, decision: Accept) -> str:
+    """Give a request less than it asked for; in words, empty where that is nothing less. The replicaset is the controller's to change."""
+    found = []
+    if decision.max_tokens is not None and decision.max_tokens < request.max_tokens:
+        request.max_tokens = int(decision.max_tokens)
+        found.append(f"max_tokens={request.max_tokens}")
+    if decision.slo_class is not None and decision.slo_class != request.slo_class:
+        stated: Any = request  # the client's word, and final for everybody else
+        stated.slo_class = decision.slo_class
+        found.append(f"slo_class={decision.slo_class}")
+    if decision.replicaset is not None and decision.replicaset != request.replicaset:
+        found.append(f"replicaset={decision.replicaset}")
+    return ", ".join(found)
+
+
+def _wrong_refusal(decision: Refuse) -> str | None:
+    reason: object = decision.reason  # a plug-in may say anything
+    if not isinstance(reason, str) or not reason.strip():
+        return "refused a request without a reason"
+    wait_s = decision.retry_after_s
+    if wait_s is not None and not (_is_number(wait_s) and wait_s >= 0):
+        return "refused a request with a retry_after_s that is not a finite number of seconds, 0 or more"
+    return None
+
+
+def _wrong_deferral(decision: Defer, now: float) -> str | None:
+    until = decision.until
+    if until is None:
+        return None
+    if not _is_number(until) or until > LAST_S:
+        return f"deferred a request until a time that is not a number of seconds up to {LAST_S:,}"
+    return None if until > now else f"deferred a request into the past (now is {now!r})"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _tick_from(seconds: float) -> int:
+    """The first tick that is not before a time."""
+    tick = to_ticks(seconds)
+    return tick if to_seconds(tick) >= seconds else tick + 1
+
+
+class _PoolSight:
+    """`PoolView` of a replicaset without pools."""
+
+    __slots__ = ("_replicaset", "name", "role")
+
+    def __init__(self, replicaset: Replicaset) -> None:
+        self._replicaset = replicaset
+        self.name = DEFAULT_POOL
+        self.role = PoolRole.MIXED.value
+
+    @property
+    def replicas(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas, by id."""
+        return self._replicaset.live_loads()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for one of its replicas."""
+        return self._replicaset.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Their tokens that are left to compute."""
+        return self._replicaset.num_queued_tokens
+
+
+class _ReplicasetSight:
+    """`ReplicasetView` with live figures."""
+
+    __slots__ = ("_num_deferred", "_replicaset", "name", "pools")
+
+    def __init__(self, replicaset: Replicaset, num_deferred: Counter[str]) -> None:
+        self._replicaset = replicaset
+        self._num_deferred = num_deferred
+        self.name = replicaset.name
+        self.pools: Sequence[PoolView] = (_PoolSight(replicaset),)
+
+    @property
+    def replicas(self) -> Sequence[ReplicaLoadView]:
+        """Its replicas, by id."""
+        return self._replicaset.live_loads()
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting requests of all queues."""
+        return self._replicaset.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Their tokens that are left to compute."""
+        return self._replicaset.num_queued_tokens
+
+    @property
+    def num_deferred(self) -> int:
+        """Requests for it that were put off."""
+        return self._num_deferred[self.name]

@@ -1,0 +1,120 @@
+"""Wake-ups of policies: who asked to be woken, when, under which key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.support.clock import NEVER, to_ticks
+
+MAX_WAKES_PER_TICK = 1000
+"""Wake-ups of one policy at one tick, or at ticks in a row, above which it is stopped: it wakes itself without end."""
+
+
+@dataclass(eq=False, slots=True)
+class Sleeper:
+    """A policy that may ask to be woken."""
+
+    replicaset: str
+    """Empty for policies of the whole system."""
+    slot: str
+    """Key of its place under `scheduling:` in YAML."""
+    policy_name: str
+    replica_id: int | None = None
+    """Of a replica scheduler."""
+    policy: Any = None
+    """The object; None while it is being built."""
+    last_tick: int = -1
+    num_wakes: int = 0
+    """Wake-ups until `last_tick`, each at the tick of the one before or the next."""
+
+    def count(self, now: int) -> None:
+        """Count a wake-up. Raises `PolicyError` for a policy that wakes itself without end."""
+        if now > self.last_tick + 1:
+            self.num_wakes = 0
+        self.last_tick = now
+        self.num_wakes += 1
+        if self.num_wakes > MAX_WAKES_PER_TICK:
+            message = f"asks to be woken again and again at one time ({MAX_WAKES_PER_TICK} times)"
+            error = PolicyError(self.policy_name, message)
+            raise error if self.replica_id is None else error.at(self.replica_id, 0)
+
+
+@dataclass(eq=False, slots=True)
+class Alarm:
+    """One wake-up to come."""
+
+    sleeper: Sleeper
+    key: str | None
+    """None: no key of the policy's own; its replica's next step is due (`BatchBuilder.idle_until`)."""
+    tick: int
+    is_void: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class AlarmClock:
+    """The wake-ups of a run. A driver connects itself with `connect`; what was asked for before is handed to it then."""
+
+    _pending: dict[tuple[Sleeper, str | None], Alarm] = field(default_factory=dict)
+    _push: Callable[[Alarm], None] | None = None
+
+    def connect(self, push: Callable[[Alarm], None]) -> None:
+        """Hand each wake-up to `push` from now on; it calls `rang` when the time has come."""
+        self._push = push
+        for alarm in self._pending.values():
+            push(alarm)
+
+    def set(self, sleeper: Sleeper, key: str | None, tick: int) -> None:
+        """Wake a policy at a tick, and under this key at no other."""
+        old = self._pending.get((sleeper, key))
+        if old is not None:
+            if old.tick == tick:
+                return
+            old.is_void = True
+        alarm = self._pending[sleeper, key] = Alarm(sleeper, key, tick)
+        if self._push is not None:
+            self._push(alarm)
+
+    def cancel(self, sleeper: Sleeper, key: str | None) -> None:
+        """Forget the wake-up of this key."""
+        alarm = self._pending.pop((sleeper, key), None)
+        if alarm is not None:
+            alarm.is_void = True
+
+    def rang(self, alarm: Alarm) -> None:
+        """The time of this one has come."""
+        del self._pending[alarm.sleeper, alarm.key]
+
+
+class PolicyWakeUps:
+    """`WakeUps` of one policy."""
+
+    __slots__ = ("_clock", "_sleeper")
+
+    def __init__(self, clock: AlarmClock, sleeper: Sleeper) -> None:
+        self._clock = clock
+        self._sleeper = sleeper
+
+    def at(self, time_s: float, key: str = "") -> None:
+        """See `WakeUps`."""
+        self._clock.set(self._sleeper, _checked(key), wake_tick(time_s))
+
+    def cancel(self, key: str = "") -> None:
+        """See `WakeUps`."""
+        self._clock.cancel(self._sleeper, _checked(key))
+
+
+def wake_tick(time_s: float) -> int:
+    """The tick of a time that a policy names; the end of the clock for what is later. Raises `ValueError` unless it is finite."""
+    if not math.isfinite(time_s):
+        raise ValueError(f"a time to be woken at must be finite (got {time_s!r})")
+    return min(to_ticks(time_s), NEVER - 1)
+
+
+def _checked(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"the key of a wake-up is a string (got {key!r})")
+    return key

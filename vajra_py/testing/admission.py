@@ -1,0 +1,218 @@
+"""Conformance suite of admission policies.
+
+In a package's own tests:
+
+    @pytest.mark.parametrize("spec", vajra_admission_policies(), ids=lambda spec: spec.name)
+    def test_keeps_the_contract(spec):
+        check_admission_policy(spec)
+
+The policy is built as a run builds it, and decides in small simulated situations beside plain policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vajra_py.contract import AdmissionPolicy, AdmissionSpec
+from vajra_py.errors import VajraError
+from vajra_py.plugins import check_admission_shape, load_registry
+from vajra_py.plugins.build import admission_hooks
+from vajra_py.plugins.watchdog import no_endless_calls
+from vajra_py.testing import scenarios
+from vajra_py.testing.habits import kept_requests, uncalled_methods
+from vajra_py.testing.purity import ImpureError, only_pure
+from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn, PlainChunks
+from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
+from vajra_py.testing.strict import StrictViews
+from vajra_py.testing.subject import UNCOUNTED, Interposing, context_of
+
+POLICY_TIMEOUT_S = 30.0
+"""Real time that a policy may take for one check, seconds."""
+SCENARIOS = (
+    scenarios.LIGHT,
+    scenarios.OVERLOADED,
+    scenarios.ALL_AT_ONCE,
+    scenarios.STARVED,
+    scenarios.LEAVING,
+    scenarios.SHARED_PREFIXES,
+)
+_NUM_REPLICAS = 2
+
+
+def admission_policies_under_test() -> list[AdmissionSpec]:
+    """Return every installed admission policy by name; what `pytest.mark.parametrize` needs."""
+    return [offer.spec for offer in load_registry().admission_policies.values()]
+
+
+def check_admission_policy(spec: AdmissionSpec, params: Mapping[str, Any] | None = None) -> None:
+    """Run every check of an admission policy, with its default parameters or these.
+
+    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found.
+    """
+    subject = _Subject(spec, params or {})
+    failures = []
+    for name, check in _CHECKS.items():
+        failure = _failure(check, subject)
+        if failure is not None:
+            failures.append(f"  {name}: {failure}")
+            if check is _builds:
+                break
+    if failures:
+        raise AssertionError("\n".join([f"admission policy {spec.name!r} breaks the contract:", *failures]))
+
+
+@dataclass(eq=False)
+class _Subject:
+    """A policy with its parameters, and what it did in each scenario so far."""
+
+    spec: AdmissionSpec
+    params: Mapping[str, Any]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def build(self, context: Any) -> Any:
+        """A fresh policy."""
+        return self.spec.build(self.spec.config(**self.params), context)
+
+    def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = UNCOUNTED) -> Outcome:
+        """Put it into a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
+
+        def source(context: Any) -> Any:
+            policy = self.build(context)
+            return policy if interposing is None else interposing(policy)
+
+        policies = Policies(ByArrivalInTime(), InTurn(), lambda context: PlainChunks(), source)
+        try:
+            return simulate(scenario, policies, replace(rules, num_replicas=_NUM_REPLICAS))
+        except (VajraError, StuckError, RuntimeError, AssertionError) as error:
+            raise AssertionError(f"{error} ({scenario.name})") from error
+
+    def base(self, scenario: Scenario) -> Outcome:
+        """Observe it in a scenario in which nothing is wrapped or changed; requests and blocks are counted after every step."""
+        outcome = self.outcomes.get(scenario.name)
+        if outcome is None:
+            outcome = self.outcomes[scenario.name] = self.run(scenario, rules=Rules())
+        return outcome
+
+
+def _failure(check: Callable[[_Subject], None], subject: _Subject) -> str | None:
+    try:
+        with no_endless_calls(POLICY_TIMEOUT_S):
+            check(subject)
+    except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError) as error:
+        return str(error)
+    except Exception as error:  # of the policy's own, while it was built
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _builds(subject: _Subject) -> None:
+    try:
+        policy = subject.build(context_of(scenarios.LIGHT))
+    except Exception as error:
+        message = f"cannot be built from {dict(subject.params) or 'its default parameters'}"
+        raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
+    try:
+        check_admission_shape(policy, "it", "under test")
+    except VajraError as error:
+        raise AssertionError(str(error)) from error
+    _require(isinstance(policy, AdmissionPolicy), f"{policy!r} is not an AdmissionPolicy")
+
+
+def _decides_about_everybody(subject: _Subject) -> None:
+    """Every request is let in or turned away, ends exactly once, and none is forgotten at the gate."""
+    for scenario in SCENARIOS:
+        outcome = subject.base(scenario)
+        _require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended ({scenario.name})")
+        num_ends = len({end[0] for end in outcome.ends})
+        same = num_ends == len(outcome.ends) == len(outcome.requests)
+        _require(same, f"a request ended twice or not at all ({scenario.name})")
+
+
+def _same_as_base(
+    subject: _Subject, what: str, run: Callable[[Scenario], Outcome], violations: Sequence[str] = ()
+) -> None:
+    for scenario in SCENARIOS:
+        try:
+            outcome = run(scenario)
+        except AssertionError as error:
+            raise AssertionError(violations[0] if violations else str(error)) from error
+        _require(not violations, violations[0] if violations else "")
+        first = subject.base(scenario)
+        for before, now in zip(first.admissions, outcome.admissions, strict=False):
+            _require(before == now, f"a decision differs {what} ({scenario.name}): {before} and then {now}")
+        same = len(first.admissions) == len(outcome.admissions) and first.ends == outcome.ends
+        _require(same, f"the run ends in another way {what} ({scenario.name})")
+
+
+def _is_repeatable(subject: _Subject) -> None:
+    _same_as_base(subject, "when the run is repeated with the same seed", subject.run)
+
+
+def _is_pure(subject: _Subject) -> None:
+    spec = subject.spec
+    modules = {
+        spec.build.__module__,
+        spec.config.__module__,
+        type(subject.build(context_of(scenarios.LIGHT))).__module__,
+    }
+    violations: list[str] = []
+    with only_pure({name.partition(".")[0] for name in modules} - {"vajra_py"}, violations):
+        _same_as_base(subject, "without clocks and global generators", subject.run, violations)
+
+
+def _reads_the_contract_only(subject: _Subject) -> None:
+    views = StrictViews()
+
+    def run(scenario: Scenario) -> Outcome:
+        return subject.run(scenario, views.policy)
+
+    _same_as_base(subject, "behind views that know the contract alone", run, views.violations)
+
+
+def _is_the_same_when_fast_forwarded(subject: _Subject) -> None:
+    for scenario in (scenarios.LIGHT, scenarios.OVERLOADED, scenarios.STARVED, scenarios.LEAVING):
+        asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, fast_forward=False))
+        ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
+        text = f"it decides otherwise while decode steps are fast-forwarded ({scenario.name})"
+        _require((asked.admissions, asked.ends) == (ahead.admissions, ahead.ends), text)
+
+
+def _calls_its_methods(subject: _Subject) -> None:
+    names = uncalled_methods(subject.build(context_of(scenarios.LIGHT)), admission_hooks())
+    allowed = "a name of the contract (such as on_arrivals), or a leading underscore"
+    _require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
+
+
+def _forgets_ended_requests(subject: _Subject) -> None:
+    for scenario in (scenarios.OVERLOADED, scenarios.LEAVING):
+        built: list[Any] = []
+
+        def kept(policy: Any, built: list[Any] = built) -> Any:
+            built.append(policy)
+            return policy
+
+        outcome = subject.run(scenario, kept)
+        num_kept, num_ended = len(kept_requests(built, outcome.requests.values())), len(outcome.ends)
+        text = (
+            f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
+        )
+        _require(num_kept <= 1, text)  # the one that it saw last
+
+
+_CHECKS: Mapping[str, Callable[[_Subject], None]] = {
+    "is built from its parameters": _builds,
+    "decides about everybody": _decides_about_everybody,
+    "decides the same again": _is_repeatable,
+    "is pure": _is_pure,
+    "has no method that nobody calls": _calls_its_methods,
+    "forgets requests that have ended": _forgets_ended_requests,
+    "reads what the contract offers": _reads_the_contract_only,
+    "decides the same with decode fast-forward": _is_the_same_when_fast_forwarded,
+}
