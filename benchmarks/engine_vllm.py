@@ -6,7 +6,7 @@ Llamas of about 4, 10 and 30 million parameters with random weights answer 64 ra
 and the same number of threads; rounds alternate, and medians count. Both schedule as vLLM does, with the same batch limits and
 without a prefix cache. With --replicas N this engine has N replicas, each in a process of its own with an Nth of threads, batch
 and KV memory, which computes decodes that probably follow while the controller decides (look_ahead). Without --vllm-eager vLLM compiles
-the model, as it does by default (that takes a C++ compiler).
+the model, as it does by default (that takes a C++ compiler). A model that this engine refuses to run in a dtype is reported and skipped.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ VLLM = {
 }
 
 Answer = tuple[list[list[int]], float, float]
+
+
+class RefusedError(Exception):
+    """An engine does not run the model; the message is its reason."""
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -117,14 +121,27 @@ def vllm(job: Mapping[str, Any]) -> Callable[[], list[list[int]]]:
 
 
 def answer(name: str, job: Mapping[str, Any]) -> None:
-    """A contender's process: one round for each line of standard input, a line of results each."""
+    """A contender's process: a line that is null, or the reason for refusing the model; then a line of results a line of input."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
     if name == "engine":
         from vajra_py.engine.worker import set_passive_omp_wait
 
         set_passive_omp_wait()
-    run = (engine if name == "engine" else vllm)(job)
+    run: Callable[[], list[list[int]]] | None = None
+    refusal = None
+    if name == "engine":
+        from vajra_py.errors import ConfigError
+
+        try:
+            run = engine(job)
+        except ConfigError as error:
+            refusal = " ".join(str(error).split())
+    else:
+        run = vllm(job)
+    print(json.dumps(refusal), file=results, flush=True)
+    if run is None:
+        return
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), tree_cpu_s()
         tokens = run()
@@ -150,14 +167,23 @@ class Contender:
     def round(self) -> Answer:
         """Tokens, wall seconds, CPU seconds."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
+        tokens, wall, cpu = self._line()
+        return tokens, wall, cpu
+
+    def wait_loaded(self) -> None:
+        """Wait until it has loaded the model. Raises `RefusedError`."""
+        refusal = self._line()
+        if refusal is not None:
+            raise RefusedError(f"{self.name}: {refusal}")
+
+    def _line(self) -> Any:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             sys.exit(f"{self.name}: ended with code {self._process.wait()}")
-        tokens, wall, cpu = json.loads(line)
-        return tokens, wall, cpu
+        return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
@@ -167,14 +193,16 @@ class Contender:
 
 
 def compare(job: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of rounds that alternate; the ratio is of each pair."""
+    """Medians of rounds that alternate; the ratio is of each pair. Raises `RefusedError`."""
     with ExitStack() as stack:
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "job.json"
         file.write_text(json.dumps(job))
         names = {"engine": (sys.executable, {}), "vllm": (options.python, VLLM | options.vllm_env)}
-        both = [Contender(name, python, file, env) for name, (python, env) in names.items()]
-        for one in both:
-            stack.callback(one.close)
+        both: list[Contender] = []
+        for name, (python, env) in names.items():
+            both.append(Contender(name, python, file, env))
+            stack.callback(both[-1].close)
+            both[-1].wait_loaded()
         first = [one.round()[0] for one in both]  # warms up
         for one in both:
             one.round()
@@ -243,7 +271,12 @@ def main() -> None:
                 asked = requests(SHAPES[shape]["vocab_size"])
                 job = {"model": str(folder), "requests": asked, "dtype": dtype, "threads": options.threads}
                 job |= {"eager": options.vllm_eager, "replicas": options.replicas}
-                figures = compare(job, options)
+                try:
+                    figures = compare(job, options)
+                except RefusedError as refusal:
+                    content["figures"][f"{shape} {dtype}"] = {"skipped": str(refusal)}
+                    print(shape, dtype, f"skipped; {refusal}", flush=True)
+                    continue
                 content["figures"][f"{shape} {dtype}"] = figures
                 print(shape, dtype, described(figures), flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -210,13 +210,13 @@ class _Planner:
         return KeyRange(slots.reshape(-1)[offset : offset + end - begin], 0, 1, end - begin)
 
     def _band(self, max_query_len: int, max_kv_len: int) -> torch.Tensor:
-        """Additive mask [R, max_kv_len + R] whose entry at row r, column ``max_kv_len + t`` masks the key at distance t from row 0.
+        """Additive float32 mask [R, max_kv_len + R] whose entry at row r, column ``max_kv_len + t`` masks the key at distance t from row 0.
 
         Row r sees t <= r, and with a window t > r - window. Every piece's mask is a slice of it.
         """
         rows = min(max_query_len, PIECE_ROWS)
-        mask = torch.zeros((rows, max_kv_len + rows), dtype=self.dtype)
-        hidden = torch.full((rows, rows), float("-inf"), dtype=self.dtype).triu_(1)
+        mask = torch.zeros((rows, max_kv_len + rows))
+        hidden = torch.full((rows, rows), float("-inf")).triu_(1)
         mask[:, max_kv_len:] = hidden
         if self.window is not None:
             distance = torch.arange(-max_kv_len, rows) - torch.arange(rows)[:, None]

@@ -72,6 +72,22 @@ def test_equals_float64(case: AttentionCase, generator: torch.Generator) -> None
     assert torch.equal(alone, out)
 
 
+@pytest.mark.parametrize("widens", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunks_in_half_precision_with_and_without_matrix_tiles(
+    dtype: torch.dtype, widens: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors with tiles for a dtype attend chunks in it, others in float32."""
+    monkeypatch.setattr("vajra_kernels.cpu._widens_chunks", lambda dtype: widens and dtype != torch.float32)
+    for case in (replace(BASE, dtype=dtype), replace(BASE, dtype=dtype, window=100, softcap=20.0)):
+        inputs = make_inputs(case, generator, "cpu")
+        out, lse = attend(case, inputs)
+        error, lse_error = worst_errors(out, lse, expected(case, inputs))
+        assert out.dtype == dtype
+        assert error < TOLERANCES[dtype]
+        assert lse_error < LSE_TOLERANCES[dtype]
+
+
 def test_it_may_be_called_in_inference_mode_and_outside_of_it_by_turns(generator: torch.Generator) -> None:
     case = replace(BASE, dims=(48, 48), lens=tuple((num_query, 3 * kv_len) for num_query, kv_len in LONG_MIX))
     with torch.inference_mode():  # longer than any before, so that fresh memory is needed

@@ -68,7 +68,7 @@ def test_half_precision_passes_the_check(
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without the rearrangements that need float32: what a GPU runs too."""
+    """Without the norms' weights folded into products, as on a GPU."""
     runner = compute_kit.runner(small_models(family), dtype=dtype)
     assert (runner.facts.forward, runner.facts.dtype) == ("fused", dtype)
     job = compute_kit.job([5, 6, 7, 8, 9], 6)
@@ -90,6 +90,38 @@ def test_wrong_block_table_shows(compute_kit: Any, small_models: Callable[[str],
     wrong = runner.run(StepInput([Chunk(0, prompt[8:], 8, True)], tables=[TableUpdate(0, 0, [5, 7])]))
     expected = torch.log_softmax(compute_kit.expected_logits(directory, prompt)[-1], -1)
     assert abs(wrong.logprobs[0].logprob - float(expected[wrong.token_ids[0]])) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_and_rotations_in_half_precision_round_once(dtype: torch.dtype) -> None:
+    """They are what float64 gives for the same operands, rounded: no product or square is rounded on the way."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+    from vajra_py.engine.compute.model.fused_parts import Norm, RopeTables
+
+    generator = torch.Generator().manual_seed(2)
+    module = LlamaRMSNorm(256, eps=1e-6)
+    module.weight.data = 1.0 + torch.randn(256, generator=generator) * 0.1
+    module = module.to(dtype)
+    x = (torch.randn(300, 256, generator=generator) * 3.0).to(dtype)
+    wide = x.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.weight.double()
+    kept = x.clone()
+    assert (Norm.of(module)(x) != normed.to(dtype)).float().mean() < 1e-3  # float32 on the way may round otherwise
+    assert torch.equal(x, kept)
+
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, max_position_embeddings=512)
+    embedding = LlamaRotaryEmbedding(config)
+    rope = RopeTables(embedding, dtype).rope(None, 32, is_complex=True)
+    positions = torch.arange(0, 300, 7)
+    heads = torch.randn(len(positions), 4, 32, generator=generator).to(dtype)
+    neighbours = rope.reorder(heads.reshape(-1), 32).view(heads.shape)
+    rotated = rope.apply(neighbours, rope.at(positions, 512))
+    cos, sin = (part[0, :, None, :16].double() for part in embedding(heads, positions[None]))
+    first, second = heads.double().chunk(2, -1)
+    exact = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+    assert (rotated != exact.to(dtype)).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

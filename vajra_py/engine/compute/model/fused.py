@@ -2,10 +2,10 @@
 
 Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same arithmetic
 from rearranged weights: one product for Q, K and V and one for gate and up; on a CPU packed for oneDNN; on a GPU products
-that add to the residual in place. Between products it calls `vajra_kernels.layer_ops` where that is faster. Elsewhere, in
-float32, norms' weights are multiplied into the products that follow, and rotary embedding is one complex product (rows of
-W_q and W_k are reordered so that the two halves of a rotated pair are neighbours: the same reordering in Q and K leaves
-their scores as they are).
+that add to the residual in place. Between products it calls `vajra_kernels.layer_ops` where that is faster. Elsewhere
+rotary embedding is one complex product (rows of W_q and W_k are reordered so that the two halves of a rotated pair are
+neighbours: the same reordering in Q and K leaves their scores as they are), and in float32 norms' weights are multiplied
+into the products that follow.
 
 Invariants:
     - It is used only after a check against transformers' own forward pass with the same weights.
@@ -192,12 +192,12 @@ class _Builder:
 
     @property
     def folds(self) -> bool:
-        """True if norm weights are folded into products and rotary embedding is a complex product."""
+        """True if norm weights are folded into products; in half precision that would round them once more."""
         return self.dtype == torch.float32 and not self.is_fused
 
     def layer(self, layer: Any, facts: LayerFacts) -> FusedLayer:
         attention = layer.self_attn
-        rope = self.tables.rope(getattr(attention, "layer_type", None), facts.key_dim, self.folds)
+        rope = self.tables.rope(getattr(attention, "layer_type", None), facts.key_dim, is_complex=not self.is_fused)
         qkv, bias = self._qkv(attention, facts, rope)
         attention_norm, qkv = self._before(layer.input_layernorm, qkv)
         four_norms = hasattr(layer, "pre_feedforward_layernorm")

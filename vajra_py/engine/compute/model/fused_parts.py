@@ -76,10 +76,11 @@ def can_pack(weight: torch.Tensor) -> bool:
 class Norm:
     """Root-mean-square norm over the last dimension, times a weight unless that is folded into the next product.
 
-    A weight of a wider dtype than its operand (Gemma's in half precision) is multiplied before rounding.
+    A weight of a wider dtype than its operand (Gemma's in half precision) is multiplied before rounding. On a CPU half
+    precision is converted once, computed in place in float32 and rounded once: torch's general function makes more passes.
     """
 
-    __slots__ = ("_eps", "_native", "eps", "is_fused", "is_wide", "weight", "width")
+    __slots__ = ("_eps", "_native", "_wide_weight", "eps", "is_fused", "is_wide", "weight", "width")
 
     def __init__(
         self, weight: torch.Tensor | None, eps: float, width: int, is_wide: bool = False, is_fused: bool = False
@@ -91,7 +92,9 @@ class Norm:
         self._eps = torch.tensor(eps)
         self.is_wide = is_wide
         self.is_fused = is_fused
-        self._native = weight is not None and (weight.dtype != torch.float32 or weight.device.type != "cpu")
+        self._native = weight is not None and weight.device.type != "cpu"
+        is_half_on_cpu = weight is not None and not self._native and (is_wide or weight.dtype != torch.float32)
+        self._wide_weight = weight.float() if weight is not None and is_half_on_cpu else None
 
     @classmethod
     def of(cls, module: Any, is_fused: bool = False) -> Norm:
@@ -127,6 +130,9 @@ class Norm:
             from vajra_kernels.layer_ops import add_norm
 
             return add_norm(x, self.parameters)
+        if self._wide_weight is not None:
+            wide = x.float()
+            return wide.mul_(self._inverse_length(wide)).mul_(self._wide_weight).to(x.dtype)
         if self.is_wide and self.weight is not None:
             return (functional.rms_norm(x.float(), (self.width,), None, self.eps) * self.weight).to(x.dtype)
         if self._native and self.weight is not None:
@@ -134,13 +140,17 @@ class Norm:
                 return functional.rms_norm(x, (self.width,), self.weight, self.eps)
             return functional.rms_norm(x, (self.width,), None, self.eps) * self.weight
         # Fewer passes over x than the general function makes on a CPU.
-        length = torch.linalg.vector_norm(x, 2, -1, True)
-        x = x * torch.addcmul(self._eps, length, length, value=1.0 / self.width).rsqrt_()
+        x = x * self._inverse_length(x)
         return x if self.weight is None else x.mul_(self.weight)
+
+    def _inverse_length(self, x: torch.Tensor) -> torch.Tensor:
+        """1 / sqrt(mean of squares + epsilon), [..., 1] of x [..., width]."""
+        length = torch.linalg.vector_norm(x, 2, -1, True)
+        return torch.addcmul(self._eps, length, length, value=1.0 / self.width).rsqrt_()
 
 
 class Rope:
-    """Rotary embedding of one kind of layer, in place where it is a complex product."""
+    """Rotary embedding of one kind of layer; as a complex product it is computed in float32, in place if x is float32."""
 
     __slots__ = ("_tables", "dim", "is_complex", "kind", "rotary_dim")
 
@@ -178,9 +188,10 @@ class Rope:
     def apply(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """X [T, heads, dim], rotated."""
         if isinstance(rotation, torch.Tensor):
-            pairs = x[..., : self.rotary_dim].view(*x.shape[:2], self.rotary_dim // 2, 2)
+            wide = x.float()
+            pairs = wide[..., : self.rotary_dim].view(*x.shape[:2], self.rotary_dim // 2, 2)
             torch.view_as_complex(pairs).mul_(rotation)
-            return x
+            return wide.to(x.dtype)
         cos, sin = rotation
         first, second = x[..., : self.rotary_dim].chunk(2, -1)
         parts = [first * cos - second * sin, second * cos + first * sin]
@@ -225,7 +236,7 @@ class RopeTables:
         like = torch.zeros((), dtype=self._dtype, device=buffer.device)
         extra = {"layer_type": kind} if self._takes_kind else {}
         cos, sin = (part[0, :, : part.shape[-1] // 2].contiguous() for part in self._module(like, positions, **extra))
-        both = torch.complex(cos, sin) if is_complex else None
+        both = torch.complex(cos.float(), sin.float()) if is_complex else None
         self._tables[kind] = (cos, sin, both)
         return self._tables[kind]
 
