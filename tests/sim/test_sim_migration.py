@@ -114,7 +114,10 @@ def test_downtime_does_not_grow_with_the_length_of_the_request() -> None:
 def test_waiting_requests_go_to_another_queue_or_back_to_the_shared_one() -> None:
     requests = [RequestSpec(name, 0.0, 1500, 50, max_tokens=50) for name in "abc"]  # two do not fit into one replica
     for target in (1, None):
-        moves = lambda alive, now, target=target: [Move(one, target) for one in alive.values() if not one.is_resident]
+
+        def moves(alive: dict[str, RequestView], now: float, target: int | None = target) -> Iterable[Move]:
+            return [Move(one, target) for one in alive.values() if not one.is_resident]
+
         ways = simulate(mixed(), requests, registry=registry_of([0.1], moves)).ways
         alone = simulate(mixed(), requests, registry=registry_of([], moves)).ways
         assert ways["b"].ended is not None
@@ -127,7 +130,7 @@ def test_a_target_without_room_leaves_the_source_as_it_was() -> None:
     mapping = mixed()
     requests = [RequestSpec("a", 0.0, 1400, 100, max_tokens=100), RequestSpec("b", 0.6, 400, 20)]
     done = simulate(mapping, requests, registry=registry_of([0.5], move_all(1)))
-    assert done.ways["a"].reason is EndReason.STOP
+    assert done.ways["a"].reason is EndReason.LENGTH
 
     def there(alive: dict[str, RequestView], now: float) -> Iterable[Move]:
         if now < 0.3:

@@ -82,3 +82,19 @@ class HandOffConfig(BaseModel):
         if isinstance(value, Mapping) and value.get("preset") in PRESETS:
             return {**PRESETS[value["preset"]], **value}
         return value
+
+
+class MigrationConfig(BaseModel):
+    """Rules by which running requests move to another replica while they go on computing (Llumnix's defaults)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    max_stages: Annotated[int, Field(strict=True, gt=0)] = Field(
+        3, description="Copies of a request's KV in all; the last one stops it."
+    )
+    last_stage_max_blocks: Annotated[int, Field(strict=True, ge=0)] = Field(
+        16, description="Full blocks that are not copied yet at or below which the last copy is made."
+    )
+    max_per_replica: Annotated[int, Field(strict=True, gt=0)] = Field(
+        1, description="Migrations from and to one replica at a time; more are not begun."
+    )

@@ -18,6 +18,8 @@ from pydantic import ValidationError
 
 from vajra_py.config.choices import PluginParts
 from vajra_py.config.explain import explain
+from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
+from vajra_py.config.links import LinksConfig
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
 from vajra_py.config.presets import expand, long_forms
@@ -126,9 +128,9 @@ def dump_effective(config: SystemConfig) -> str:
             if not data.get(key):
                 data.pop(key, None)
         for section in (data, *data.get("replicasets", {}).values()):
-            if not section.get("pools"):
-                for key in ("pools", "hand_off", "links"):
-                    section.pop(key, None)
+            for key, default in _NOTHING_MOVES.items():
+                if section.get(key) == default:
+                    del section[key]
         for own in (data["backend"].get("simulator") or {}).get("replicasets", {}).values():
             if not own.get("pools"):
                 own.pop("pools", None)
@@ -146,6 +148,15 @@ def dump_yaml(data: Any) -> str:
     out = StringIO()
     yaml.dump(data, out)
     return out.getvalue()
+
+
+_NOTHING_MOVES: Mapping[str, Any] = {
+    "pools": {},
+    "hand_off": HandOffConfig().model_dump(mode="json"),
+    "links": LinksConfig().model_dump(mode="json"),
+    "migration": MigrationConfig().model_dump(mode="json"),
+}
+"""Keys that are left out of a written experiment where they say nothing."""
 
 
 def _named(path: str | Path) -> tuple[Any, Place]:

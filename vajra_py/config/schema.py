@@ -25,7 +25,7 @@ from pydantic import (
 
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
-from vajra_py.config.hand_off import HandOffConfig
+from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.config.links import LinksConfig
 from vajra_py.contract import Layer, PoolRole, RequestView
 from vajra_py.contract.latency import LAST_S
@@ -369,6 +369,7 @@ class ReplicasetConfig(Section):
     pools: Pools = Field(default_factory=dict, description="As at the top.")
     hand_off: HandOffConfig = Field(default_factory=HandOffConfig, description="As at the top.")
     links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top.")
+    migration: MigrationConfig = Field(default_factory=MigrationConfig, description="As at the top.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
 
     @model_validator(mode="after")
@@ -522,6 +523,10 @@ class SystemConfig(Section):
         default_factory=HandOffConfig, description="How requests go from one pool to another with their KV."
     )
     links: LinksConfig = Field(default_factory=LinksConfig, description="Links between replicas, over which KV goes.")
+    migration: MigrationConfig = Field(
+        default_factory=MigrationConfig,
+        description="How running requests move, where the replicaset scheduler moves any.",
+    )
     view_interval_s: Seconds = Field(
         0.0,
         description=(
@@ -615,6 +620,7 @@ class SystemConfig(Section):
             **({"pools": self.pools} if self.pools else {"num_replicas": self.num_replicas}),
             hand_off=self.hand_off,
             links=self.links,
+            migration=self.migration,
             view_interval_s=self.view_interval_s,
         )
         return {"default": only}

@@ -141,6 +141,9 @@ class Observer:
     def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The source of a request has given back the blocks that it held for it."""
 
+    def on_migration_aborted(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """A running request does not move after all; it goes on at its source, unless it has ended or was preempted."""
+
     def on_first_token(self, request: RequestView, now: float) -> None:
         """A request's client saw its first token."""
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from vajra_py.metrics.plots.layout import arrange_runs
 from vajra_py.metrics.plots.style import add_legend, line_entries, new_figure, say_empty, styled
-from vajra_py.metrics.runs.run_data import RunData, distinct
+from vajra_py.metrics.runs.naming import distinct
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.tables.replicas import active_times, scaled_replicasets
 
 if TYPE_CHECKING:

@@ -319,7 +319,7 @@ def build_replicaset(
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
-    if is_split or replicaset.places_itself:
+    if is_split or replicaset.places_itself or replicaset.moves_requests:
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
             replica.first_token = FirstToken(settings.hand_off.first_token)
@@ -362,7 +362,7 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
     if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
         message = "KV that is spread over KV-parallel groups does not move between replicas"
         raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
-    return HandOffRules(settings.hand_off, links, num_bytes)
+    return HandOffRules(settings.hand_off, links, num_bytes, settings.migration)
 
 
 def _build_replica(

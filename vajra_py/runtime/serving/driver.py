@@ -48,6 +48,7 @@ from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.hand_off import HandOff, HandOffs, is_leaving
+from vajra_py.runtime.serving.migration import Migrations
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -154,6 +155,11 @@ class Driver(Generic[R]):
         controller.on_ended = backend.on_requests_ended
         self._hand_offs: dict[str, HandOffs[R]] = {
             name: HandOffs(one, one.hand_off, _Floor(self))
+            for name, one in controller.replicasets.items()
+            if one.hand_off is not None
+        }
+        self._migrations: dict[str, Migrations[R]] = {
+            name: Migrations(one, self._hand_offs[name], _Floor(self), one.hand_off.migration)
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
@@ -530,8 +536,21 @@ class Driver(Generic[R]):
         """Requests of a replica have ended by themselves."""
         hand_offs = self._hand_offs.get(one.replica.replicaset)
         if hand_offs is not None:
+            migrations = self._migrations[one.replica.replicaset]
             for request, _ in ended:
+                migrations.gone(request)
                 hand_offs.gone(request)
+
+    def _ask_for_moves(self, name: str) -> None:
+        """Let the replicaset scheduler move requests, if it moves any."""
+        replicaset = self.controller.replicasets[name]
+        if not replicaset.moves_requests or replicaset.out_of_service or name not in self._migrations:
+            return
+        try:
+            for move in replicaset.asked_moves(to_seconds(self.now)):
+                self._migrations[name].move(move)
+        except PolicyError as error:
+            self._isolate(name, error)
 
     def _move_on(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
@@ -655,6 +674,7 @@ class Driver(Generic[R]):
                 one.replica.running_set.read_keys_again()
         if layer is Layer.REPLICASET_SCHEDULER and name in self._hand_offs:
             self._hand_offs[name].place_again()
+            self._ask_for_moves(name)
         for one in list(self._idle[name].values()):
             self._wake(one)
         if len(replicaset.shared):
@@ -797,6 +817,7 @@ class Driver(Generic[R]):
         self._call_off(one)
         if self._hand_offs:
             self._move_on(one)
+            self._ask_for_moves(what.replicaset)
         self._wake(one)
 
     def _control(self, what: Control) -> None:
@@ -812,6 +833,7 @@ class Driver(Generic[R]):
         else:
             hand_offs = self._hand_offs.get(what.replicaset)
             if hand_offs is not None:
+                self._migrations[what.replicaset].lose(one)
                 hand_offs.lose(one)
             try:
                 self.controller.reset_cache(one.replica, self.now)
@@ -828,6 +850,7 @@ class Driver(Generic[R]):
         self._draining.discard(one.rank)
         hand_offs = self._hand_offs.get(what.replicaset)
         if hand_offs is not None:
+            self._migrations[what.replicaset].lose(one)
             hand_offs.lose(one)
         try:
             losses = self.controller.lose_replica(one.replica, what, self.now)
@@ -837,6 +860,7 @@ class Driver(Generic[R]):
             self._isolate(what.replicaset, error)
             return
         self._wake_placed(what.replicaset, losses.moved)
+        self._ask_for_moves(what.replicaset)
 
     def _wake_placed(self, name: str, moved: Sequence[tuple[Request, Replica | None]]) -> None:
         """Wake the replicas that may run requests that were placed anew."""
@@ -878,6 +902,7 @@ class Driver(Generic[R]):
         self._interrupt(name)
         replicaset = self.controller.replicasets[name]
         if name in self._hand_offs:
+            self._migrations[name].clear()
             self._hand_offs[name].clear()
         self.controller.take_out_of_service(replicaset, error, self.now)
         for one in self._replicas[name]:
@@ -935,6 +960,10 @@ class _Floor(Generic[R]):
     def wake(self, one: R) -> None:
         """See `HandOffDriver`."""
         self._driver._wake(one, at_once=False)
+
+    def announce(self, request: Request, one: R | None) -> None:
+        """See `HandOffDriver`."""
+        self._driver._placed(request, None if one is None else one.replica, at_once=False)
 
     def placed(self, request: Request, one: R) -> None:
         """See `HandOffDriver`."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol
 
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.runtime.movement.links import Network
@@ -62,6 +62,8 @@ class HandOff(Generic[R]):
     """Position among those for which blocks were set aside."""
     is_early: bool = False
     """True while its prompt is not computed."""
+    is_migration: bool = False
+    """True if it was running; its prompt was computed before."""
     hit: int = 0
     """Tokens that the target's cache held when blocks were set aside before the prompt."""
 
@@ -87,6 +89,9 @@ class HandOffDriver(Protocol[R]):
 
     def copy(self, hand_off: HandOff[R]) -> None:
         """Tell the backend that KV is on its way."""
+
+    def announce(self, request: Request, one: R | None) -> None:
+        """Let a request be run that was bound to a replica, or put into the shared queue (None)."""
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Count requests that have ended."""
@@ -116,6 +121,10 @@ class HandOffs(Generic[R]):
         self._asked_while_busy: set[int] = set()
         """Targets that look at their line when their step ends."""
         self._scheduled_at: int | None = None
+        self.on_stage_copied: Callable[[object], None] = _nothing_copied
+        """Called with the stage of a migration whose KV has arrived."""
+        self.on_stopped: Callable[[object], None] = _nothing_copied
+        """Called with a migration whose source is between two steps, as it asked."""
 
     def __len__(self) -> int:
         return len(self._of)
@@ -264,7 +273,8 @@ class HandOffs(Generic[R]):
         assert target is not None
         one.stage, one.has_reserved = Stage.MOVING, True
         one.number, self._num_started = self._num_started, self._num_started + 1
-        num_moved = one.num_tokens - (hit if self._rules.settings.moves == "missing" else 0)
+        is_partial = self._rules.settings.moves == "missing" or one.is_migration
+        num_moved = one.num_tokens - (hit if is_partial else 0)
         ids = (one.source.replica.replica_id, target.replica.replica_id)
         now = self._driver.now
         for observer in self.observers:
@@ -285,8 +295,10 @@ class HandOffs(Generic[R]):
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
         for transfer in self._network.ended(now):
-            one: Any = transfer
-            self._moved(one)
+            if isinstance(transfer, HandOff):
+                self._moved(transfer)
+            else:
+                self.on_stage_copied(transfer)
         self._schedule()
 
     def _moved(self, one: HandOff[R]) -> None:
@@ -305,7 +317,7 @@ class HandOffs(Generic[R]):
         assert target is not None
         del self._of[request]
         now = to_seconds(self._driver.now)
-        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value:
+        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value and not one.is_migration:
             request.set_computed(one.num_tokens - 1)
         target.replica.arrived(request, now)
         for observer in self.observers:
@@ -339,7 +351,7 @@ class HandOffs(Generic[R]):
         if self._one_at_a_time:
             self._reserve(one)
         dues = self._dues.get(replica_id)
-        while dues and self._may_act(one):
+        while dues and not one.replica.num_in_flight:
             _, act = dues.pop(0)
             act()
         if not self._one_at_a_time and replica_id in self._asked_while_busy:
@@ -362,6 +374,38 @@ class HandOffs(Generic[R]):
         before = len(line)
         self._reserve(one)
         return len(line) < before
+
+    # Parts of migrations
+
+    def copy_stage(self, stage: Hashable, request: Request, ends: tuple[R, R], num_tokens: int) -> None:
+        """Copy KV of a request that goes on running; `on_stage_copied` is called when it has arrived."""
+        source, target = (one.replica.replica_id for one in ends)
+        now = self._driver.now
+        for observer in self.observers:
+            observer.on_transfer(request, source, target, num_tokens, to_seconds(now))
+        self._network.start(stage, source, target, num_tokens * self._rules.bytes_per_token, now)
+        self._schedule()
+
+    def cancel_stage(self, stage: Hashable) -> None:
+        """Call a copy off."""
+        self._network.cancel(stage, self._driver.now)
+        self._schedule()
+
+    def stop_between_steps(self, stage: object, source: R) -> None:
+        """Call `on_stopped` when the source is between two steps."""
+        if source.replica.num_in_flight:
+            self._due(source, -1, lambda: self.on_stopped(stage))
+        else:
+            self.on_stopped(stage)
+
+    def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
+        """Send the last KV of a request that was stopped; blocks of the target are set aside for all of it."""
+        source, target = ends
+        one = HandOff(request, source, request.num_computed_tokens, target, has_reserved=True, is_migration=True)
+        self._of[request] = one
+        for observer in self.observers:
+            observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
+        self._start(one, num_copied)
 
     # Ends before the time
 
@@ -451,7 +495,9 @@ class HandOffs(Generic[R]):
                 gone.append(one.request)
             elif one.target is lost:
                 self._call_off(one)
-                if one.stage is not Stage.COMPUTING:
+                if one.is_migration:
+                    self._stay(one)
+                elif one.stage is not Stage.COMPUTING:
                     self._unplaced[one.request] = one
         return gone
 
@@ -492,6 +538,10 @@ class HandOffs(Generic[R]):
 
 def _runs_full(one: R) -> bool:
     return one.replica.running_set.num_running >= one.replica.limits.max_batch_size
+
+
+def _nothing_copied(stage: object) -> None:
+    """Nothing migrates."""
 
 
 def is_leaving(request: Request) -> bool:

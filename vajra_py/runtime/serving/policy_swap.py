@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, MovesRequests, PlacesAfterPrompt
 from vajra_py.contract.observer import PolicySwap
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.plugins import kind_of
@@ -54,6 +54,9 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
     if replicaset.out_of_service:
         replacing |= {other: policies.make_again(other) for other in Layer if other is not layer}
     policies.check_needs(replacing)
+    if replicaset.hand_off is None and any(isinstance(one, PlacesAfterPrompt | MovesRequests) for one in made.made):
+        what = "moves requests between replicas, and its replicaset was built for a scheduler that does not"
+        raise ConfigError(Problem(f"replicaset {replicaset.name}", f"{change.choice.policy} {what}"))
     _announce_arrivals(change.choice.policy, made, alive, to_seconds(now))
     moved: Sequence[tuple[Request, Replica | None]] = ()
     num_requeued = 0

@@ -165,6 +165,13 @@ class Replica:
         self.memory.free(request, request.num_computed_tokens, for_good=True)
         self.memory.forget(request)
 
+    def stop(self, request: Request) -> None:
+        """Take a running request out of the running set; its blocks stay until another replica has its KV."""
+        self.running_set.materialize()
+        self.running_set.drop(request)
+        request.move_to(RequestState.HELD)
+        self.held[request] = None
+
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
         """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
         del self.held[request]
@@ -177,8 +184,9 @@ class Replica:
             reason = self._end_reason(request, StepResult())
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
-        del self.running_set.partial[request]
-        self.running_set.pool.join(request, num_left)
+        if request.num_remaining_tokens == 1:
+            del self.running_set.partial[request]
+            self.running_set.pool.join(request, num_left)
         return []
 
     def reserve(self, request: Request, num_tokens: int) -> int | None:
@@ -353,9 +361,9 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """The policy can run nobody, and nobody runs: let the least urgent of those that came with their KV give it up."""
+        """The policy can run nobody: let the least urgent of those that came with their KV give it up."""
         running_set = self.running_set
-        if len(running_set.arrived) < 1 or running_set.num_running or self.num_in_flight:
+        if not running_set.arrived or self.num_in_flight:
             return False
         seconds = to_seconds(now)
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, cast
 
-from vajra_py.config.hand_off import HandOffConfig
+from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.contract import (
     Layer,
+    Move,
+    MovesRequests,
     PlacesAfterPrompt,
     PoolRole,
     QueueView,
@@ -44,6 +46,7 @@ class HandOffRules:
     settings: HandOffConfig
     links: LinkOptions
     bytes_per_token: int
+    migration: MigrationConfig = field(default_factory=MigrationConfig)
 
     @property
     def reserves_first(self) -> bool:
@@ -214,6 +217,8 @@ class Replicaset:
         else:
             second = None if self.policies is None else self.policies.decode_scheduler
             place = assign if second is None else second.assign
+        self.moves_requests = isinstance(scheduler, MovesRequests)
+        """True if the scheduler moves requests between replicas."""
         self._place_method = place
         self._place_call = place if around is None else around(self.name, layer, name, place)
         for replica in self.replicas:
@@ -505,6 +510,18 @@ class Replicaset:
             place = place_of_definition(method)
             raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
         return int(chosen)
+
+    def asked_moves(self, now: float) -> Sequence[Move]:
+        """Moves that the scheduler asks for now. Raises `PolicyError`."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, MovesRequests):
+            return ()
+        try:
+            return list(scheduler.moves(self._views_at(now), now))
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
         """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
