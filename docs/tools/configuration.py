@@ -21,6 +21,7 @@ from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.facts import FACTS
+from vajra_py.contract.routing import RoutingPartChoice
 from vajra_py.plugins import load_registry, parameters_of
 from vajra_py.workload.config import WorkloadOptions
 from vajra_py.workload.sessions import Sessions
@@ -43,13 +44,18 @@ TITLES = {
     "EngineConfig": "Backend: `engine`",
     "VllmBackendConfig": "Backend: `vllm`",
     "ExperimentConfig": "The file",
+    "HandOffConfig": "Hand-off",
     "KvParallelConfig": "KV parallelism",
     "Lengths": "Prompt and output lengths",
+    "LinksConfig": "Links",
     "LognormalPart": "Part of a mixture",
     "MemoryConfig": "KV memory",
+    "MigrationConfig": "Migration",
     "OutputConfig": "Output",
     "Piece": "Piece of a rate",
     "PolicyChoice": "A policy",
+    "PoolConfig": "A pool",
+    "PoolSimulatorConfig": "Backend: a simulated pool",
     "PrefixCacheConfig": "Prefix cache",
     "PriorityShare": "A priority",
     "ReplicaConfig": "Replica",
@@ -95,6 +101,8 @@ PLACES = {
     ("SimulatorConfig", "output_length"): "[predictor](#output-length-predictors)",
     ("ReplicasetSimulatorConfig", "latency"): "[latency model](#latency-models) or null",
     ("ReplicasetSimulatorConfig", "predictions"): "[latency model](#latency-models) or null",
+    ("PoolSimulatorConfig", "latency"): "[latency model](#latency-models) or null",
+    ("PoolSimulatorConfig", "predictions"): "[latency model](#latency-models) or null",
     ("EngineConfig", "latency"): "[latency model](#latency-models)",
     ("VllmBackendConfig", "latency"): "[latency model](#latency-models)",
     ("VllmBackendConfig", "output_length"): "[predictor](#output-length-predictors)",
@@ -242,6 +250,8 @@ def type_text(annotation: Any) -> str:
     """A type in words, models as links to their sections."""
     if annotation in PLAIN:
         return PLAIN[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, RoutingPartChoice):
+        return "[part of a router](../routing.md#the-parts)"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return link(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

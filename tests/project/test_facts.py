@@ -57,6 +57,8 @@ def test_made_up_facts_are_found_wherever_facts_are(tmp_path: Path) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
+        "-o",
+        "pythonpath=",  # not this checkout before the copy
         "tests/serve/made_up_facts.py",
     ]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)

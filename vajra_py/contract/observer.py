@@ -24,7 +24,7 @@ class ScheduledChunk:
     num_computed_before: int
     """Tokens in KV before the step; for a request admitted in this step, its prefix-cache hit."""
     kind: str
-    """"running", "admitted" (first admission) or "resumed" (admission after a preemption)."""
+    """"running", "admitted" (first admission), "resumed" (admission after a preemption) or "moved" (it came with its KV)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class StepEntry:
     num_computed_before: int
     """Tokens in KV before the step, cached prefix included."""
     kind: str
-    """"running", "admitted" or "resumed"."""
+    """"running", "admitted", "resumed" or "moved" (it came with its KV)."""
 
 
 @dataclass(frozen=True, slots=True)

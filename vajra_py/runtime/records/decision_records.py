@@ -23,7 +23,7 @@ SCALARS = (
     *("free_blocks", "num_waiting", "num_waiting_after", "num_running"),
 )
 """Fields of a record's `FIELDS` that are written unchanged."""
-KINDS = ("running", "admitted", "resumed")
+KINDS = ("running", "admitted", "resumed", "moved")
 MODES = ("recompute", "swap")
 REASONS = tuple(reason.value for reason in EndReason)
 NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.int8, "finished_reason": np.int8}

@@ -206,8 +206,7 @@ class HandOffs(Generic[R]):
 
     def load(self, target: R) -> None:
         """Bring the KV of the requests that a replica's scheduler has just admitted."""
-        loads, target.replica.builder.loads = target.replica.builder.loads, []
-        for request, hit in loads:
+        for request, hit in target.replica.builder.take_loads():
             self._start(self._of[request], hit)
 
     def _prepare_here(self, one: HandOff[R]) -> None:

@@ -33,7 +33,7 @@ class Migration(Generic[R]):
     """Its admission at the source; another one means that it was preempted meanwhile."""
     num_copied: int = 0
     """Leading tokens whose KV is at the target, or on its way."""
-    num_stages: int = 0
+    num_copies: int = 0
     has_reserved: bool = False
     is_copying: bool = False
     """True while a stage's KV is on its way."""
@@ -136,9 +136,9 @@ class Migrations(Generic[R]):
         num_full = one.request.num_computed_tokens // size * size
         if one.source.replica.num_in_flight:
             num_full = max(0, num_full - size)  # a step that writes the last block may not have come back
-        one.num_stages += 1
+        one.num_copies += 1
         num_left = (num_full - one.num_copied) // size
-        if one.num_stages >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:
+        if one.num_copies >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:
             self._hand_offs.stop_between_steps(one, one.source)
             return
         if not self._reserve(one, num_full):

@@ -87,6 +87,11 @@ class Builder(PlanDraft):
             self.dropped = []
         return dropped
 
+    def take_loads(self) -> list[tuple[Request, int]]:
+        """Return the requests that were admitted and whose KV is to come from elsewhere, since this was last called."""
+        loads, self.loads = self.loads, []
+        return loads
+
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
         self._empty(now)

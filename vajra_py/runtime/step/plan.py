@@ -19,7 +19,7 @@ class PlannedChunk(NamedTuple):
     num_tokens: int
     num_computed_before: int
     kind: str
-    """"running", "admitted" or "resumed"."""
+    """"running", "admitted", "resumed" or "moved" (it came with its KV)."""
 
 
 @dataclass(eq=False, slots=True)
