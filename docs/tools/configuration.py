@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.schema import ExperimentConfig
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, PolicyConfig
 from vajra_py.contract.facts import FACTS
 from vajra_py.contract.routing import RoutingPartChoice
 from vajra_py.plugins import load_registry, parameters_of
@@ -252,6 +252,8 @@ def type_text(annotation: Any) -> str:
         return PLAIN[annotation]
     if isinstance(annotation, type) and issubclass(annotation, RoutingPartChoice):
         return "[part of a router](../routing.md#the-parts)"
+    if isinstance(annotation, type) and issubclass(annotation, PolicyConfig):
+        return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return link(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -29,7 +29,6 @@ __all__ = [
     "Kind",
     "Offer",
     "OutputLengthInputs",
-    "OwnSpec",
     "Parameter",
     "PluginSource",
     "Registry",

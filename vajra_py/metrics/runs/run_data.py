@@ -204,10 +204,14 @@ class RunData:
     @property
     def has_admission(self) -> bool:
         """True if the requests table says what an admission policy decided."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         path = self.path / REQUESTS_FILE
-        return path.exists() and "admission" in pq.read_schema(path).names
+        try:
+            return path.exists() and "admission" in pq.read_schema(path).names
+        except (OSError, pa.ArrowException) as error:
+            raise _problem(path, f"not a readable table ({error})", "It may be cut off; run again") from error
 
     def admissions(self) -> Iterator[Mapping[str, Any]]:
         """Yield the admission policy's decisions in order (`vajra_py.runtime.records.admission_log`); none for a run without one."""

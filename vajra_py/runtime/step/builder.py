@@ -77,14 +77,11 @@ class Builder(PlanDraft):
     def reset(self) -> None:
         """Forget what earlier steps left to count or copy: the replica is empty."""
         self._drop_dues()
-        self.dropped = []
-        self.loads = []
+        self.dropped, self.loads = [], []
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
         """Return the requests that the policy has dropped since the last call."""
-        dropped = self.dropped
-        if dropped:
-            self.dropped = []
+        dropped, self.dropped = self.dropped, []
         return dropped
 
     def take_loads(self) -> list[tuple[Request, int]]:
