@@ -147,7 +147,7 @@ def test_what_is_built_is_checked(
 
 def test_wrong_parameters_are_named(context: PolicyContext) -> None:
     registry = load_registry().with_policies([AdmissionSpec("gate", Config, lambda c, x: Gate(), "A gate.")])
-    with pytest.raises(ConfigError, match="scheduling.admission.params.share"):
+    with pytest.raises(ConfigError, match=r"scheduling\.admission\.params\.share"):
         build_admission_policy("gate", {"share": "much"}, context, registry)
-    with pytest.raises(ConfigError, match="scheduling.admission.params.shares"):
+    with pytest.raises(ConfigError, match=r"scheduling\.admission\.params\.shares"):
         build_admission_policy("gate", {"shares": 1}, context, registry)
