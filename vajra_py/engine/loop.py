@@ -307,8 +307,10 @@ class EngineLoop(Backend[EngineReplica]):
     # Requests
 
     def on_transfer(self, request: Request, source: EngineReplica, target: EngineReplica) -> None:
-        """See `Backend`; pools are refused when an engine is built."""
-        raise ExecutorError("engine: KV does not move between replicas")
+        """See `Backend`; pools are refused when an engine is built, so that a scheduler has chosen this by itself."""
+        name = self.controller.replicasets[request.replicaset].scheduler_name
+        message = "lets a request go on at another replica, and KV does not move between replicas of this engine"
+        raise PolicyError(name, message, request_id=request.request_id)
 
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""

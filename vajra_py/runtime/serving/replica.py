@@ -543,7 +543,7 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if self.hands_off and request not in self._to_abort:
+            if self.hands_off and request not in self._to_abort and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
