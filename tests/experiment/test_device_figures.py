@@ -11,6 +11,7 @@ from vajra_py import api as vajra
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.metrics.comparison.trust import warnings_of
+from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.plugins import load_registry
 
@@ -88,7 +89,11 @@ def test_a_model_of_step_times_without_a_device_has_the_one_that_is_named() -> N
     }
     assert devices(constant) == {}
     (found,) = devices({**constant, "costs": {"device": "l4", "devices_per_replica": 2}}).values()
-    assert (found.costs.device, found.num_devices, found.price_per_hour) == ("l4", 2, pytest.approx(0.88))
+    assert (found.costs.device, found.num_devices, found.price_per_hour(Window(0.0, 1.0))) == (
+        "l4",
+        2,
+        pytest.approx(0.88),
+    )
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,12 @@ def combinations() -> list[tuple[Scenario, tuple[str, ...], int]]:
             else names[layer][int(stream.integers(len(names[layer])))]
             for layer in Layer
         )
-        drawn.append((SITUATIONS[number % len(SITUATIONS)], chosen, 1 + number % 3))
+        if chosen[2] == "space_sharing" and chosen[0] not in ("lrs", "edf"):
+            chosen = ("lrs", *chosen[1:])  # it needs slack
+        situation = SITUATIONS[number % len(SITUATIONS)]
+        if chosen[2] == "minivllm" and situation.name == "far more requests than fit into a batch":
+            situation = SITUATIONS[(number + 1) % len(SITUATIONS)]  # it refuses every one of these
+        drawn.append((situation, chosen, 1 + number % 3))
     return drawn
 
 
