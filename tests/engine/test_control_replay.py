@@ -127,7 +127,10 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
 
 
 PRIORITIZERS: list[Any] = ["fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"]
-CHOOSERS: list[Any] = ["round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"]
+CHOOSERS: list[Any] = [
+    *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
+    *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
+]
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
     {"policy": "fixed_chunk", "params": {"chunk_size": 20}},
