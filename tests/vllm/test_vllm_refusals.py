@@ -14,7 +14,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1 import kv_cache_interface as kv
 
 from tests.vllm.core import kv_cache, vllm_config
+from vajra_py.config import system_from_mapping
 from vajra_py.errors import ConfigError
+from vajra_py.plugins import load_registry
+from vajra_py.vllm.mechanism import check_policies
 from vajra_py.vllm.plugin import abort_at_once, check_early
 from vajra_py.vllm.support import check_cache, check_options
 
@@ -237,3 +240,16 @@ def test_a_recording_gets_time_to_end(model: Path, tmp_path: Path) -> None:
     abort_at_once(sent)
     assert sent.shutdown_timeout == 0
     assert vllm_config(str(model), **given).shutdown_timeout == 0
+
+
+def test_an_admission_policy_is_refused_by_name() -> None:
+    layers = {
+        "request_prioritizer": "fcfs",
+        "replicaset_scheduler": "round_robin",
+        "replica_scheduler": "fixed_chunk",
+        "admission": "token_bucket",
+    }
+    mapping = {"version": 1, "scheduling": layers, "replica": {"memory": {"num_blocks": 10}}}
+    config = system_from_mapping({**mapping, "backend": {"vllm": {"model": "anywhere"}}})
+    with pytest.raises(ConfigError, match=r"scheduling\.admission: vLLM takes a request in before .*token_bucket"):
+        check_policies(config, load_registry(), 100)
