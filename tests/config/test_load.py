@@ -18,7 +18,7 @@ from vajra_py.config import (
     register_backend,
 )
 from vajra_py.config import choices as choices_module
-from vajra_py.config.schema import Section
+from vajra_py.config.sections import Section
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicySpec
 from vajra_py.errors import ConfigError, PluginError
 from vajra_py.plugins import Registry, build_policy, load_registry

@@ -282,7 +282,6 @@ def settings_with(**more: Any) -> dict[str, Any]:
     [
         ({"num_replicas": 5}, "num_replicas is not within elastic (5 of 1 to 4)"),
         ({"elastic": {"min_replicas": 2, "max_replicas": 4}}, "num_replicas is not within elastic (1 of 2 to 4)"),
-        ({"elastic": {"drain": "migrate"}}, "elastic.drain"),
         ({"elastic": {"max_replicas": 0}}, "elastic.max_replicas"),
         ({"elastic": None}, "scheduling.scaling names a scaler, and elastic has no bounds for it"),
         ({"pools": {"a": {}, "b": {}}}, "elastic is for one kind of replicas; give each pool its own"),

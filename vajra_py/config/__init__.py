@@ -17,25 +17,25 @@ from vajra_py.config.load import (
     system_from_mapping,
 )
 from vajra_py.config.manifest import run_manifest, versions
-from vajra_py.config.schema import (
+from vajra_py.config.replica import (
     DEFAULT_POOL,
-    AdmissionConfig,
-    BackendConfig,
-    ExperimentConfig,
     KvParallelConfig,
     MemoryConfig,
-    OutputConfig,
-    PolicyChoice,
     PoolConfig,
     PrefixCacheConfig,
     ReplicaConfig,
+)
+from vajra_py.config.schema import (
+    AdmissionConfig,
+    BackendConfig,
+    ExperimentConfig,
+    OutputConfig,
     ReplicasetConfig,
-    SchedulingConfig,
     SelectConfig,
     SimulatorConfig,
     SystemConfig,
-    TypedChoice,
 )
+from vajra_py.config.sections import PolicyChoice, SchedulingConfig, TypedChoice
 from vajra_py.config.sweeps import SweepPoint
 
 __all__ = [

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vajra_py.config.explain import explain, show
 from vajra_py.config.places import Entries, Finding, KeyPath, dotted, get, has, locate, plain
-from vajra_py.config.schema import PolicyChoice, TypedChoice
+from vajra_py.config.sections import PolicyChoice, TypedChoice
 from vajra_py.contract import Layer, RoutingPartChoice, RoutingPartKind
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean

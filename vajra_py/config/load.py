@@ -23,7 +23,8 @@ from vajra_py.config.links import LinksConfig
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
 from vajra_py.config.presets import expand, long_forms
-from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig, SystemConfig
+from vajra_py.config.schema import ExperimentConfig, SystemConfig
+from vajra_py.config.sections import MAX_REPLICATIONS
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
 from vajra_py.config.yaml_file import mapping_of, read_yaml
 from vajra_py.errors import ConfigError, Problem

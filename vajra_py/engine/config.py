@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, TypedChoice, register_backend
-from vajra_py.config.schema import Count, PositiveCount, Seconds, Section, Switch, Text
+from vajra_py.config.sections import Count, PositiveCount, Seconds, Section, Switch, Text
 from vajra_py.engine.compute import LoadRunner, RunnerOptions, inspect_model, load_runner
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.params import check_sampling

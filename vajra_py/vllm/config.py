@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, register_backend
-from vajra_py.config.schema import Text
+from vajra_py.config.sections import Text
 from vajra_py.engine.compute import LoadRunner
 from vajra_py.engine.compute.model.inspect import read_model_config
 from vajra_py.engine.config import (

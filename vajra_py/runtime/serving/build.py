@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
-from vajra_py.config.schema import ElasticConfig
+from vajra_py.config.replica import ElasticConfig
 from vajra_py.contract import (
     AdmissionPolicy,
     Layer,

@@ -1,0 +1,192 @@
+"""Sizes and memory of replicas, and the pools that a replicaset is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from vajra_py.config.sections import (
+    NAME_PATTERN,
+    BlockSize,
+    Count,
+    PolicyChoice,
+    PositiveCount,
+    ReplicaCount,
+    SchedulingConfig,
+    Seconds,
+    Section,
+    StageCount,
+    Switch,
+)
+from vajra_py.contract import PoolRole
+
+
+class PrefixCacheConfig(Section):
+    """Sharing of KV blocks between requests with equal prefixes."""
+
+    enabled: Switch = Field(True, description="Share KV blocks of equal prefixes.")
+    publish: Literal["schedule", "step_end"] = Field(
+        "schedule", description="When a full block can be hit: once its step is formed, or once the step has come back."
+    )
+    reuse_order: Literal["lru", "fifo"] = Field(
+        "lru",
+        description="Which idle block is overwritten first: the least recently used, or the first that was freed.",
+    )
+    release_order: Literal["tail_first", "head_first"] = Field(
+        "tail_first", description="In which order a request's blocks become idle; tail first keeps prefixes longest."
+    )
+    retain_freed: Switch = Field(True, description="Freed blocks can still be hit until they are overwritten.")
+    duplicates: Literal["keep_first", "keep_last"] = Field(
+        "keep_first", description="Which of two blocks with the same content answers later hits."
+    )
+    unscheduled: Literal["withdraw", "keep"] = Field(
+        "withdraw",
+        description=(
+            "What becomes of blocks published by a request that is preempted before its step runs; `keep` is vLLM's way and lets "
+            "others read blocks that were never computed."
+        ),
+    )
+
+
+class MemoryConfig(Section):
+    """KV memory of one replica."""
+
+    block_size: BlockSize = Field(16, description="Tokens of a KV block.")
+    num_blocks: PositiveCount | None = Field(
+        None, description="KV blocks of a replica; null: what model and device leave."
+    )
+    memory_fraction: float = Field(
+        0.9,
+        strict=True,
+        gt=0,
+        le=1,
+        description="Part of the device's memory that weights and KV blocks may take, fraction.",
+    )
+    reservation: Literal["prompt", "incremental"] = Field(
+        "prompt",
+        description="Blocks taken at admission: for the whole known sequence, or for the tokens of the first step.",
+    )
+    watermark_fraction: float = Field(
+        0.01, strict=True, ge=0, lt=1, description="Part of the KV blocks that admission leaves free, fraction."
+    )
+    host_blocks: Count = Field(0, description="KV blocks in host memory that preempted requests can be swapped to.")
+    tenant_salt: Switch = Field(False, description="Tenants never share cached prefixes with each other.")
+    prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig, description="Sharing of equal prefixes.")
+
+
+class KvParallelConfig(Section):
+    """KV parallelism: one long sequence spread over several groups of devices."""
+
+    groups: PositiveCount = Field(1, description="KV-parallel groups of a replica; 1: none.")
+    group_tokens: PositiveCount | None = Field(
+        None, description="Tokens of one request that one group holds, tokens; needed with more than one group."
+    )
+    busy_tokens: PositiveCount = Field(
+        500, description="Query tokens in a step from which on a group takes no further request, tokens."
+    )
+
+    @model_validator(mode="after")
+    def _sized(self) -> Self:
+        if self.groups > 1 and self.group_tokens is None:
+            raise ValueError(f"group_tokens is needed with more than one group (got groups: {self.groups})")
+        return self
+
+
+class ReplicaConfig(Section):
+    """Sizes of each replica."""
+
+    max_batch_size: PositiveCount = Field(128, description="Most requests in one step.")
+    max_batch_tokens: PositiveCount | None = Field(None, description="Most tokens in one step; null: no limit.")
+    max_model_len: PositiveCount | None = Field(
+        None, description="Most tokens of a request, prompt and output; null: what the model was trained for."
+    )
+    pipeline_stages: StageCount | None = Field(None, description="Pipeline stages; null: what the latency model has.")
+    kv_parallel: KvParallelConfig = Field(default_factory=KvParallelConfig, description="KV parallelism.")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
+
+
+class ElasticConfig(Section):
+    """Number of replicas that a scaler may choose, and how they start and stop."""
+
+    min_replicas: Count = Field(1, description="Fewest replicas, starting or up; 0 lets a scaler stop them all.")
+    max_replicas: ReplicaCount | None = Field(None, description="Most replicas, starting or up; null: `num_replicas`.")
+    startup_s: Seconds = Field(0.0, description="Time from starting a replica until it takes requests, seconds.")
+    startup_spread_s: Seconds = Field(
+        0.0, description="Each start takes up to so much longer, drawn uniformly, seconds."
+    )
+
+
+class PoolConfig(Section):
+    """One pool of a replicaset: replicas of one kind. Keys of `replica` that it leaves out are the replicaset's."""
+
+    role: Literal["mixed", "prefill", "decode"] | None = Field(
+        None,
+        description=(
+            "Work that its replicas take: prompts, whose requests then leave with their KV; decodes, which come with it; or both. "
+            "null: as its name says, if it is one of the three; else mixed."
+        ),
+    )
+    num_replicas: ReplicaCount = Field(1, description="Replicas; with a scaler those at the start.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
+    replica_scheduler: PolicyChoice | None = Field(
+        None, description="What runs in a step of its replicas; null: the replicaset's replica scheduler."
+    )
+    elastic: ElasticConfig | None = Field(
+        None, description="Number of replicas that the replicaset's scaler may choose; null: always `num_replicas`."
+    )
+
+    @property
+    def most_replicas(self) -> int:
+        """Return the most replicas that there may be at once: so many are built."""
+        most = None if self.elastic is None else self.elastic.max_replicas
+        return most or self.num_replicas
+
+
+Pools: TypeAlias = dict[Annotated[str, Field(pattern=NAME_PATTERN)], PoolConfig]
+
+DEFAULT_POOL = "default"
+"""Name of the only pool of a replicaset without `pools:`."""
+
+
+def role_of(name: str, pool: PoolConfig) -> PoolRole:
+    """Return the work that a pool of this name takes."""
+    roles = {one.value: one for one in PoolRole}
+    return roles[pool.role] if pool.role is not None else roles.get(name, PoolRole.MIXED)
+
+
+def check_pools(pools: Pools, num_replicas: int) -> None:
+    """Raise `ValueError` where prompts or decodes have no pool that takes them, or replicas are counted twice."""
+    if num_replicas != 1:
+        raise ValueError("num_replicas is the sum over the pools; give each pool its own")
+    roles = {role_of(name, pool) for name, pool in pools.items()}
+    if PoolRole.PREFILL in roles and not roles & {PoolRole.DECODE, PoolRole.MIXED}:
+        raise ValueError("no pool takes the requests that leave the prefill pool; add one with role decode or mixed")
+    if PoolRole.DECODE in roles and not roles & {PoolRole.PREFILL, PoolRole.MIXED}:
+        raise ValueError("no pool computes prompts for the decode pool; add one with role prefill or mixed")
+
+
+def check_elastic(
+    scheduling: SchedulingConfig | None, own: ElasticConfig | None, pools: Mapping[str, PoolConfig]
+) -> None:
+    """Raise `ValueError` unless there are bounds where there is a scaler, and each fit the number at the start.
+
+    `own` is the replicaset's, which counts where it has no pools of its own.
+    """
+    bounded = {name: pool.elastic for name, pool in pools.items() if pool.elastic is not None}
+    if own is not None and not any(own is one for one in bounded.values()):
+        raise ValueError("elastic is for one kind of replicas; give each pool its own")
+    has_scaler = scheduling is not None and scheduling.scaling is not None
+    if bounded and not has_scaler:
+        raise ValueError("elastic has bounds for a scaler, and scheduling.scaling names none")
+    if has_scaler and not bounded:
+        raise ValueError("scheduling.scaling names a scaler, and elastic has no bounds for it")
+    for name, elastic in bounded.items():
+        where = "" if name == DEFAULT_POOL else f"pools.{name}."
+        low, high, count = elastic.min_replicas, pools[name].most_replicas, pools[name].num_replicas
+        if not low <= count <= high:
+            raise ValueError(f"{where}num_replicas is not within {where}elastic ({count} of {low} to {high})")

@@ -1,0 +1,115 @@
+"""Bases of all sections of an experiment file, and choices of what is installed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
+
+from vajra_py.contract import Layer
+from vajra_py.contract.latency import LAST_S
+
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
+ReplicaCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1_000_000)]
+StageCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1024)]
+BlockSize: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=65_536)]
+Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=LAST_S)]
+PositiveSeconds: TypeAlias = Annotated[float, Field(strict=True, gt=0, le=LAST_S)]
+Switch: TypeAlias = Annotated[bool, Field(strict=True)]
+Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
+
+MAX_REPLICATIONS = 1000
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no extra keys, no NaN, validated defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class Choice(BaseModel):
+    """Installed object selected by name."""
+
+    _validated: BaseModel | None = PrivateAttr(None)
+
+    @classmethod
+    def of_validated(cls, given: Mapping[str, Any], model: BaseModel) -> Self:
+        """Return the choice of `given`, whose parameters have been validated; `model` holds them."""
+        choice = cls.model_validate(given)
+        choice._validated = model
+        return choice
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy like pydantic's; updated parameters have not been validated."""
+        copy = super().model_copy(update=update, deep=deep)
+        if update:
+            copy._validated = None
+        return copy
+
+
+class PolicyChoice(Section, Choice):
+    """One layer's policy by name, with its parameters. `lrs` alone is short for `{policy: lrs}`."""
+
+    policy: Text = Field(description="Name (or alias) of an installed policy; `vajra policies` lists them.")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="The policy's own parameters; `vajra policies show NAME` lists them."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"policy": value} if isinstance(value, str) else value
+
+    @property
+    def parameters(self) -> Mapping[str, Any] | BaseModel:
+        """Parameters for building the policy: its own model if loaded from a file, else the unvalidated `params`."""
+        return self.params if self._validated is None else self._validated
+
+
+class TypedChoice(Choice):
+    """Installed object by name, with its parameters: `{type: name, …}`, or just the name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    type: Text = Field(description="Name of what is installed.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Parameters beside `type`."""
+        return self.model_extra or {}
+
+    @property
+    def parameters(self) -> Mapping[str, Any] | BaseModel:
+        """Parameters for building the object, as for `PolicyChoice`."""
+        return self.params if self._validated is None else self._validated
+
+
+class SchedulingConfig(Section):
+    """Scheduling policies: one for each layer."""
+
+    preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
+    request_prioritizer: PolicyChoice = Field(description="How urgent is a request?")
+    replicaset_scheduler: PolicyChoice = Field(description="Which replica takes a request?")
+    replica_scheduler: PolicyChoice = Field(description="What runs in a step?")
+    scaling: PolicyChoice | None = Field(
+        None, description="How many replicas are there? A scaler by name; null: always `num_replicas`."
+    )
+
+    def choice(self, layer: Layer) -> PolicyChoice:
+        """Return the policy of a layer."""
+        choice: PolicyChoice = getattr(self, layer.value)
+        return choice
