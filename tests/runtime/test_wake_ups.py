@@ -8,7 +8,7 @@ import pytest
 
 from vajra_py.contract import SchedulerTraits, SteadyState, fill
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.serving import driver as driver_module
+from vajra_py.runtime.serving import waking
 from vajra_py.runtime.serving.alarms import MAX_WAKES_PER_TICK
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions
@@ -59,7 +59,7 @@ def test_idle_until_a_time_that_is_not_after_now_is_refused(until: float) -> Non
 
 
 def test_an_idle_replica_that_would_wait_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "MAX_FRUITLESS_WAKES", 100)
+    monkeypatch.setattr(waking, "MAX_FRUITLESS_WAKES", 100)
 
     class Sleepy:
         def __init__(self, context: Any) -> None: ...

@@ -10,7 +10,8 @@ import pytest
 from tests.sim.split_pools import prepared, settings, simulate
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
-from vajra_py.workload import RequestSpec
+from vajra_py.plugins import load_registry
+from vajra_py.workload import PromptContent, RequestSpec
 
 
 def prompt_s(num_tokens: int) -> float:
@@ -130,8 +131,6 @@ def test_a_load_that_finds_no_blocks_waits_for_them_at_the_head_of_the_queue() -
 
 
 def test_tokens_in_the_targets_prefix_cache_are_not_moved_again() -> None:
-    from vajra_py.workload import PromptContent
-
     content = PromptContent((("shared", 96), ("own", 4)))
     requests = [
         RequestSpec("a", 0.0, 100, 3, content=content),
@@ -153,6 +152,34 @@ def test_results_do_not_depend_on_whether_repeated_steps_are_worked_out_at_once(
     assert fast.ways == slow.ways
     assert fast.order == slow.order
     assert all(way.reason in (EndReason.LENGTH, EndReason.STOP) for way in fast.ways.values())
+
+
+def test_both_instances_of_a_plain_scheduler_are_woken_and_draw_their_own_numbers() -> None:
+    woken: list[tuple[int, float]] = []
+    drawn: list[float] = []
+
+    class Ticks:
+        def __init__(self, context: PolicyContext) -> None:
+            self.number = len(drawn)
+            drawn.append(context.random_stream("ties").random())
+            context.wake.at(0.005 * (1 + self.number))
+
+        def on_wake(self, key: str, now: float) -> None:
+            woken.append((self.number, now))
+
+        def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int:
+            return replicas[0].replica_id
+
+        def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+            return ()
+
+    spec = PolicySpec(
+        "ticks", Layer.REPLICASET_SCHEDULER, PolicyConfig, lambda config, context: Ticks(context), "Is woken once."
+    )
+    mapping = settings(scheduling={**POLICIES, "replicaset_scheduler": "ticks"})
+    simulate(mapping, [RequestSpec("a", 0.0, 100, 5)], registry=load_registry().with_policies([spec]))
+    assert woken == [(0, 0.005), (1, 0.01)]
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize(

@@ -277,8 +277,8 @@ class Harness:
         self._recorder = _StepRecorder(keeps_steps=options.keeps_steps)
         self.controller.watch((self._recorder,))
 
-    def _policy(self, layer: Layer, source: PolicySource, replica_id: int | None = None) -> Any:
-        sleeper = Sleeper(_NAME, layer.value, source if isinstance(source, str) else _NAME, replica_id)
+    def _policy(self, layer: Layer, source: PolicySource, index: int = 0) -> Any:
+        sleeper = Sleeper(_NAME, layer.value, source if isinstance(source, str) else _NAME, index)
         context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
         if isinstance(source, str):
             policy: Any = build_policy(layer, source, {}, context)

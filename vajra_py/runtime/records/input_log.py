@@ -205,14 +205,14 @@ class WakeUp:
     Attributes:
         replicaset: the policy's; empty for one of the whole system.
         slot: its place, as in settings.
-        replica_id: of a replica scheduler.
+        index: the policy's position in its layer: of a replica scheduler the replica.
         key: what it asked under; None: its replica was to form a step (`BatchBuilder.idle_until`).
     """
 
     tick: int
     replicaset: str
     slot: str
-    replica_id: int | None
+    index: int
     key: str | None
 
 

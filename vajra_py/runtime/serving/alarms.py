@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vajra_py.contract import Layer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
@@ -23,8 +24,8 @@ class Sleeper:
     slot: str
     """Key of its place under `scheduling:` in YAML."""
     policy_name: str
-    replica_id: int | None = None
-    """Of a replica scheduler."""
+    index: int = 0
+    """Its position among the policies of its layer: of a replica scheduler the replica."""
     policy: Any = None
     """The object; None while it is being built."""
     last_tick: int = -1
@@ -40,7 +41,7 @@ class Sleeper:
         if self.num_wakes > MAX_WAKES_PER_TICK:
             message = f"asks to be woken again and again at one time ({MAX_WAKES_PER_TICK} times)"
             error = PolicyError(self.policy_name, message)
-            raise error if self.replica_id is None else error.at(self.replica_id, 0)
+            raise error.at(self.index, 0) if self.slot == Layer.REPLICA_SCHEDULER.value else error
 
 
 @dataclass(eq=False, slots=True)

@@ -42,7 +42,7 @@ from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
-from vajra_py.runtime.serving.replica import FirstToken, Replica, ReplicaParts
+from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, HandOffRules, Replicaset
 from vajra_py.runtime.serving.scaling import ElasticPool, ReplicasetScaling
 from vajra_py.runtime.step.builder_options import BuilderOptions
@@ -283,13 +283,15 @@ def build_replicaset(
         build_part=routing_part_builder(services.registry),
     )
 
-    def make_policy(layer: Layer, choice: PolicyChoice, replica_id: int | None) -> Any:
+    def make_policy(layer: Layer, choice: PolicyChoice, index: int) -> Any:
         own = replace(context, emit=services.diary.emitted.of(name, choice.policy))
-        if replica_id is not None:
-            own = replace(own, limits=plans[replica_id].limits, latency=plans[replica_id].latency)
+        if layer is Layer.REPLICA_SCHEDULER:
+            own = replace(own, limits=plans[index].limits, latency=plans[index].latency)
+        elif index:  # of requests whose prompt is computed
+            own = replace(own, random_stream=seeds.child("after_prompt").stream)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
-        sleeper = Sleeper(name, layer.value, choice.policy, replica_id)
+        sleeper = Sleeper(name, layer.value, choice.policy, index)
         own = replace(own, wake=PolicyWakeUps(services.alarms, sleeper))
         sleeper.policy = build_policy(layer, choice.policy, choice.parameters, own, services.registry)
         return sleeper.policy
@@ -322,7 +324,7 @@ def build_replicaset(
     if is_split or replicaset.places_itself or replicaset.moves_requests:
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
-            replica.first_token = FirstToken(settings.hand_off.first_token)
+            replica.gives_first_token = settings.hand_off.first_token == "source"
     if scaling is not None:
         scaling.attach(replicaset)
     return replicaset

@@ -19,9 +19,7 @@ from sortedcontainers import SortedDict
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
-from vajra_py.contract.views import ReplicaState
-from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
-from vajra_py.plugins import ADMISSION, SCALER
+from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
@@ -34,27 +32,26 @@ from vajra_py.runtime.records.input_log import (
     PolicyChange,
     PolicyViolation,
     Readmission,
-    ReplicaChange,
     Restart,
     Stall,
     Swap,
-    WakeUp,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
-from vajra_py.runtime.serving.alarms import Alarm, Sleeper, wake_tick
+from vajra_py.runtime.serving.alarms import Alarm
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
+from vajra_py.runtime.serving.elastic import Elasticity
 from vajra_py.runtime.serving.events import EventQueue, Phase
-from vajra_py.runtime.serving.hand_off import HandOff, HandOffs, is_leaving
-from vajra_py.runtime.serving.migration import Migrations
+from vajra_py.runtime.serving.movement import Movement
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
-from vajra_py.runtime.serving.scaling import Start, place_shared
+from vajra_py.runtime.serving.scaling import Start
+from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
@@ -62,9 +59,6 @@ _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, Reque
 
 _OF_POLICIES = (Phase.WAKE, Phase.SCALING)
 """Phases of events that policies ask for: they do not keep a run going that has no request left."""
-
-MAX_FRUITLESS_WAKES = 100_000
-"""Wake-ups in a row with nothing else happening after which the policy is held to be stuck."""
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -130,9 +124,6 @@ class Driver(Generic[R]):
         self._offers: set[str] = set()
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
-        self._idlers: dict[int, Sleeper] = {}
-        """By rank, those whose scheduler left them idle on purpose at some time."""
-        self._num_fruitless_wakes = 0
         self._completing = -1
         """Rank of the replica whose step is being completed among the ends of this tick; -1: none."""
         self._formed_at = -1
@@ -145,24 +136,15 @@ class Driver(Generic[R]):
                 self._idle[name][one.replica.replica_id] = one
             else:
                 one.free_at, one.is_idle = NEVER, False
-        self._draining: set[int] = set()
-        """Ranks of replicas that go down when they have nothing left."""
-        self._asks: set[str] = set()
-        """Replicasets whose scaler is asked in this tick."""
-        for name, replicaset in controller.replicasets.items():
-            if replicaset.scaling is not None:
-                self._ask_soon(name)
         controller.on_ended = backend.on_requests_ended
-        self._hand_offs: dict[str, HandOffs[R]] = {
-            name: HandOffs(one, one.hand_off, _Floor(self))
+        self._movements: dict[str, Movement[R]] = {
+            name: Movement(one, one.hand_off, self)
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
-        self._migrations: dict[str, Migrations[R]] = {
-            name: Migrations(one, self._hand_offs[name], _Floor(self), one.hand_off.migration)
-            for name, one in controller.replicasets.items()
-            if one.hand_off is not None
-        }
+        self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
+        is_all = None if options.serves else self._only_policies_are_left
+        self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
         """Whether requests that were deferred until something changes are asked about in this tick."""
         if controller.gate is not None:
@@ -234,16 +216,16 @@ class Driver(Generic[R]):
         elif phase is Phase.ABORT:
             self.abort(payload)
         elif phase is Phase.WAKE:
-            self._ring(payload)
+            self._waker.wake(payload)
         elif phase is Phase.SCALING:
-            self._scale(payload)
+            self._elasticity.happen(payload)
         elif phase is Phase.TRANSFER:
-            self._hand_offs[payload].transfers_due()
-            self._end_drains(payload)
+            self._transfers_due(payload)
         else:
             self._backend.on_policy_change(payload)
 
-    def _tell(self, entry: Input) -> None:
+    def record(self, entry: Input) -> None:
+        """See `DriverServices`."""
         if self._note is not None:
             self._note(entry)
 
@@ -267,7 +249,7 @@ class Driver(Generic[R]):
             taken_in = self.controller.find(facts.request_id)
             assert taken_in is not None
             backend.on_submitted(taken_in, payload)
-            self._isolate(taken_in.replicaset, error)
+            self.isolate(taken_in.replicaset, error)
             return
         backend.on_submitted(request, payload)
         if request.state is _ENDED:
@@ -279,10 +261,10 @@ class Driver(Generic[R]):
         if request.state is _DEFERRED:
             self._await_decision(request)
             return
-        self._placed(request, replica)
+        self.announce(request, replica, at_once=True)
 
-    def _placed(self, request: Request, replica: Replica | None, *, at_once: bool = True) -> None:
-        """Announce a request that was queued at a replica, or in the shared queue (None). `at_once`: see `_wake`."""
+    def announce(self, request: Request, replica: Replica | None, *, at_once: bool = False) -> None:
+        """See `DriverServices`. `at_once`: see `_wake`."""
         backend, replicaset = self._backend, self.controller.replicasets[request.replicaset]
         if replica is not None:
             one = self._replicas[replicaset.name][replica.replica_id]
@@ -290,7 +272,10 @@ class Driver(Generic[R]):
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
             if replicaset.newly_held_back:
-                self._hold_back(replicaset.name)
+                try:
+                    self._movements[replicaset.name].hand_offs.hold_back()
+                except PolicyError as error:
+                    self.isolate(replicaset.name, error)
                 return
             self._wake(one, at_once=at_once)
             return
@@ -326,7 +311,7 @@ class Driver(Generic[R]):
         known = self.controller.find(what) if isinstance(what, str) else what.request
         if known is None or known.state is not _DEFERRED:
             return
-        self._tell(Readmission(self.now, known.request_id))
+        self.record(Readmission(self.now, known.request_id))
         self._ask_about(known)
         if gate.num_fruitless >= MAX_FRUITLESS and not self._options.isolates_policies:
             idle = (_ADMISSION, Phase.WAKE)
@@ -340,7 +325,7 @@ class Driver(Generic[R]):
         except PolicyError as error:
             if request.state is _ENDED and request.end_reason is not None:
                 self._backend.on_requests_ended(((request, request.end_reason),))
-            self._isolate(request.replicaset, error)
+            self.isolate(request.replicaset, error)
             return
         if request.state is _ENDED:
             assert request.end_reason is not None
@@ -348,48 +333,42 @@ class Driver(Generic[R]):
         elif request.state is _DEFERRED:
             self._await_decision(request)
         else:
-            self._placed(request, replica, at_once=False)
+            self.announce(request, replica)
 
     def _expire(self, what: Request | str) -> None:
         request = self.controller.find(what) if isinstance(what, str) else what
         if request is not None:
-            self._tell(Expiry(self.now, request.request_id))
+            self.record(Expiry(self.now, request.request_id))
             self._abort_request(request, EndReason.EXPIRED, EXPIRED)
 
     def abort(self, request_id: str) -> None:
         """Abort a request now; one that holds blocks while a step is in flight ends when the step comes back."""
         request = self.controller.find(request_id)
         if request is not None:
-            self._tell(Abort(self.now, request_id))
+            self.record(Abort(self.now, request_id))
             self._abort_request(request, EndReason.ABORTED, ABORTED)
 
     def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
+        name = request.replicaset
+        movement = self._movements.get(name)
+        if movement is not None and movement.end(request, reason, detail):
+            self._elasticity.end_drains(name)
+            return
         replica = self.controller.replica_of(request)
-        one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
-        if is_leaving(request) or request in self.controller.replicasets[request.replicaset].held_back:
-            hand_offs = self._hand_offs[request.replicaset]
-            hand_off = hand_offs.find(request)
-            if hand_off is not None:
-                self._interrupt(request.replicaset)
-                hand_offs.end(hand_off, reason, detail)
-                self._end_drains(request.replicaset)
-                return
+        one = None if replica is None else self._replicas[name][replica.replica_id]
         if self.fast_forward is not None:
-            if request.replicaset in self._looks_at_departures:
-                self.fast_forward.sync_all(request.replicaset)
+            if name in self._looks_at_departures:
+                self.fast_forward.sync_all(name)
             if one is not None:
                 self.fast_forward.interrupt(one)
         try:
             has_ended = self.controller.abort(request.request_id, reason, self.now, detail)
+            if has_ended and one is not None and movement is not None:
+                self._step_ended(movement, one, ((request, reason),))
         except PolicyError as error:
-            self._isolate(request.replicaset, error)
+            self.isolate(name, error)
             return
-        if has_ended and one is not None:
-            if self._hand_offs:
-                self._forget_hand_offs(one, ((request, reason),))
-                self._move_on(one)
-            if self._goes_down(one):
-                return
+        if has_ended and one is not None and not self._elasticity.goes_down(one):
             self._wake(one)
 
     # Steps
@@ -407,18 +386,17 @@ class Driver(Generic[R]):
             ended = replica.complete_step(plan, result, self.now)
             if ended:
                 self.controller.settle(ended, self.now)
-            if self._hand_offs:
-                self._forget_hand_offs(one, ended)
-                self._move_on(one, has_freed=bool(ended or plan.preempted))
+            if self._movements and (movement := self._movements.get(replica.replicaset)) is not None:
+                self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
-            self._isolate(replica.replicaset, error)
+            self.isolate(replica.replicaset, error)
             return
         finally:
             self._completing = outer
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:
             self.controller.check_conservation()
-        if self._draining and self._goes_down(one):
+        if self._elasticity.draining and self._elasticity.goes_down(one):
             return
         self._wake(one, at_once=at_once)
 
@@ -491,22 +469,23 @@ class Driver(Generic[R]):
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)
-                self._forget_hand_offs(one, dropped)
+                if self._movements and (movement := self._movements.get(one.replica.replicaset)) is not None:
+                    movement.requests_ended(dropped)
             if one.replica.builder.loads:
-                self._hand_offs[one.replica.replicaset].load(one)
+                self._movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
-            self._isolate(one.replica.replicaset, error)
+            self.isolate(one.replica.replicaset, error)
             return
         if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
-            if self._draining and self._goes_down(one):
+            if self._elasticity.draining and self._elasticity.goes_down(one):
                 return
-            if one.replica.builder.idle_at is not None:
-                self._ask_again_at(one, one.replica.builder.idle_at)
-            hand_offs = self._hand_offs.get(one.replica.replicaset) if self._hand_offs else None
-            if hand_offs is not None and hand_offs.nothing_ran(one):
-                self._wake(one, at_once=False)
+            if one.replica.builder.idle_at is not None and self._options.wakes:
+                self._waker.leave_idle(one, one.replica.builder.idle_at)
+            movement = self._movements.get(one.replica.replicaset) if self._movements else None
+            if movement is not None and movement.hand_offs.nothing_ran(one):
+                self.wake(one)
             return
         if one.is_idle:
             self._set_idle(one, is_idle=False)
@@ -523,65 +502,30 @@ class Driver(Generic[R]):
         else:
             del idle[one.replica.replica_id]
 
-    # KV goes from one replica to another
+    # Moves between replicas, scaling and wake-ups
 
-    def _hold_back(self, name: str) -> None:
-        """Look for targets of requests whose prompt waits for blocks of another replica."""
+    def _transfers_due(self, name: str) -> None:
         try:
-            self._hand_offs[name].hold_back()
+            self._movements[name].transfers_due()
         except PolicyError as error:
-            self._isolate(name, error)
-
-    def _forget_hand_offs(self, one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """Requests of a replica have ended by themselves."""
-        hand_offs = self._hand_offs.get(one.replica.replicaset)
-        if hand_offs is not None:
-            migrations = self._migrations[one.replica.replicaset]
-            for request, _ in ended:
-                migrations.gone(request)
-                hand_offs.gone(request)
-
-    def _ask_for_moves(self, name: str) -> None:
-        """Let the replicaset scheduler move requests, if it moves any."""
-        replicaset = self.controller.replicasets[name]
-        if not replicaset.moves_requests or replicaset.out_of_service or name not in self._migrations:
+            self.isolate(name, error)
             return
-        try:
-            for move in replicaset.asked_moves(to_seconds(self.now)):
-                self._migrations[name].move(move)
-        except PolicyError as error:
-            self._isolate(name, error)
+        self._elasticity.end_drains(name)
 
-    def _move_on(self, one: R, *, has_freed: bool = True) -> None:
-        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: whether blocks may have become free."""
-        hand_offs = self._hand_offs.get(one.replica.replicaset)
-        if hand_offs is None:
-            return
-        hand_offs.at_boundary(one)
-        for request in one.replica.take_newly_held():
-            hand_offs.begin(request, one)
-        if has_freed:
-            hand_offs.freed(one, at_boundary=True)
-        self._end_drains(one.replica.replicaset)
-
-    # Policies are woken
-
-    def _ask_again_at(self, one: R, time_s: float) -> None:
-        """The replica's scheduler leaves it idle on purpose until then."""
-        if not self._options.wakes:
-            return
-        replica = one.replica
-        sleeper = self._idlers.get(one.rank)
-        if sleeper is None:
-            name, layer = replica.parts.policy_name, Layer.REPLICA_SCHEDULER.value
-            sleeper = self._idlers[one.rank] = Sleeper(replica.replicaset, layer, name, replica.replica_id)
-        self.controller.alarms.set(sleeper, None, wake_tick(time_s))
+    def _step_ended(
+        self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
+    ) -> None:
+        """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
+        movement.requests_ended(ended)
+        movement.step_ended(one, has_freed=has_freed)
+        self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
         """True if nothing but wake-ups of policies is left, with no request to serve and none to come."""
-        return not self._options.serves and not self.controller.num_alive and self._only_wakes_left()
+        return not self._options.serves and not self.controller.num_alive and self._only_policies_are_left()
 
-    def _only_wakes_left(self) -> bool:
+    def _only_policies_are_left(self) -> bool:
+        """Return True if only events that policies ask for are to come."""
         return all(event[1] in _OF_POLICIES for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
@@ -589,213 +533,10 @@ class Driver(Generic[R]):
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
 
-    def _ring(self, what: Alarm | WakeUp) -> None:
-        """Wake a policy: at the time that it asked for, or in a replay when it was woken."""
-        if isinstance(what, WakeUp):
-            self._wake_policy(what, self._policy_at(what))
-            return
-        sleeper = what.sleeper
-        self.controller.alarms.rang(what)
-        if sleeper.slot == SCALER.key:
-            self._wake_scaler(sleeper, what.key or "")
-            return
-        entry = WakeUp(self.now, sleeper.replicaset, sleeper.slot, sleeper.replica_id, what.key)
-        if self._is_over() or not self._is_in_force(sleeper, entry):
-            return  # another policy may have taken its place
-        try:
-            sleeper.count(self.now)
-            self._check_fruitless(sleeper)
-        except PolicyError as error:
-            if sleeper.slot == ADMISSION.key and self.controller.gate is not None:
-                self.controller.gate.error = error
-            self._isolate(sleeper.replicaset, error)
-            return
-        self._wake_policy(entry, sleeper.policy)
-
-    def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
-        if entry.slot == ADMISSION.key:
-            return sleeper.policy is self._policy_at(entry)
-        is_fixed = self.controller.replicasets[entry.replicaset].policies is None
-        return entry.key is None or is_fixed or sleeper.policy is self._policy_at(entry)
-
-    def _policy_at(self, entry: WakeUp) -> object:
-        if entry.slot == ADMISSION.key:
-            return None if self.controller.gate is None else self.controller.gate.policy
-        policies = self.controller.replicasets[entry.replicaset].policies
-        assert policies is not None
-        return policies.layer(Layer(entry.slot)).made[entry.replica_id or 0]
-
-    def _check_fruitless(self, sleeper: Sleeper) -> None:
-        """Raise `PolicyError` when wake-ups are all that happens, with requests that wait, and nothing comes of them."""
-        is_all = self._only_wakes_left() and not any(one.num_in_flight for one in self.controller.replicas())
-        self._num_fruitless_wakes = self._num_fruitless_wakes + 1 if is_all and not self._options.serves else 0
-        if self._num_fruitless_wakes > MAX_FRUITLESS_WAKES:
-            stall = self.controller.stall(self.now)
-            message = f"was woken {MAX_FRUITLESS_WAKES:,} times in a row, and nothing came of it"
-            raise PolicyError(sleeper.policy_name, f"{message}. {stall}" if stall is not None else message)
-
-    def _wake_admission(self, entry: WakeUp) -> None:
-        """Wake the admission policy, and ask it about what it has deferred until then."""
-        gate = self.controller.gate
-        if gate is None or gate.error is not None:
-            return
-        self._tell(entry)
-        for replicaset in self.controller.replicasets.values():
-            replicaset.sync()
-        try:
-            gate.wake(entry.key or "", to_seconds(self.now))
-        except PolicyError as error:
-            self._isolate("", error)
-            return
-        if gate.waits_for_change:
-            self.ask_deferred()
-
-    def _wake_policy(self, entry: WakeUp, policy: object) -> None:
-        if entry.slot == ADMISSION.key:
-            self._wake_admission(entry)
-            return
-        name, layer = entry.replicaset, Layer(entry.slot)
-        replicaset = self.controller.replicasets[name]
-        if replicaset.out_of_service:
-            return
-        self._tell(entry)
-        self._interrupt(name)
-        if entry.key is not None:
-            try:
-                _call_on_wake(policy, replicaset, entry)
-            except PolicyError as error:
-                self._isolate(name, error)
-                return
-        if layer is Layer.REPLICA_SCHEDULER:
-            self._wake(self._replicas[name][entry.replica_id or 0])
-            return
-        if layer is Layer.REQUEST_PRIORITIZER:
-            for one in self._replicas[name]:
-                one.replica.running_set.read_keys_again()
-        if layer is Layer.REPLICASET_SCHEDULER and name in self._hand_offs:
-            self._hand_offs[name].place_again()
-            self._ask_for_moves(name)
-        for one in list(self._idle[name].values()):
-            self._wake(one)
-        if len(replicaset.shared):
-            self._offer(replicaset)
-
-    # Replicas start and stop as scalers ask
-
-    def _ask_soon(self, name: str) -> None:
-        """Ask a replicaset's scaler later in this tick; the first time, tell observers the state of each replica."""
-        if name not in self._asks:
-            self._asks.add(name)
-            self.events.push(self.now, Phase.SCALING, name)
-
-    def _scale(self, what: Start | ReplicaChange | str) -> None:
-        if not isinstance(what, str):
-            self._change(what.change if isinstance(what, Start) else what)
-            return
-        self._asks.discard(what)
-        self.controller.tell_states_once(self.controller.replicasets[what], self.now)
-        self._ask_scaler(what)
-
-    def _wake_scaler(self, sleeper: Sleeper, key: str) -> None:
-        replicaset = self.controller.replicasets[sleeper.replicaset]
-        if self._is_over() or replicaset.scaling is None or replicaset.scaling.is_broken:
-            return
-        try:
-            sleeper.count(self.now)
-            self._check_fruitless(sleeper)
-            replicaset.scaling.on_wake(key, self.now)
-        except PolicyError as error:
-            self._isolate(sleeper.replicaset, error)
-            return
-        self._ask_soon(sleeper.replicaset)
-
-    def _ask_scaler(self, name: str) -> None:
-        scaling = self.controller.replicasets[name].scaling
-        if scaling is None or scaling.is_broken or not self._options.wakes:
-            return
-        if self.fast_forward is not None:
-            self.fast_forward.sync_all(name)
-        try:
-            changes = scaling.ask(self.now)
-        except PolicyError as error:
-            self._isolate(name, error)
-            return
-        for change in changes:
-            self._change(change)
-
-    def _change(self, change: ReplicaChange) -> None:
-        """Set the state of a replica now, and what follows from it."""
-        self._tell(change)
-        name, state = change.replicaset, ReplicaState(change.state)
-        one, scaling = self._replicas[name][change.replica_id], self.controller.replicasets[name].scaling
-        self._interrupt(name)
-        try:
-            if state is ReplicaState.DRAINING:
-                self._drain(one)
-            else:
-                self.controller.change_replica(one.replica, state, self.now)
-            if state is ReplicaState.UP:
-                self._call_off(one)
-                self._move_on(one)
-                self._bind_shared(name)
-        except PolicyError as error:
-            self._isolate(name, error)
-            return
-        if state is ReplicaState.STARTING and scaling is not None and self._options.wakes:
-            start = scaling.begin_start(change.replica_id, self.now)
-            self.events.push(start.change.tick, Phase.SCALING, start)
-        elif state is ReplicaState.UP:
-            self._wake(one)
-            self._ask_soon(name)
-        elif state is ReplicaState.DOWN:
-            self._call_off(one, is_lost=True)
-
-    def _bind_shared(self, name: str) -> None:
-        """Place what waits in the shared queue where prompts wait for blocks of their target. Raises `PolicyError`.
-
-        A replica that pulls a prompt would compute it without such blocks, and requests with and without them could wait for each other.
-        """
-        replicaset = self.controller.replicasets[name]
-        if replicaset.hand_off is not None and replicaset.hand_off.reserves_first and len(replicaset.shared):
-            self._wake_placed(name, place_shared(replicaset, self.now))
-            self._hand_offs[name].hold_back()
-
-    def _drain(self, one: R) -> None:
-        """Let a replica take no more requests; those that have not begun go elsewhere. Raises `PolicyError`."""
-        name = one.replica.replicaset
-        hand_offs = self._hand_offs.get(name)
-        if hand_offs is not None:
-            hand_offs.recall_from(one)
-        moved = self.controller.change_replica(one.replica, ReplicaState.DRAINING, self.now)
-        self._draining.add(one.rank)
-        self._wake_placed(name, moved)
-        if hand_offs is not None:
-            hand_offs.divert(one)
-        self._goes_down(one)
-
-    def _goes_down(self, one: R) -> bool:
-        """Let a draining replica go down if it has no request left; return True if it does."""
-        if one.rank not in self._draining or not one.replica.is_empty:
-            return False
-        hand_offs = self._hand_offs.get(one.replica.replicaset)
-        if hand_offs is not None and hand_offs.involves(one):
-            return False
-        self._draining.discard(one.rank)
-        self.controller.change_replica(one.replica, ReplicaState.DOWN, self.now)
-        self._call_off(one, is_lost=True)
-        self._ask_soon(one.replica.replicaset)
-        return True
-
-    def _end_drains(self, name: str) -> None:
-        """Let the draining replicas of a replicaset go down that have no request left."""
-        if self._draining:
-            for one in self._replicas[name]:
-                self._goes_down(one)
-
     # Failures and changes of policies
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
-        self._tell(what)
+        self.record(what)
         if self.controller.gate is not None and self.controller.gate.waits_for_change:
             self.ask_deferred()
         if isinstance(what, Control):
@@ -804,121 +545,173 @@ class Driver(Generic[R]):
         if isinstance(what, Abandonment):
             self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
             return
-        one, replicaset = self._replicas[what.replicaset][what.replica_id], self.controller.replicasets[what.replicaset]
-        if replicaset.scaling is not None:
-            is_lost, state = what.replica_id in replicaset.lost, replicaset.state_of(what.replica_id)
-            if (not is_lost and state is ReplicaState.DOWN) or is_lost is isinstance(what, Failure):
-                return  # nothing runs there that could fail, or it has not failed
-            self._ask_soon(what.replicaset)
+        one = self._replicas[what.replicaset][what.replica_id]
+        if not self._elasticity.may_happen(what):
+            return
         if isinstance(what, Failure):
             self._lose(one, what)
             return
         self.controller.restore_replica(one.replica, self.now)
-        self._call_off(one)
-        if self._hand_offs:
-            self._move_on(one)
-            self._ask_for_moves(what.replicaset)
+        self.call_off(one)
+        movement = self._movements.get(what.replicaset)
+        if movement is not None:
+            try:
+                self._step_ended(movement, one, ())
+                self._elasticity.place_shared(what.replicaset)
+                movement.make_moves()
+            except PolicyError as error:
+                self.isolate(what.replicaset, error)
+                return
         self._wake(one)
 
     def _control(self, what: Control) -> None:
-        self._interrupt(what.replicaset)
+        self.interrupt(what.replicaset)
         if isinstance(what, Stall):
             stall = self.controller.stall(self.now)
             if stall is not None:
-                self._isolate(what.replicaset, stall)
+                self.isolate(what.replicaset, stall)
             return
         one = self._replicas[what.replicaset][what.replica_id]
         if isinstance(what, Gate):
             one.replica.set_gate(what)
         else:
-            hand_offs = self._hand_offs.get(what.replicaset)
-            if hand_offs is not None:
-                self._migrations[what.replicaset].lose(one)
-                hand_offs.lose(one)
+            movement = self._movements.get(what.replicaset)
             try:
+                if movement is not None:
+                    movement.lose(one)
                 self.controller.reset_cache(one.replica, self.now)
-                if hand_offs is not None:
-                    hand_offs.place_again()
+                if movement is not None:
+                    movement.place_again()
             except PolicyError as error:
-                self._isolate(what.replicaset, error)
+                self.isolate(what.replicaset, error)
                 return
         self._wake(one)
 
     def _lose(self, one: R, what: Failure) -> None:
-        self._interrupt(what.replicaset)
-        self._call_off(one, is_lost=True)
-        self._draining.discard(one.rank)
-        hand_offs = self._hand_offs.get(what.replicaset)
-        if hand_offs is not None:
-            self._migrations[what.replicaset].lose(one)
-            hand_offs.lose(one)
+        self.interrupt(what.replicaset)
+        self.call_off(one, is_lost=True)
+        self._elasticity.draining.discard(one.rank)
+        movement = self._movements.get(what.replicaset)
         try:
+            if movement is not None:
+                movement.lose(one)
             losses = self.controller.lose_replica(one.replica, what, self.now)
-            if hand_offs is not None:
-                hand_offs.place_again()
+            if movement is not None:
+                movement.place_again()
+            self.announce_all(what.replicaset, losses.moved)
+            if movement is not None:
+                movement.make_moves()
         except PolicyError as error:
-            self._isolate(what.replicaset, error)
-            return
-        self._wake_placed(what.replicaset, losses.moved)
-        self._ask_for_moves(what.replicaset)
+            self.isolate(what.replicaset, error)
 
-    def _wake_placed(self, name: str, moved: Sequence[tuple[Request, Replica | None]]) -> None:
-        """Wake the replicas that may run requests that were placed anew."""
-        self._tell_placed(name, moved)
+    def announce_all(self, replicaset: str, placed: Iterable[tuple[Request, Replica | None]]) -> None:
+        """See `DriverServices`. Raises `PolicyError`."""
+        moved = list(placed)
+        self._tell_placed(replicaset, moved)
+        movement = self._movements.get(replicaset)
+        if movement is not None:
+            movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self._wake(self._replicas[name][replica_id])
+            self._wake(self._replicas[replicaset][replica_id])
         if any(replica is None for _, replica in moved):
-            self._offer(self.controller.replicasets[name])
+            self._offer(self.controller.replicasets[replicaset])
 
     def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
-        self._interrupt(change.replicaset)
-        hand_offs = self._hand_offs.get(change.replicaset)
-        if hand_offs is not None and change.layer is Layer.REPLICASET_SCHEDULER:
-            hand_offs.recall()
+        self.interrupt(change.replicaset)
+        movement = self._movements.get(change.replicaset)
+        if movement is not None and change.layer is Layer.REPLICASET_SCHEDULER:
+            movement.hand_offs.recall()
         swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()
         choice = change.choice
-        self._tell(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
+        self.record(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
         self._tell_placed(change.replicaset, swapped.moved)
-        if hand_offs is not None:
-            self._hold_back(change.replicaset)
+        if movement is not None:
+            try:
+                movement.hand_offs.hold_back()
+            except PolicyError as error:
+                self.isolate(change.replicaset, error)
         for one in self._replicas[change.replicaset]:
             self._wake(one)
         return swapped
 
-    def _isolate(self, name: str, error: PolicyError) -> None:
-        """Isolate the replicaset of a policy that broke the contract; raises the error unless policies are isolated."""
+    def isolate(self, replicaset: str, error: PolicyError) -> None:
+        """See `DriverServices`."""
         if not self._options.isolates_policies:
             raise error
         gate = self.controller.gate
-        concerned = self._replicas if gate is not None and gate.error is error else (name,)  # the gate serves them all
+        concerned = (
+            self._replicas if gate is not None and gate.error is error else (replicaset,)
+        )  # the gate serves them all
         for one in concerned:
             self._take_out_of_service(one, error)
 
     def _take_out_of_service(self, name: str, error: PolicyError) -> None:
-        self._tell(PolicyViolation(self.now, name, str(error)))
+        self.record(PolicyViolation(self.now, name, str(error)))
         self._backend.on_isolated(name, error)
-        self._interrupt(name)
+        self.interrupt(name)
         replicaset = self.controller.replicasets[name]
-        if name in self._hand_offs:
-            self._migrations[name].clear()
-            self._hand_offs[name].clear()
+        if name in self._movements:
+            self._movements[name].clear()
         self.controller.take_out_of_service(replicaset, error, self.now)
         for one in self._replicas[name]:
-            self._call_off(one, is_lost=not replicaset.computes(one.replica.replica_id))
-            self._goes_down(one)
+            self.call_off(one, is_lost=not replicaset.computes(one.replica.replica_id))
+            self._elasticity.goes_down(one)
 
-    def _call_off(self, one: R, *, is_lost: bool = False) -> None:
-        """Call off the steps that the replica executes."""
+    def call_off(self, one: R, *, is_lost: bool = False) -> None:
+        """See `DriverServices`."""
         one.epoch += 1
         free_at = self._backend.cancel(one)
         one.free_at = NEVER if is_lost else free_at
         self._set_idle(one, is_idle=one.free_at != NEVER)
 
-    def _interrupt(self, name: str) -> None:
+    def interrupt(self, replicaset: str) -> None:
+        """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt_all(name)
+            self.fast_forward.interrupt_all(replicaset)
+
+    def sync(self, replicaset: str) -> None:
+        """See `DriverServices`."""
+        if self.fast_forward is not None:
+            self.fast_forward.sync_all(replicaset)
+
+    def touch(self, one: R) -> None:
+        """See `DriverServices`."""
+        if self.fast_forward is not None:
+            ends_later = 0 <= self._completing < one.rank
+            self.fast_forward.interrupt(one, up_to_now=not ends_later)
+
+    def replica(self, replicaset: str, replica_id: int) -> R:
+        """See `DriverServices`."""
+        return self._replicas[replicaset][replica_id]
+
+    def replicas_of(self, replicaset: str) -> Sequence[R]:
+        """See `DriverServices`."""
+        return self._replicas[replicaset]
+
+    def wake(self, one: R) -> None:
+        """See `DriverServices`."""
+        self._wake(one, at_once=False)
+
+    def wake_idle(self, replicaset: str) -> None:
+        """See `DriverServices`."""
+        for one in list(self._idle[replicaset].values()):
+            self._wake(one)
+        if len(self.controller.replicasets[replicaset].shared):
+            self._offer(self.controller.replicasets[replicaset])
+
+    def arrived(self, request: Request, one: R) -> None:
+        """See `DriverServices`."""
+        self._backend.on_placed(request, (one,))
+
+    def transfer(self, request: Request, ends: tuple[R, R]) -> None:
+        """See `DriverServices`."""
+        self._backend.on_transfer(request, *ends)
+
+    def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """See `DriverServices`."""
+        self.controller.settle(ended, self.now)
 
     def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
@@ -935,72 +728,9 @@ class Driver(Generic[R]):
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold any of its requests."""
 
 
-class _Floor(Generic[R]):
-    """`HandOffDriver` over a driver."""
-
-    def __init__(self, driver: Driver[R]) -> None:
-        self._driver = driver
-
-    @property
-    def now(self) -> int:
-        """The present tick."""
-        return self._driver.now
-
-    def replica(self, replicaset: str, replica_id: int) -> R:
-        """See `HandOffDriver`."""
-        return self._driver._replicas[replicaset][replica_id]
-
-    def touch(self, one: R) -> None:
-        """See `HandOffDriver`."""
-        driver = self._driver
-        if driver.fast_forward is not None:
-            ends_later = 0 <= driver._completing < one.rank
-            driver.fast_forward.interrupt(one, up_to_now=not ends_later)
-
-    def wake(self, one: R) -> None:
-        """See `HandOffDriver`."""
-        self._driver._wake(one, at_once=False)
-
-    def announce(self, request: Request, one: R | None) -> None:
-        """See `HandOffDriver`."""
-        self._driver._placed(request, None if one is None else one.replica, at_once=False)
-
-    def placed(self, request: Request, one: R) -> None:
-        """See `HandOffDriver`."""
-        self._driver._backend.on_placed(request, (one,))
-
-    def copy(self, hand_off: HandOff[R]) -> None:
-        """See `HandOffDriver`."""
-        assert hand_off.target is not None
-        self._driver._backend.on_transfer(hand_off.request, hand_off.source, hand_off.target)
-
-    def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """See `HandOffDriver`."""
-        self._driver.controller.settle(ended, self._driver.now)
-
-    def schedule(self, tick: int, replicaset: str) -> None:
-        """See `HandOffDriver`."""
-        self._driver.events.push(max(tick, self._driver.now), Phase.TRANSFER, replicaset)
-
-
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Return True if some policy may look at running requests or loads when a request arrives."""
     return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
-
-
-def _call_on_wake(policy: object, replicaset: Replicaset, entry: WakeUp) -> None:
-    """Tell a policy that its time has come. Raises `PolicyError`."""
-    on_wake = getattr(policy, "on_wake", None)
-    if on_wake is None:
-        return
-    try:
-        on_wake(entry.key, to_seconds(entry.tick))
-    except VajraError:
-        raise
-    except POLICY_EXCEPTIONS as error:
-        policies = replicaset.policies
-        name = type(policy).__name__ if policies is None else policies.name(Layer(entry.slot))
-        raise PolicyError.caused_by(name, error) from error
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:

@@ -7,20 +7,19 @@ of their steps is said by `HandOffConfig`. The KV travels over the links of a ne
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from operator import itemgetter
-from typing import Generic, Protocol
+from typing import Generic
 
-from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.runtime.movement.links import Network
+from vajra_py.contract import PoolRole
+from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
-from vajra_py.runtime.serving.replica import FirstToken
 from vajra_py.runtime.serving.replicaset import HandOffRules, Replicaset
+from vajra_py.runtime.serving.services import DriverServices
+from vajra_py.runtime.serving.transfers import Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
@@ -68,75 +67,26 @@ class HandOff(Generic[R]):
     """Tokens that the target's cache held when blocks were set aside before the prompt."""
 
 
-class HandOffDriver(Protocol[R]):
-    """Driver as hand-offs see it."""
-
-    @property
-    def now(self) -> int:
-        """The present tick."""
-
-    def replica(self, replicaset: str, replica_id: int) -> R:
-        """Return a replica by id."""
-
-    def touch(self, one: R) -> None:
-        """Apply what has ended on a replica, and end a run of repeated steps with the one in flight."""
-
-    def wake(self, one: R) -> None:
-        """Let a replica form a step, unless it is busy."""
-
-    def placed(self, request: Request, one: R) -> None:
-        """Tell the backend that a request waits on a replica."""
-
-    def copy(self, hand_off: HandOff[R]) -> None:
-        """Tell the backend that KV is on its way."""
-
-    def announce(self, request: Request, one: R | None) -> None:
-        """Let a request be run that was bound to a replica, or put into the shared queue (None)."""
-
-    def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """Count requests that have ended."""
-
-    def schedule(self, tick: int, replicaset: str) -> None:
-        """Call `HandOffs.transfers_due` at a tick."""
-
-
 class HandOffs(Generic[R]):
     """Hand-offs of one replicaset."""
 
-    def __init__(self, replicaset: Replicaset, rules: HandOffRules, driver: HandOffDriver[R]) -> None:
+    def __init__(
+        self, replicaset: Replicaset, rules: HandOffRules, transfers: Transfers[R], driver: DriverServices[R]
+    ) -> None:
         self._replicaset = replicaset
-        self._rules = rules
+        self._settings = rules.settings
+        self._transfers = transfers
         self._driver = driver
-        self._network = Network(rules.links)
         self._at_boundary = rules.settings.takes_effect == "at_step_boundary"
         self._one_at_a_time = rules.settings.reservations == "one_at_a_time"
         self._num_started = 0
         self._of: dict[Request, HandOff[R]] = {}
         self._unplaced: dict[Request, HandOff[R]] = {}
-        """Those for which no target was named, in order."""
+        """Hand-offs without a target, in order."""
         self._lines: dict[int, deque[HandOff[R]]] = {}
-        """By target, those that wait for its blocks, in order."""
-        self._dues: dict[int, list[tuple[int, Callable[[], None]]]] = {}
-        """By replica, what it takes part in between two of its steps, in order of reservation."""
+        """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()
-        """Targets that look at their line when their step ends."""
-        self._scheduled_at: int | None = None
-        self.on_stage_copied: Callable[[object], None] = _nothing_copied
-        """Called with the stage of a migration whose KV has arrived."""
-        self.on_stopped: Callable[[object], None] = _nothing_copied
-        """Called with a migration whose source is between two steps, as it asked."""
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def find(self, request: Request) -> HandOff[R] | None:
-        """Return the hand-off of a request that has not arrived; None if there is none."""
-        return self._of.get(request)
-
-    @property
-    def observers(self) -> Sequence[Observer]:
-        """Observers of the replicaset."""
-        return self._replicaset.observers
+        """Targets whose lines are served when their step ends."""
 
     # The way of a request
 
@@ -146,7 +96,9 @@ class HandOffs(Generic[R]):
         if one is None:
             one = self._of[request] = HandOff(request, source, request.num_computed_tokens)
         one.num_tokens, one.is_early = request.num_computed_tokens, False
-        for observer in self.observers:
+        if self._settings.first_token == "recompute":
+            request.set_computed(one.num_tokens - 1)
+        for observer in self._replicaset.observers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         if one.has_reserved:
             self._start(one, one.hit)
@@ -165,9 +117,8 @@ class HandOffs(Generic[R]):
             self._of[request] = one
             self._place(one)
 
-    def _prepare(self, one: HandOff[R], hit: int) -> None:
-        """Let a prompt be computed, since blocks of its target are set aside."""
-        one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
+    def _compute_prompt(self, one: HandOff[R]) -> None:
+        """Let a prompt be computed that was held back."""
         del self._replicaset.held_back[one.request]
         one.source.replica.enqueue(one.request, to_seconds(self._driver.now))
         self._driver.wake(one.source)
@@ -175,33 +126,29 @@ class HandOffs(Generic[R]):
     def _place(self, one: HandOff[R]) -> None:
         request, source = one.request, one.source.replica
         chosen = self._replicaset.place_after_prompt(request, to_seconds(self._driver.now))
-        stays = chosen is None and source.parts.role.value != "prefill"
-        if stays or chosen == source.replica_id:
-            if one.is_early:
-                self._prepare_here(one)
-            else:
-                self._stay(one)
+        may_stay = source.parts.role is not PoolRole.PREFILL
+        if (chosen is None and may_stay) or chosen == source.replica_id:
+            self._stay(one)
             return
         if chosen is None:
             one.stage, one.target = Stage.PLACING, None
             self._unplaced[request] = one
             return
         self._unplaced.pop(request, None)
-        if self._rules.settings.reserve == "at_admission":
-            one.target, one.stage = self._driver.replica(self._replicaset.name, chosen), Stage.QUEUED
-            self._queue(one, one.target)
-            return
-        one.target, one.stage = self._driver.replica(self._replicaset.name, chosen), Stage.RESERVING
-        self._lines.setdefault(chosen, deque()).append(one)
-        self._reserve(one.target)
+        one.target = self._driver.replica(self._replicaset.name, chosen)
+        if self._settings.reserve == "at_admission":
+            one.stage = Stage.QUEUED
+            self._queue(request, one.target)
+        else:
+            one.stage = Stage.RESERVING
+            self._lines.setdefault(chosen, deque()).append(one)
+            self._reserve(one.target)
 
-    def _queue(self, one: HandOff[R], target: R) -> None:
+    def _queue(self, request: Request, target: R) -> None:
         """Let a request wait at its target, whose scheduler admits it."""
-        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value:
-            one.request.set_computed(one.num_tokens - 1)
         self._driver.touch(target)
-        target.replica.expect(one.request, to_seconds(self._driver.now))
-        self._driver.placed(one.request, target)
+        target.replica.expect(request, to_seconds(self._driver.now))
+        self._driver.arrived(request, target)
         self._driver.wake(target)
 
     def load(self, target: R) -> None:
@@ -209,20 +156,16 @@ class HandOffs(Generic[R]):
         for request, hit in target.replica.builder.take_loads():
             self._start(self._of[request], hit)
 
-    def _prepare_here(self, one: HandOff[R]) -> None:
-        """Let a prompt be computed that goes on where it is computed."""
-        self._unplaced.pop(one.request, None)
-        del self._of[one.request]
-        del self._replicaset.held_back[one.request]
-        one.source.replica.enqueue(one.request, to_seconds(self._driver.now))
-        self._driver.wake(one.source)
-
     def _stay(self, one: HandOff[R]) -> None:
-        """Go on where the prompt was computed."""
+        """Go on where the prompt is computed."""
         self._unplaced.pop(one.request, None)
         del self._of[one.request]
-        ended = one.source.replica.resume_held(one.request, self._driver.now)
-        self._driver.settle(ended)
+        if one.is_early:
+            self._compute_prompt(one)
+            return
+        if not one.is_migration:
+            one.request.set_computed(one.num_tokens)
+        self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
     def _may_act(self, one: R) -> bool:
@@ -248,13 +191,14 @@ class HandOffs(Generic[R]):
             if hit is not None:
                 line.popleft()
                 if one.is_early:
-                    self._prepare(one, hit)
+                    one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
+                    self._compute_prompt(one)
                 else:
                     self._start(one, hit)
                 if self._one_at_a_time:
                     break
                 continue
-            rule = self._rules.settings.when_full
+            rule = self._settings.when_full
             if rule == "wait":
                 break
             line.popleft()
@@ -265,107 +209,73 @@ class HandOffs(Generic[R]):
                 dropped.append(one)
         target.replica.expects_kv = self._one_at_a_time and bool(line)
         for one in dropped:
-            self.end(one, EndReason.REJECTED, TARGET_FULL)
+            self._end(one, EndReason.REJECTED, TARGET_FULL)
 
     def _start(self, one: HandOff[R], hit: int) -> None:
         target = one.target
         assert target is not None
         one.stage, one.has_reserved = Stage.MOVING, True
         one.number, self._num_started = self._num_started, self._num_started + 1
-        is_partial = self._rules.settings.moves == "missing" or one.is_migration
+        is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
-        ids = (one.source.replica.replica_id, target.replica.replica_id)
-        now = self._driver.now
-        for observer in self.observers:
-            observer.on_transfer(one.request, *ids, num_moved, to_seconds(now))
-        self._network.start(one, *ids, num_moved * self._rules.bytes_per_token, now)
-        self._driver.copy(one)
-        self._schedule()
+        self._transfers.start(one, one.request, (one.source, target), num_moved, lambda: self._moved(one, target))
 
-    def _schedule(self) -> None:
-        tick = self._network.next_change()
-        if tick is not None and (self._scheduled_at is None or tick < self._scheduled_at):
-            self._scheduled_at = tick
-            self._driver.schedule(tick, self._replicaset.name)
+    def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
+        """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
+        if self._at_boundary:
+            self._transfers.between_steps(one, number, action)
+        else:
+            action()
 
-    def transfers_due(self) -> None:
-        """Look which transfers have ended by now."""
-        now = self._driver.now
-        if self._scheduled_at is not None and self._scheduled_at <= now:
-            self._scheduled_at = None
-        for transfer in self._network.ended(now):
-            if isinstance(transfer, HandOff):
-                self._moved(transfer)
-            else:
-                self.on_stage_copied(transfer)
-        self._schedule()
-
-    def _moved(self, one: HandOff[R]) -> None:
-        target = one.target
-        assert target is not None
+    def _moved(self, one: HandOff[R], target: R) -> None:
         one.stage = Stage.ARRIVING
         self._driver.touch(target)
-        if self._may_act(target):
-            self._arrive(one)
-            self._driver.wake(target)
-        else:
-            self._due(target, one.number, lambda: self._arrive(one) if self._of.get(one.request) is one else None)
+        self._when_it_may(target, one.number, lambda: self._arrive(one, target))
 
-    def _arrive(self, one: HandOff[R]) -> None:
-        request, source, target = one.request, one.source, one.target
-        assert target is not None
+    def _arrive(self, one: HandOff[R], target: R) -> None:
+        request, source = one.request, one.source
+        if self._of.get(request) is not one:
+            return  # it was called off meanwhile
         del self._of[request]
         now = to_seconds(self._driver.now)
-        if self._rules.settings.first_token == FirstToken.RECOMPUTE.value and not one.is_migration:
-            request.set_computed(one.num_tokens - 1)
         target.replica.arrived(request, now)
-        for observer in self.observers:
+        for observer in self._replicaset.observers:
             observer.on_arrived(request, source.replica.replica_id, target.replica.replica_id, now)
-        self._driver.placed(request, target)
+        self._driver.arrived(request, target)
         if self._one_at_a_time:
             self._reserve(target)
+        self._driver.wake(target)
         self._driver.touch(source)
-        if self._may_act(source):
-            self._release(request, source)
-            self._driver.wake(source)
-        else:
-            self._due(source, one.number, lambda: self._release(request, source))
+        self._when_it_may(source, one.number, lambda: self._release(request, source))
 
     def _release(self, request: Request, source: R) -> None:
         """Free the source's blocks."""
         if request not in source.replica.held:
             return
         source.replica.release_held(request)
-        for observer in self.observers:
+        for observer in self._replicaset.observers:
             observer.on_kv_released(request, source.replica.replica_id, to_seconds(self._driver.now))
         self.freed(source)
+        self._driver.wake(source)
 
-    def _due(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Let a replica take part in something between two steps: in order of reservation, as engines look through their queues."""
-        insort(self._dues.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
-
-    def at_boundary(self, one: R) -> None:
+    def step_ended(self, one: R) -> None:
         """Let a replica, which is between two steps, take part in what waits for that."""
-        replica_id = one.replica.replica_id
         if self._one_at_a_time:
             self._reserve(one)
-        dues = self._dues.get(replica_id)
-        while dues and not one.replica.num_in_flight:
-            _, act = dues.pop(0)
-            act()
-        if not self._one_at_a_time and replica_id in self._asked_while_busy:
+        self._transfers.step_ended(one)
+        if not self._one_at_a_time and one.replica.replica_id in self._asked_while_busy:
             self._reserve(one)
 
-    def freed(self, one: R, *, at_boundary: bool = False) -> None:
-        """Blocks of a replica may have become free: let those come that wait for them. `at_boundary`: right after that was called."""
-        if not (at_boundary and self._one_at_a_time):
+    def freed(self, one: R, *, has_looked: bool = False) -> None:
+        """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
+        if not (has_looked and self._one_at_a_time):
             self._reserve(one)
         self.place_again()
 
     def nothing_ran(self, one: R) -> bool:
-        """A replica has found nothing to run: with requests that wait there for memory, it looks on; True if that took a request.
+        """Serve the line of a replica that has found nothing to run although requests wait there; return True if that took a request.
 
-        Otherwise, with one reservation at a time, requests that were preempted and those that are to come would wait for each other.
+        Otherwise, with one reservation at a time, requests that were preempted and requests that are to come would wait for each other.
         """
         line = self._lines.get(one.replica.replica_id)
         if not line or not self._one_at_a_time or not one.replica.running_set.num_waiting:
@@ -374,42 +284,28 @@ class HandOffs(Generic[R]):
         self._reserve(one)
         return len(line) < before
 
-    # Parts of migrations
-
-    def copy_stage(self, stage: Hashable, request: Request, ends: tuple[R, R], num_tokens: int) -> None:
-        """Copy KV of a request that goes on running; `on_stage_copied` is called when it has arrived."""
-        source, target = (one.replica.replica_id for one in ends)
-        now = self._driver.now
-        for observer in self.observers:
-            observer.on_transfer(request, source, target, num_tokens, to_seconds(now))
-        self._network.start(stage, source, target, num_tokens * self._rules.bytes_per_token, now)
-        self._schedule()
-
-    def cancel_stage(self, stage: Hashable) -> None:
-        """Call a copy off."""
-        self._network.cancel(stage, self._driver.now)
-        self._schedule()
-
-    def stop_between_steps(self, stage: object, source: R) -> None:
-        """Call `on_stopped` when the source is between two steps."""
-        if source.replica.num_in_flight:
-            self._due(source, -1, lambda: self.on_stopped(stage))
-        else:
-            self.on_stopped(stage)
-
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
-        """Send the last KV of a request that was stopped; blocks of the target are set aside for all of it."""
+        """Send the last KV of a migrating request that was stopped; blocks of the target are set aside for all of it."""
         source, target = ends
         one = HandOff(request, source, request.num_computed_tokens, target, has_reserved=True, is_migration=True)
         self._of[request] = one
-        for observer in self.observers:
+        for observer in self._replicaset.observers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         self._start(one, num_copied)
 
     # Ends before the time
 
-    def end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
-        """End a request that is on its way: what both ends hold of it is free."""
+    def end_if_leaving(self, request: Request, reason: EndReason, detail: str) -> bool:
+        """End a request that is on its way, or whose prompt waits for blocks of its target; return False for any other."""
+        one = self._of.get(request)
+        if one is None or (one.is_early and request not in self._replicaset.held_back):
+            return False
+        self._driver.interrupt(self._replicaset.name)
+        self._end(one, reason, detail)
+        return True
+
+    def _end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
+        """End a request on its way; blocks that both ends hold for it are free."""
         target = one.target
         self._forget(one)
         if one.request in self._replicaset.held_back:
@@ -429,9 +325,7 @@ class HandOffs(Generic[R]):
         if one is None:
             return
         target = one.target
-        if one.stage is Stage.MOVING:
-            self._network.cancel(one, self._driver.now)
-            self._schedule()
+        self._transfers.cancel(one)
         if request in one.source.replica.held:
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
@@ -463,47 +357,35 @@ class HandOffs(Generic[R]):
         self._unplaced.pop(one.request, None)
         if target is None:
             return
+        self._transfers.cancel(one)
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
         elif one.request.state is RequestState.REMOTE:
-            if one.stage is Stage.MOVING:
-                self._network.cancel(one, self._driver.now)
-                self._schedule()
             target.replica.expect_no_more(one.request)
             one.request.replica_id = one.source.replica.replica_id
         elif one.has_reserved:
-            if one.stage is Stage.MOVING:
-                self._network.cancel(one, self._driver.now)
-                self._schedule()
-            if target.replica.memory.is_registered(one.request):
-                target.replica.unreserve(one.request)
+            target.replica.unreserve(one.request)
         one.target, one.has_reserved, one.stage = None, False, Stage.PLACING
         if one.is_early:
             one.stage = Stage.HELD_BACK if one.request in self._replicaset.held_back else Stage.COMPUTING
 
-    def lose(self, lost: R) -> list[Request]:
-        """Call off what a lost replica takes part in; returns the requests whose KV was on it, in the order in which they were held.
+    def lose(self, lost: R) -> None:
+        """Call off what a lost replica takes part in.
 
-        Call before its memory is cleared, and `place_again` afterwards for those that were on their way to it.
+        Call before its memory is cleared, and `place_again` afterwards for requests that were on their way to it.
         """
-        self._dues.pop(lost.replica.replica_id, None)
-        gone = []
         for one in list(self._of.values()):
             if one.source is lost:
                 self._forget(one)
-                gone.append(one.request)
             elif one.target is lost:
                 self._call_off(one)
                 if one.is_migration:
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
                     self._unplaced[one.request] = one
-        return gone
 
     def involves(self, one: R) -> bool:
-        """Return True if a request leaves a replica or comes to it, or the replica is to take part in such a move."""
-        if self._dues.get(one.replica.replica_id):
-            return True
+        """Return True if a request leaves a replica or comes to it."""
         return any(one is each.source or one is each.target for each in self._of.values())
 
     def divert(self, draining: R) -> None:
@@ -525,24 +407,11 @@ class HandOffs(Generic[R]):
 
     def clear(self) -> None:
         """Forget every hand-off; their requests are accounted for elsewhere."""
-        for one in list(self._of.values()):
-            if one.stage is Stage.MOVING:
-                self._network.cancel(one, self._driver.now)
         self._of.clear()
         self._unplaced.clear()
         self._lines.clear()
-        self._dues.clear()
         self._asked_while_busy.clear()
 
 
 def _runs_full(one: R) -> bool:
     return one.replica.running_set.num_running >= one.replica.limits.max_batch_size
-
-
-def _nothing_copied(stage: object) -> None:
-    """Nothing migrates."""
-
-
-def is_leaving(request: Request) -> bool:
-    """Return True if the request is on its way to another replica."""
-    return request.state is RequestState.HELD or request.state is RequestState.REMOTE

@@ -15,8 +15,10 @@ from vajra_py.contract import Move
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
-from vajra_py.runtime.serving.hand_off import HandOffDriver, HandOffs
+from vajra_py.runtime.serving.hand_off import HandOffs
 from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.services import DriverServices
+from vajra_py.runtime.serving.transfers import Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
@@ -35,8 +37,6 @@ class Migration(Generic[R]):
     """Leading tokens whose KV is at the target, or on its way."""
     num_copies: int = 0
     has_reserved: bool = False
-    is_copying: bool = False
-    """True while a stage's KV is on its way."""
 
     @property
     def is_current(self) -> bool:
@@ -48,17 +48,21 @@ class Migrations(Generic[R]):
     """Moves of the requests of one replicaset."""
 
     def __init__(
-        self, replicaset: Replicaset, hand_offs: HandOffs[R], driver: HandOffDriver[R], rules: MigrationConfig
+        self,
+        replicaset: Replicaset,
+        rules: MigrationConfig,
+        transfers: Transfers[R],
+        hand_offs: HandOffs[R],
+        driver: DriverServices[R],
     ) -> None:
         self._replicaset = replicaset
+        self._transfers = transfers
         self._hand_offs = hand_offs
         self._driver = driver
         self._rules = rules
         self._of: dict[Request, Migration[R]] = {}
         self._num_at: Counter[int] = Counter()
-        """By replica, migrations from and to it."""
-        hand_offs.on_stage_copied = self._copied
-        hand_offs.on_stopped = self._stopped
+        """Migrations from and to each replica."""
 
     # Moves
 
@@ -108,16 +112,13 @@ class Migrations(Generic[R]):
             replicaset.unbind(request)
         for observer in replicaset.observers:
             observer.on_assigned(request, target, now)
-        replica = replicaset.bind(request, target, now)
-        self._driver.announce(
-            request, None if replica is None else self._driver.replica(replicaset.name, replica.replica_id)
-        )
+        self._driver.announce(request, replicaset.bind(request, target, now))
 
     def _begin(self, request: Request, target_id: int) -> None:
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         most = self._rules.max_per_replica
         if request in self._of or self._num_at[source.replica.replica_id] >= most or self._num_at[target_id] >= most:
-            return  # it may be asked for again
+            return  # the scheduler may ask again
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one
@@ -139,14 +140,14 @@ class Migrations(Generic[R]):
         one.num_copies += 1
         num_left = (num_full - one.num_copied) // size
         if one.num_copies >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:
-            self._hand_offs.stop_between_steps(one, one.source)
+            self._transfers.between_steps(one.source, -1, lambda: self._last_stage(one))
             return
         if not self._reserve(one, num_full):
             self._call_off(one)
             return
         start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
-        one.is_copying = True
-        self._hand_offs.copy_stage(one, one.request, (one.source, one.target), one.num_copied - start)
+        ends = (one.source, one.target)
+        self._transfers.start(one, one.request, ends, one.num_copied - start, lambda: self._next_stage(one))
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> bool:
         """Set blocks aside at the target for so many leading tokens."""
@@ -162,16 +163,8 @@ class Migrations(Generic[R]):
         one.has_reserved, one.num_copied = True, max(one.num_copied, hit)
         return True
 
-    def _copied(self, stage: object) -> None:
-        """The KV of a stage has arrived."""
-        assert isinstance(stage, Migration)
-        stage.is_copying = False
-        self._next_stage(stage)
-
-    def _stopped(self, stage: object) -> None:
-        """The source is between two steps: stop the request, and send what is left."""
-        assert isinstance(stage, Migration)
-        one = stage
+    def _last_stage(self, one: Migration[R]) -> None:
+        """Stop the request, whose source is between two steps, and send the rest of its KV."""
         if self._of.get(one.request) is not one:
             return
         request = one.request
@@ -195,9 +188,8 @@ class Migrations(Generic[R]):
     def _call_off(self, one: Migration[R]) -> None:
         """Give back what the target has set aside; the source goes on as if nothing had been."""
         self._forget(one)
-        if one.is_copying:
-            self._hand_offs.cancel_stage(one)
-        if one.has_reserved and one.target.replica.memory.is_registered(one.request):
+        self._transfers.cancel(one)
+        if one.has_reserved:
             one.target.replica.unreserve(one.request)
         for observer in self._replicaset.observers:
             observer.on_migration_aborted(
@@ -220,8 +212,5 @@ class Migrations(Generic[R]):
 
     def clear(self) -> None:
         """Forget every migration; memories are cleared by others."""
-        for one in list(self._of.values()):
-            if one.is_copying:
-                self._hand_offs.cancel_stage(one)
         self._of.clear()
         self._num_at.clear()

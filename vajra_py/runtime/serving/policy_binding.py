@@ -28,7 +28,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime
 
-MakePolicy = Callable[[Layer, PolicyChoice, int | None], Any]
+MakePolicy = Callable[[Layer, PolicyChoice, int], Any]
 """Builds one policy (of the last layer for one replica) and checks its methods; raises what `vajra_py.plugins.build_policy` raises."""
 Predict = Callable[[Sequence[PolicyChoice], Sequence[ReplicaScheduler]], Sequence[PrefillTable]]
 """Prefill times with these replica schedulers (choice and object for each replica), one table for each kind of replica."""
@@ -94,9 +94,9 @@ class Policies:
         if layer is Layer.REPLICA_SCHEDULER:
             replicas = range(self._num_replicas)
             return LayerPolicies((choice,) * len(replicas), [self._make(layer, choice, one) for one in replicas])
-        made = [self._make(layer, choice, None)]
+        made = [self._make(layer, choice, 0)]
         if layer is Layer.REPLICASET_SCHEDULER and self._is_split and not isinstance(made[0], PlacesAfterPrompt):
-            made.append(self._make(layer, choice, None))
+            made.append(self._make(layer, choice, 1))
         return LayerPolicies((choice,) * len(made), made)
 
     def make_again(self, layer: Layer) -> LayerPolicies:

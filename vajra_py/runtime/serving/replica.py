@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config import DEFAULT_POOL
@@ -33,15 +32,6 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
-
-
-class FirstToken(Enum):
-    """Treatment of the token that a prompt's last step samples, where the request leaves with its KV."""
-
-    SOURCE = "source"
-    """The client gets it at once (SGLang, DistServe, Splitwise)."""
-    RECOMPUTE = "recompute"
-    """It is dropped: the target computes the prompt's last token again and samples the first (vLLM, Dynamo)."""
 
 
 MAX_EMPTY_STEPS = 1000
@@ -102,8 +92,8 @@ class Replica:
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self.hands_off = parts.role is PoolRole.PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
-        self.first_token = FirstToken.SOURCE
-        """Treatment of the token that the last step of a prompt samples, where the request leaves."""
+        self.gives_first_token = True
+        """True if clients get the token that the last step of a prompt samples where the request leaves."""
         self.held: dict[Request, None] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self._newly_held: list[Request] = []
@@ -559,7 +549,7 @@ class Replica:
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
-        if self.first_token is FirstToken.SOURCE:
+        if self.gives_first_token:
             if request.add_output(now) == 1:
                 self.lifecycle.first_token(request, now)
             if request.num_output_tokens >= self._output_limit(request):

@@ -1,0 +1,86 @@
+"""Movement of requests between the replicas of one replicaset: hand-offs after a prompt, and moves that its scheduler asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.hand_off import HandOffs
+from vajra_py.runtime.serving.migration import Migrations
+from vajra_py.runtime.serving.replicaset import HandOffRules, Replicaset
+from vajra_py.runtime.serving.services import DriverServices
+from vajra_py.runtime.serving.transfers import Transfers
+from vajra_py.runtime.support.clock import to_seconds
+
+
+class Movement(Generic[R]):
+    """Requests on their way between the replicas of one replicaset. Every method may raise `PolicyError`, since schedulers are called."""
+
+    def __init__(self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R]) -> None:
+        self._replicaset = replicaset
+        self._driver = driver
+        self._transfers = Transfers(replicaset, rules, driver)
+        self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
+        self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
+
+    # Events
+
+    def transfers_due(self) -> None:
+        """Let KV arrive whose transfer has ended by now."""
+        self._transfers.due()
+
+    def step_ended(self, one: R, *, has_freed: bool = True) -> None:
+        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free."""
+        self.hand_offs.step_ended(one)
+        for request in one.replica.take_newly_held():
+            self.hand_offs.begin(request, one)
+        if has_freed:
+            self.hand_offs.freed(one, has_looked=True)
+
+    def requests_ended(self, ended: Iterable[tuple[Request, EndReason]]) -> None:
+        """Give back what is set aside for requests that have ended by themselves."""
+        for request, _ in ended:
+            self._migrations.gone(request)
+            self.hand_offs.gone(request)
+
+    def end(self, request: Request, reason: EndReason, detail: str) -> bool:
+        """End a request that is on its way, or whose prompt waits for blocks of its target; return False for any other."""
+        return self.hand_offs.end_if_leaving(request, reason, detail)
+
+    # The replicaset scheduler
+
+    def make_moves(self) -> None:
+        """Call the scheduler for moves, and carry them out."""
+        if self._replicaset.moves_requests and not self._replicaset.out_of_service:
+            for move in self._replicaset.asked_moves(to_seconds(self._driver.now)):
+                self._migrations.move(move)
+
+    def woken(self) -> None:
+        """Place requests without a target again and make moves, since the scheduler was woken."""
+        self.hand_offs.place_again()
+        self.make_moves()
+
+    # Replicas come and go
+
+    def lose(self, one: R) -> None:
+        """Call off what a lost replica takes part in; before its memory is cleared, and `place_again` follows."""
+        self._transfers.forget_waiting(one)
+        self._migrations.lose(one)
+        self.hand_offs.lose(one)
+
+    def place_again(self) -> None:
+        """Find targets for requests that have none."""
+        self.hand_offs.place_again()
+
+    def involves(self, one: R) -> bool:
+        """Return True if a replica takes part in a move, or is to do so after its step."""
+        return self._transfers.has_waiting(one) or self.hand_offs.involves(one)
+
+    def clear(self) -> None:
+        """Forget everything; the replicas' memories are cleared by others."""
+        self._transfers.clear()
+        self._migrations.clear()
+        self.hand_offs.clear()

@@ -1,0 +1,84 @@
+"""Operations of a driver that its parts use: moves between replicas, scaling, wake-ups of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.records.input_log import Input
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.events import EventQueue
+from vajra_py.runtime.serving.replica import Replica
+
+
+class DriverServices(Protocol[R]):
+    """Driver as its parts see it."""
+
+    @property
+    def now(self) -> int:
+        """The present tick."""
+
+    @property
+    def events(self) -> EventQueue:
+        """Future events."""
+
+    @property
+    def controller(self) -> Controller:
+        """Replicasets and requests of the run."""
+
+    # Replicas
+
+    def replica(self, replicaset: str, replica_id: int) -> R:
+        """Return a replica by id."""
+
+    def replicas_of(self, replicaset: str) -> Sequence[R]:
+        """Return the replicas of a replicaset, by id."""
+
+    def wake(self, one: R) -> None:
+        """Let a replica form a step after everything else of this tick, unless it is busy."""
+
+    def wake_idle(self, replicaset: str) -> None:
+        """Let the idle replicas of a replicaset form steps, and offer them its shared queue."""
+
+    def call_off(self, one: R, *, is_lost: bool = False) -> None:
+        """Call off the steps that a replica executes; a lost one takes no other."""
+
+    # Steps that a backend launched together
+
+    def touch(self, one: R) -> None:
+        """Apply the steps of a replica that have ended, and make the one in flight the last of its run."""
+
+    def interrupt(self, replicaset: str) -> None:
+        """Do as `touch` for every replica of a replicaset."""
+
+    def sync(self, replicaset: str) -> None:
+        """Apply the steps of a replicaset that have ended; runs go on."""
+
+    # Requests
+
+    def announce(self, request: Request, replica: Replica | None) -> None:
+        """Announce a request that was queued at a replica, or in the shared queue (None)."""
+
+    def announce_all(self, replicaset: str, placed: Iterable[tuple[Request, Replica | None]]) -> None:
+        """Announce requests that were placed anew, and wake the replicas that may run them."""
+
+    def arrived(self, request: Request, one: R) -> None:
+        """Notify the backend of a request that waits on a replica with its KV, or is to get it there."""
+
+    def transfer(self, request: Request, ends: tuple[R, R]) -> None:
+        """Notify the backend of KV that goes from one replica to blocks that are set aside on another."""
+
+    def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """Count requests that have ended, and notify the policies that listen."""
+
+    # Records and failures
+
+    def record(self, entry: Input) -> None:
+        """Write an input of the run."""
+
+    def isolate(self, replicaset: str, error: PolicyError) -> None:
+        """Isolate the replicaset of a policy that broke the contract; raises the error unless policies are isolated."""
