@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sim.split_pools import prepared, settings, simulate
+from tests.sim.split_pools import POLICIES, prepared, settings, simulate
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaLoadView,
+    RequestView,
+)
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
