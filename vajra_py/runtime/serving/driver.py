@@ -143,6 +143,7 @@ class Driver(Generic[R]):
             if one.hand_off is not None
         }
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
+        self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
@@ -377,8 +378,9 @@ class Driver(Generic[R]):
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica, outer = one.replica, self._completing
-        if at_once or outer >= 0:
+        replica, movements = one.replica, self._movements
+        outer = self._completing
+        if movements and (at_once or outer >= 0):
             self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
             self.fast_forward.sync_before(one)
@@ -386,17 +388,17 @@ class Driver(Generic[R]):
             ended = replica.complete_step(plan, result, self.now)
             if ended:
                 self.controller.settle(ended, self.now)
-            if self._movements and (movement := self._movements.get(replica.replicaset)) is not None:
+            if movements and (movement := movements.get(replica.replicaset)) is not None:
                 self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
-            return
-        finally:
             self._completing = outer
+            return
+        self._completing = outer
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:
             self.controller.check_conservation()
-        if self._elasticity.draining and self._elasticity.goes_down(one):
+        if self._draining and self._elasticity.goes_down(one):
             return
         self._wake(one, at_once=at_once)
 
@@ -479,7 +481,7 @@ class Driver(Generic[R]):
         if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
-            if self._elasticity.draining and self._elasticity.goes_down(one):
+            if self._draining and self._elasticity.goes_down(one):
                 return
             if one.replica.builder.idle_at is not None and self._options.wakes:
                 self._waker.leave_idle(one, one.replica.builder.idle_at)
@@ -590,7 +592,7 @@ class Driver(Generic[R]):
     def _lose(self, one: R, what: Failure) -> None:
         self.interrupt(what.replicaset)
         self.call_off(one, is_lost=True)
-        self._elasticity.draining.discard(one.rank)
+        self._draining.discard(one.rank)
         movement = self._movements.get(what.replicaset)
         try:
             if movement is not None:

@@ -20,7 +20,9 @@ from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
-_ARRIVED, _REMOTE = RequestState.ARRIVED, RequestState.REMOTE
+_REMOTE = RequestState.REMOTE
+_WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED})
+"""States of waiting requests some of whose tokens are computed."""
 
 
 class Builder(PlanDraft):
@@ -187,8 +189,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
-        swapped, arrived, remote = request.state is _SWAPPED, request.state is _ARRIVED, request.state is _REMOTE
-        done = request.num_computed_tokens if swapped or arrived or remote else memory.cached_tokens(request)
+        state = request.state
+        done = request.num_computed_tokens if state in _WITH_KV else memory.cached_tokens(request)
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
@@ -205,22 +207,21 @@ class Builder(PlanDraft):
         ):
             return self._refuse(request, Refusal.WATERMARK)
         busy = self._busy_groups() if self._group_tokens else frozenset()
-        if swapped:
-            copies = memory.swap_in(request, to_hold)
-            if copies is None:
-                return self._refuse(request, Refusal.KV_BLOCKS)
-            self._add_swap(copies)
-        elif arrived:
-            if not memory.grow(request, to_hold):
-                return self._refuse(request, Refusal.KV_BLOCKS)
-        elif remote:
-            return self._load(request, done, to_hold)
-        else:
+        if state not in _WITH_KV:
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
                 return self._refuse(request, Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS)
             request.set_computed(hit)
             done = hit
+        elif state is _SWAPPED:
+            copies = memory.swap_in(request, to_hold)
+            if copies is None:
+                return self._refuse(request, Refusal.KV_BLOCKS)
+            self._add_swap(copies)
+        elif state is _REMOTE:
+            return self._load(request, done, to_hold)
+        elif not memory.grow(request, to_hold):
+            return self._refuse(request, Refusal.KV_BLOCKS)
         if to_hold > known:
             running_set.has_spare_blocks = True
         kind = self._lifecycle.admitted(request, done, self.now)
@@ -422,9 +423,9 @@ class Builder(PlanDraft):
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now."""
         own = self._own(request)
-        if own.state is _ARRIVED or own.state is _REMOTE:
-            return own.num_computed_tokens
-        return 0 if own.state is _RUNNING or own.state is _SWAPPED else self._memory.cached_tokens(own)
+        if own.state is _RUNNING or own.state is _SWAPPED:
+            return 0
+        return own.num_computed_tokens if own.state in _WITH_KV else self._memory.cached_tokens(own)
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         """Free blocks that would be taken if the request held its first `num_tokens` tokens."""
@@ -439,7 +440,7 @@ class Builder(PlanDraft):
         own: Request = request  # type: ignore[assignment]
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
-        if own.state is _RUNNING or own.state is _SWAPPED or own.state is _ARRIVED or own.state is _REMOTE:
+        if own.state is _RUNNING or own.state in _WITH_KV:
             num_left = own.num_remaining_tokens
         else:
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)
