@@ -14,8 +14,8 @@ from vajra_py.contract.observer import EndReason, Observer, StepRun
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import RequestState
+from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.load import LiveLoad, SnapshotLoad
-from vajra_py.runtime.serving.replicaset import AdmissionLimits
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 from vajra_py.workload import RequestSpec

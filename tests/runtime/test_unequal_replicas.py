@@ -18,7 +18,7 @@ from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.request import RequestState
 from vajra_py.runtime.serving.build import ModelFacts, ReplicaPlan, Services, build_replicaset, replica_plans
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.replicaset import AdmissionLimits
+from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.plan import StepResult
 from vajra_py.runtime.support.seeds import SeedTree

@@ -138,5 +138,5 @@ def simulate(
     assert run.controller.num_alive == 0
     for replica in run.controller.replicas():
         assert replica.memory.free_blocks == replica.memory.num_blocks
-        assert not replica.held
+        assert not replica.lifecycle.held
     return Finished(simulator, ways.of, ways.order)

@@ -112,7 +112,7 @@ def test_every_request_ends_once_and_every_block_is_free_in_the_end(
         for replica in run.controller.replicas():
             replica.memory.check()
             assert replica.memory.free_blocks == replica.memory.num_blocks
-            assert not replica.held
+            assert not replica.lifecycle.held
             assert not replica.running_set.arrived
         assert {way.reason for way in ways.of.values()} <= set(EndReason)
         assert all(way.reason is not None for way in ways.of.values())

@@ -203,6 +203,6 @@ def test_random_moves_lose_nothing_and_do_not_depend_on_repeated_steps(seed: int
         for replica in run.controller.replicas():
             replica.memory.check()
             assert replica.memory.free_blocks == replica.memory.num_blocks
-            assert not replica.held
+            assert not replica.lifecycle.held
         results.append((ways.of, ways.order))
     assert results[0] == results[1]

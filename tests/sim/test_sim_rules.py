@@ -14,7 +14,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel, ConstantModel
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.replicaset import AdmissionLimits
+from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.testing import Harness, HarnessOptions

@@ -268,11 +268,9 @@ class Scheduler(WithoutExtras):
 
     def _after_nothing(self) -> StepPlan | None:
         """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
-        is_paused = self._pause is not PauseState.UNPAUSED
-        if is_paused or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
+        is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
+        if is_left_idle or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
             self._num_idle = 0
-            return None
-        if self.mechanism.replica.builder.idle_at is not None:  # on purpose, and it is asked again then
             return None
         self._num_idle += 1
         if self._num_idle < self.config.backend.settings.max_idle_steps:

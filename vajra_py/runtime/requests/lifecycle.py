@@ -28,6 +28,8 @@ class Lifecycle:
         self._running_set = running_set
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
+        self.held: dict[Request, None] = {}
+        """Requests that have left the running set and whose KV lies here until another replica has it."""
         self.holding: list[Request] = []
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
 
@@ -141,6 +143,75 @@ class Lifecycle:
             memory.free(request, request.num_computed_tokens, for_good=True)
             memory.forget(request)
         self.holding.clear()
+
+    # KV comes and goes
+
+    def hold(self, request: Request) -> None:
+        """Take a running request out of the running set; its blocks stay until another replica has its KV."""
+        self._running_set.drop(request)
+        request.move_to(RequestState.HELD)
+        self.held[request] = None
+
+    def release_held(self, request: Request) -> None:
+        """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
+        del self.held[request]
+        self._running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+        self._running_set.memory.forget(request)
+
+    def resume_held(self, request: Request) -> None:
+        """Let a held request run here again."""
+        del self.held[request]
+        request.move_to(_RUNNING)
+        self._running_set.admit(request)
+
+    def reserve(self, request: Request, num_tokens: int) -> int | None:
+        """Set blocks aside for a request that is to come with the KV of its first tokens.
+
+        Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
+        """
+        memory = self._running_set.memory
+        memory.register(request, request.hashes)
+        hit = memory.allocate(request, num_tokens)
+        if hit is None:
+            memory.forget(request)
+            return None
+        return min(hit, num_tokens)
+
+    def unreserve(self, request: Request) -> None:
+        """Give back what was set aside for a request that does not come."""
+        self._running_set.memory.free(request, 0, for_good=True)
+        self._running_set.memory.forget(request)
+
+    def arrived(self, request: Request, now: float) -> None:
+        """The KV of a request for which blocks were set aside is here; it waits to run."""
+        is_queued = request.state is RequestState.REMOTE
+        request.move_to(RequestState.ARRIVED)
+        request.replica_id = self.replica_id
+        if request.hashes is not None:
+            self._running_set.memory.cache_blocks(request, request.num_computed_tokens)
+        self._running_set.arrived[request] = None
+        if is_queued:
+            del self._running_set.loading[request]
+        else:
+            self._running_set.queue.add(request, now)
+
+    def expect(self, request: Request, now: float) -> None:
+        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
+        request.move_to(RequestState.REMOTE)
+        request.replica_id = self.replica_id
+        self._running_set.memory.register(request, request.hashes)
+        self._running_set.queue.add(request, now)
+
+    def expect_no_more(self, request: Request) -> None:
+        """Undo `expect`; what was set aside for the request is free."""
+        self._running_set.queue.remove(request)
+        if request in self._running_set.loading:
+            del self._running_set.loading[request]
+            self._running_set.memory.free(request, 0, for_good=True)
+        self._running_set.memory.forget(request)
+        request.move_to(RequestState.HELD)
+
+    # Ends
 
     def requeue(self, request: Request) -> None:
         """Detach a request, resident or waiting here, from the replica, whose memory is gone; nothing of it is computed."""

@@ -34,16 +34,18 @@ from vajra_py.plugins import (
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.movement.links import LinkOptions
+from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
-from vajra_py.runtime.serving.replicaset import AdmissionLimits, HandOffRules, Replicaset
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import ElasticPool, ReplicasetScaling
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor

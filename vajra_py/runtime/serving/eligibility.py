@@ -7,12 +7,21 @@ the replicaset are offered the eligible ones alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaLoadView
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Limits on what may wait in a replicaset; None: no limit."""
+
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
 
 
 class RequestBounds:

@@ -15,9 +15,10 @@ from typing import Generic
 
 from vajra_py.contract import PoolRole
 from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
-from vajra_py.runtime.serving.replicaset import HandOffRules, Replicaset
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.serving.transfers import Transfers
 from vajra_py.runtime.support.clock import to_seconds
@@ -147,7 +148,7 @@ class HandOffs(Generic[R]):
     def _queue(self, request: Request, target: R) -> None:
         """Let a request wait at its target, whose scheduler admits it."""
         self._driver.touch(target)
-        target.replica.expect(request, to_seconds(self._driver.now))
+        target.replica.lifecycle.expect(request, to_seconds(self._driver.now))
         self._driver.arrived(request, target)
         self._driver.wake(target)
 
@@ -187,7 +188,7 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.reserve(one.request, one.num_tokens)
+            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens)
             if hit is not None:
                 line.popleft()
                 if one.is_early:
@@ -238,7 +239,7 @@ class HandOffs(Generic[R]):
             return  # it was called off meanwhile
         del self._of[request]
         now = to_seconds(self._driver.now)
-        target.replica.arrived(request, now)
+        target.replica.lifecycle.arrived(request, now)
         for observer in self._replicaset.observers:
             observer.on_arrived(request, source.replica.replica_id, target.replica.replica_id, now)
         self._driver.arrived(request, target)
@@ -250,7 +251,7 @@ class HandOffs(Generic[R]):
 
     def _release(self, request: Request, source: R) -> None:
         """Free the source's blocks."""
-        if request not in source.replica.held:
+        if request not in source.replica.lifecycle.held:
             return
         source.replica.release_held(request)
         for observer in self._replicaset.observers:
@@ -326,10 +327,10 @@ class HandOffs(Generic[R]):
             return
         target = one.target
         self._transfers.cancel(one)
-        if request in one.source.replica.held:
+        if request in one.source.replica.lifecycle.held:
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
-            target.replica.unreserve(request)
+            target.replica.lifecycle.unreserve(request)
         for each in (one.source, target):
             if each is not None:
                 self.freed(each)
@@ -361,10 +362,10 @@ class HandOffs(Generic[R]):
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
         elif one.request.state is RequestState.REMOTE:
-            target.replica.expect_no_more(one.request)
+            target.replica.lifecycle.expect_no_more(one.request)
             one.request.replica_id = one.source.replica.replica_id
         elif one.has_reserved:
-            target.replica.unreserve(one.request)
+            target.replica.lifecycle.unreserve(one.request)
         one.target, one.has_reserved, one.stage = None, False, Stage.PLACING
         if one.is_early:
             one.stage = Stage.HELD_BACK if one.request in self._replicaset.held_back else Stage.COMPUTING

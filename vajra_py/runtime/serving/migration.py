@@ -157,7 +157,7 @@ class Migrations(Generic[R]):
             return replica.memory.grow(one.request, num_tokens)
         if num_tokens < 1:
             return True
-        hit = replica.reserve(one.request, num_tokens)
+        hit = replica.lifecycle.reserve(one.request, num_tokens)
         if hit is None:
             return False
         one.has_reserved, one.num_copied = True, max(one.num_copied, hit)
@@ -175,7 +175,7 @@ class Migrations(Generic[R]):
             self._call_off(one)
             return
         self._forget(one)
-        one.source.replica.stop(request)
+        one.source.replica.lifecycle.hold(request)
         self._hand_offs.send_last(request, (one.source, one.target), one.num_copied)
 
     # Ends before the time
@@ -190,7 +190,7 @@ class Migrations(Generic[R]):
         self._forget(one)
         self._transfers.cancel(one)
         if one.has_reserved:
-            one.target.replica.unreserve(one.request)
+            one.target.replica.lifecycle.unreserve(one.request)
         for observer in self._replicaset.observers:
             observer.on_migration_aborted(
                 one.request, one.source.replica.replica_id, one.target.replica.replica_id, to_seconds(self._driver.now)

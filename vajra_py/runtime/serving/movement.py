@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Generic
 
 from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.hand_off import HandOffs
 from vajra_py.runtime.serving.migration import Migrations
-from vajra_py.runtime.serving.replicaset import HandOffRules, Replicaset
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.serving.transfers import Transfers
 from vajra_py.runtime.support.clock import to_seconds

@@ -41,7 +41,7 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
     losses = Losses()
     to_end = dict(replica.to_end)
     held = [*replica.running_set.running(), *replica.running_set.in_flight]
-    leaving = [one for one in replica.held if one.state is RequestState.HELD]
+    leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     left = [*held, *leaving, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
     for request in [one for one in replicaset.held_back if one.replica_id == replica.replica_id]:
         del replicaset.held_back[request]
@@ -73,7 +73,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     if replica.num_in_flight:
         raise RuntimeError(f"a step of replica {replica.replica_id} is in flight, and its memory cannot be emptied")
     held = list(reversed(replica.running_set.running()))
-    leaving = [one for one in replica.held if one.state is RequestState.HELD]
+    leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
     for request in [*leaving, *replica.running_set.arrived]:  # whose KV was here, on its way from or to another replica
@@ -81,7 +81,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         request.move_to(RequestState.PREEMPTED)
     for request in leaving:
         replica.queue.add(request, now)
-    replica.held.clear()
+    replica.lifecycle.held.clear()
     replica.running_set.arrived.clear()
     replica.memory.clear()
     for waiting in replica.queue:

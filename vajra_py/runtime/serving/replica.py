@@ -94,8 +94,6 @@ class Replica:
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
         """True if clients get the token that the last step of a prompt samples where the request leaves."""
-        self.held: dict[Request, None] = {}
-        """Requests that have left the running set and whose KV lies here until another replica has it."""
         self._newly_held: list[Request] = []
         self.expects_kv = False
         """True if requests wait in line to come here, one after each step."""
@@ -149,24 +147,13 @@ class Replica:
         return held
 
     def release_held(self, request: Request) -> None:
-        """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
-        del self.held[request]
+        """Give back the blocks of a request whose KV is elsewhere, or that has ended."""
         self._output_limits.pop(request, None)
-        self.memory.free(request, request.num_computed_tokens, for_good=True)
-        self.memory.forget(request)
-
-    def stop(self, request: Request) -> None:
-        """Take a running request out of the running set; its blocks stay until another replica has its KV."""
-        self.running_set.materialize()
-        self.running_set.drop(request)
-        request.move_to(RequestState.HELD)
-        self.held[request] = None
+        self.lifecycle.release_held(request)
 
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
         """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
-        del self.held[request]
-        request.move_to(_RUNNING)
-        self.running_set.admit(request)
+        self.lifecycle.resume_held(request)
         if not request.num_remaining_tokens and request.add_output(now) == 1:
             self.lifecycle.first_token(request, now)
         num_left = self._output_limit(request) - request.num_output_tokens
@@ -178,53 +165,6 @@ class Replica:
             del self.running_set.partial[request]
             self.running_set.pool.join(request, num_left)
         return []
-
-    def reserve(self, request: Request, num_tokens: int) -> int | None:
-        """Set blocks aside for a request that is to come with the KV of its first tokens.
-
-        Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
-        """
-        memory = self.memory
-        memory.register(request, request.hashes)
-        hit = memory.allocate(request, num_tokens)
-        if hit is None:
-            memory.forget(request)
-            return None
-        return min(hit, num_tokens)
-
-    def unreserve(self, request: Request) -> None:
-        """Give back what was set aside for a request that does not come."""
-        self.memory.free(request, 0, for_good=True)
-        self.memory.forget(request)
-
-    def arrived(self, request: Request, now: float) -> None:
-        """The KV of a request for which blocks were set aside is here; it waits to run."""
-        is_queued = request.state is RequestState.REMOTE
-        request.move_to(RequestState.ARRIVED)
-        request.replica_id = self.replica_id
-        if request.hashes is not None:
-            self.memory.cache_blocks(request, request.num_computed_tokens)
-        self.running_set.arrived[request] = None
-        if is_queued:
-            del self.running_set.loading[request]
-        else:
-            self.queue.add(request, now)
-
-    def expect(self, request: Request, now: float) -> None:
-        """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
-        request.move_to(RequestState.REMOTE)
-        request.replica_id = self.replica_id
-        self.memory.register(request, request.hashes)
-        self.queue.add(request, now)
-
-    def expect_no_more(self, request: Request) -> None:
-        """Undo `expect`; what was set aside for the request is free."""
-        self.queue.remove(request)
-        if request in self.running_set.loading:
-            del self.running_set.loading[request]
-            self.memory.free(request, 0, for_good=True)
-        self.memory.forget(request)
-        request.move_to(RequestState.HELD)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """Abort a request of this replica; False when its step has to come back first."""
@@ -248,7 +188,7 @@ class Replica:
             self._finish(request, reason, now, detail)
         for request in queued:
             self.abort(request, reason, now, detail)
-        leaving = [one for one in self.held if one.state is not _ENDED and one.replica_id == self.replica_id]
+        leaving = [one for one in self.lifecycle.held if one.state is not _ENDED and one.replica_id == self.replica_id]
         for request in leaving:
             self.lifecycle.end_held(request, reason, now, detail)
         self.clear()
@@ -271,7 +211,7 @@ class Replica:
         self._output_limits.clear()
         self._to_abort.clear()
         self._inherited = []
-        self.held.clear()
+        self.lifecycle.held.clear()
         self._newly_held = []
         self.running_set.clear()
         self.memory.clear()
@@ -281,7 +221,7 @@ class Replica:
     @property
     def is_empty(self) -> bool:
         """True if no request runs, waits, is computed or has KV here."""
-        return not (self.num_in_flight or self.running_set.num_running or len(self.queue) or self.held)
+        return not (self.num_in_flight or self.running_set.num_running or len(self.queue) or self.lifecycle.held)
 
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
@@ -555,9 +495,7 @@ class Replica:
             if request.num_output_tokens >= self._output_limit(request):
                 done.append(request)
                 return
-        self.running_set.drop(request)
-        request.move_to(RequestState.HELD)
-        self.held[request] = None
+        self.lifecycle.hold(request)
         self._newly_held.append(request)
 
     def _land(self, request: Request) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, cast
 
-from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.contract import (
     Layer,
     Move,
@@ -24,105 +22,20 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
-from vajra_py.runtime.movement.links import LinkOptions
+from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
+from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.serving.scaling import ReplicasetScaling
+from vajra_py.runtime.serving.shared_queue import EligibleView, SharedQueueAccess, SharedView
 from vajra_py.runtime.support.clock import to_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class HandOffRules:
-    """Rules by which requests go from one replica to another with their KV; see `HandOffConfig`."""
-
-    settings: HandOffConfig
-    links: LinkOptions
-    bytes_per_token: int
-    migration: MigrationConfig = field(default_factory=MigrationConfig)
-
-    @property
-    def reserves_first(self) -> bool:
-        """True if a prompt is computed only when blocks of its target are set aside."""
-        return self.settings.reserve == "before_prompt"
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """Limits on what may wait in a replicaset; None: no limit."""
-
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-
-
-class SharedQueueAccess:
-    """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
-
-    __slots__ = ("_replicaset", "queue", "view")
-
-    def __init__(self, replicaset: Replicaset) -> None:
-        self._replicaset = replicaset
-        self.queue = replicaset.shared
-        self.view: ReplicaLoadView | None = None
-
-    def __len__(self) -> int:
-        return self.queue.num_requests
-
-    def __contains__(self, request: object) -> bool:
-        return request in self.queue
-
-    def pulled(self, now: float) -> Iterator[RequestView]:
-        """Iterate over the requests that this replica may take now, in the order that the scheduler gives."""
-        assert self.view is not None
-        return self._replicaset.pulled_by(self.view, now)
-
-    def begin_step(self) -> None:
-        """Let keys that may change at any event be read again."""
-        self.queue.begin_step()
-
-    def take(self, request: RequestView) -> None:
-        """Remove a request that the replica has admitted."""
-        self.queue.remove(request)
-
-
-class _SharedView:
-    """`QueueView` over the shared queue at one moment."""
-
-    __slots__ = ("_now", "_queue")
-
-    def __init__(self, queue: RequestQueue, now: float) -> None:
-        self._queue = queue
-        self._now = now
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return self._queue.ordered(self._now)
-
-
-class _EligibleView:
-    """`QueueView` over those requests of the shared queue that one replica can run, where replicas differ."""
-
-    __slots__ = ("_is_eligible", "_now", "_queue")
-
-    def __init__(self, queue: RequestQueue, now: float, is_eligible: Callable[[RequestView], bool]) -> None:
-        self._queue = queue
-        self._now = now
-        self._is_eligible = is_eligible
-
-    def __len__(self) -> int:
-        return sum(map(self._is_eligible, self._queue))
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return filter(self._is_eligible, self._queue.ordered(self._now))
 
 
 class Replicaset:
@@ -542,8 +455,8 @@ class Replicaset:
 
     def _shared_view(self, replica_id: int, now: float) -> QueueView:
         if not self._differs:
-            return _SharedView(self.shared, now)
-        return _EligibleView(self.shared, now, lambda request: self._can_run(replica_id, cast(Request, request), now))
+            return SharedView(self.shared, now)
+        return EligibleView(self.shared, now, lambda request: self._can_run(replica_id, cast(Request, request), now))
 
     def _can_run(self, replica_id: int, request: Request, now: float) -> bool:
         return any(one.replica_id == replica_id for one in self.eligible(request, now))

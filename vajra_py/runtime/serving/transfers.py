@@ -8,10 +8,11 @@ from operator import itemgetter
 from typing import Generic
 
 from vajra_py.runtime.movement.links import Network
+from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.serving.replicaset import HandOffRules, Replicaset
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 

@@ -35,8 +35,8 @@ from vajra_py.plugins import Registry
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.policy_swap import Swapped
-from vajra_py.runtime.serving.replicaset import AdmissionLimits
 from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
