@@ -130,7 +130,7 @@ class CpuAttention:
         return buffers[1]
 
     def _chunk_rows(self, name: str, tokens: torch.Tensor, keys: KeyRange) -> torch.Tensor:
-        """What ``_gather`` returns, in the dtype that chunks are attended in; valid until the next call for ``name``."""
+        """Return what ``_gather`` returns, in the dtype that chunks are attended in; valid until the next call for ``name``."""
         gathered = self._gather(name, tokens, keys)
         if not _widens_chunks(gathered.dtype):
             return gathered

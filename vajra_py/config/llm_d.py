@@ -26,7 +26,7 @@ KIND = "EndpointPickerConfig"
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 POLICY = "endpoint_picker"
 PRESET = "vllm-v1"
-"""What llm-d stands in front of."""
+"""System that llm-d routes to."""
 _SINGLE, _DISAGGREGATED = "single-profile-handler", ("disagg-profile-handler", "pd-profile-handler")
 _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-prefix-cache-producer"
 """A scorer of earlier versions, and the producer that it had inside."""
@@ -57,7 +57,7 @@ class LlmDConfig:
 
     preset: str
     scheduling: Mapping[str, Any]
-    """As under `scheduling:`; the preset supplies the other layers."""
+    """Section `scheduling:`; the preset supplies the other layers."""
     unused: Sequence[Unused]
 
 
@@ -248,7 +248,7 @@ class _Reader:
         return False
 
     def _explain(self, error: ValidationError, config: type[BaseModel], ours: Entries, path: KeyPath) -> None:
-        """Tell of mistakes in parameters, in llm-d's names."""
+        """Report mistakes in parameters, in llm-d's names."""
         root = put(self.root, path, ours, ours.place)
         for one in explain(error, config, root, path):
             allowed = None if one.allowed is None else _camel_words(one.allowed)

@@ -33,7 +33,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """Ask again later; the request waits outside every queue meanwhile, and may expire."""
+    """Decide again later; the request waits outside every queue meanwhile, and may expire."""
 
     until: float | None = None
     """Seconds on the run's clock; None: when the policy is next woken, or when a request has ended."""

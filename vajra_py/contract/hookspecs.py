@@ -91,7 +91,7 @@ class RoutingPartSpec:
 
 
 AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RoutingPartSpec
-"""What makes a policy available by name, of a layer or beside the layers, or a part of one."""
+"""Spec of a policy, of a layer or beside the layers, or of a part of one."""
 
 
 @dataclass(frozen=True, slots=True)

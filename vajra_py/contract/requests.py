@@ -22,7 +22,7 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer than it allowed."""
     REJECTED = "rejected"
-    """It was refused on arrival (it can never fit, an admission policy shed it, or the queues are full), or a scheduler dropped it."""
+    """The request was refused on arrival (too large, shed by an admission policy, or full queues), or a scheduler dropped it."""
     FAILED = "failed"
     """The replica that ran it failed."""
 

@@ -48,7 +48,7 @@ class ReplicaFilter(Protocol):
     """Narrows the candidates."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those of `replicas` that may take the request, in their order; `replicas` itself where all may."""
+        """Return the replicas that may take the request, in their order; `replicas` itself where all may."""
 
 
 @runtime_checkable

@@ -190,7 +190,7 @@ class PoolView(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in YAML; "default" in a replicaset without pools."""
+        """Name in YAML; "default" in a replicaset without pools."""
 
     @property
     def role(self) -> str:
@@ -198,7 +198,7 @@ class PoolView(Protocol):
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Its replicas in any state, by id."""
+        """Replicas in any state, by id."""
 
     @property
     def min_replicas(self) -> int:
@@ -222,11 +222,11 @@ class ReplicasetView(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in YAML; "default" when the file names none."""
+        """Name in YAML; "default" when the file names none."""
 
     @property
     def pools(self) -> Sequence[PoolView]:
-        """Its pools in the order of the file; one without `pools:`."""
+        """Pools in the order of the file; one without `pools:`."""
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:

@@ -70,7 +70,7 @@ class Line:
 
 
 class Holding:
-    """What policies have in common that hold requests back: the line, and when to look at it again."""
+    """Common part of policies that hold requests back: the line, and the time of the next look at it."""
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed

@@ -43,7 +43,7 @@ class SoftReflectiveCeiling(Holding):
         self._config = config
         self._priorities: list[int] = []
         self._cycles: dict[tuple[str, int], tuple[float, int]] = {}
-        """By replicaset and priority: when its last closed cycle was, and its number."""
+        """Time of the last closed cycle and its number, by replicaset and priority."""
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
         """Hold it if its band is closed in this cycle, or others wait before it."""

@@ -51,7 +51,7 @@ class _Bucket:
     level: float
     filled_at: float = 0.0
     due: dict[str, float] = field(default_factory=dict)
-    """By deferred request, when its turn comes."""
+    """Time at which the turn of each deferred request comes."""
 
     def fill(self, now: float) -> None:
         """Add what has come since the last time."""

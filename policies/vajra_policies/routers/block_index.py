@@ -11,7 +11,7 @@ from vajra_policies.routers.figures import Integers
 
 
 class BlockHolders:
-    """For each block the set of its holders, as bits of an integer: equal sets in a row are counted at once."""
+    """Set of each block's holders, as bits of an integer: equal sets in a row are counted at once."""
 
     def __init__(self, num_replicas: int) -> None:
         self._size = (num_replicas + 7) // 8
@@ -31,7 +31,7 @@ class BlockHolders:
             self._holders.pop(block, None)
 
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
-        """By replica id, how many of the blocks it holds, up to the first block that nobody holds.
+        """Return how many of the blocks each replica holds, by id, up to the first block that nobody holds.
 
         That is the length of the longest common prefix wherever replicas hold whole prefixes. One that has lost early blocks and
         keeps later ones counts those, as in llm-d's index.

@@ -41,7 +41,7 @@ class CostRouter:
             assume_reuse=config.router_assume_kv_reuse,
             track_prefill=config.router_track_prefill_tokens,
         )
-        """What is active at each replica."""
+        """Blocks and tokens that are active at each replica."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """A replica of least cost, or by chance with a temperature."""
@@ -66,11 +66,11 @@ class CostRouter:
         return whole_queue(replica, queued)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It may have its first token from now on."""
+        """Note that a request may have its first token from now on."""
         self.sequences.admitted(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Its blocks are free."""
+        """Free the blocks of a request."""
         for request in requests:
             self.sequences.free(request)
 

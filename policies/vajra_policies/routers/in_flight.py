@@ -101,7 +101,7 @@ class InFlightLoad:
             self._tokens[share.replica_id] += share.output_tokens + share.prompt_tokens * share.is_computing
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It may produce its first token from now on."""
+        """Note that a request may produce its first token from now on."""
         if request in self._sent:
             self._admitted[request] = None
 

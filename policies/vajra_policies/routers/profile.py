@@ -54,7 +54,7 @@ class Parts:
         return self._producers[name]
 
     def listeners(self) -> Mapping[str, Callable[..., None]]:
-        """By method, what tells every part that has it."""
+        """Callbacks of every part that has a method, by method."""
         told = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
         return {name: _tell_all(methods) for name, methods in told.items() if methods}
 
@@ -105,7 +105,7 @@ class Profile:
         return chosen
 
     def filtered(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Candidates:
-        """What the filters leave."""
+        """Return the replicas that the filters leave."""
         left = candidates(replicas)
         for one in self._filters:
             if not left:

@@ -46,7 +46,7 @@ class _Sessions:
     def __init__(self, config: SessionAffinityConfig) -> None:
         self._config = config
         self._bound: dict[str, tuple[ReplicaId, float]] = {}
-        """By session its replica, and the time of its last request; those unused longest first."""
+        """Replica and time of the last request of each session, the longest unused first."""
 
     def replica_of(self, request: RequestView, now: float) -> ReplicaId | None:
         """The replica that the request's session is bound to; None if there is none."""

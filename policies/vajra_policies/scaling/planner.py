@@ -55,7 +55,7 @@ class PoolRules:
     least: int = 1
     """Fewest replicas."""
     thresholds: Thresholds | None = None
-    """Of its load, unless the target is latencies that are promised."""
+    """Factor of its load, unless the target is latencies that are promised."""
     sizes: EngineSizes = UNKNOWN_SIZES
 
 

@@ -73,12 +73,12 @@ PREFILL_THRESHOLDS = {
     "throughput": Thresholds(1.0, 0.1, up_at_equal=True, down_at_equal=False),
     "latency": Thresholds(0.1, 0.0, up_at_equal=True, down_at_equal=True),
 }
-"""Of queued prompt tokens by the longest context."""
+"""Ratio of queued prompt tokens to the longest context."""
 DECODE_THRESHOLDS = {
     "throughput": Thresholds(1.0, 0.6, up_at_equal=False, down_at_equal=False),
     "latency": Thresholds(0.4, 0.1, up_at_equal=False, down_at_equal=False),
 }
-"""Of tokens in KV by the room for them."""
+"""Ratio of tokens in KV to the room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def by_decodes(
 
 
 def _share(ready: int) -> float:
-    """How much of an engine's load each of the others has when one is gone."""
+    """Factor by which the load of each engine grows when one is gone."""
     return ready / (ready - 1) if ready > 1 else 1.0
 
 

@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(slots=True)
 class Life:
-    """What happened to one request, times in seconds."""
+    """Life of one request, times in seconds."""
 
     replica_id: int | None = None
     assignments: list[int | None] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Life:
     arrived_at: float | None = None
     released_at: float | None = None
     target: int | None = None
-    """Of a request that leaves with its KV: when, and the replica to which it goes."""
+    """Times of a request that leaves with its KV, and the replica to which it goes."""
     notes: dict[str, float | int | str] = field(default_factory=dict)
     """The latest that its replica scheduler noted."""
 

@@ -33,7 +33,7 @@ class ComparedSettings:
     stability: tuple[str, ...]
     """The most serious label among each setting's replications."""
     values: Mapping[str, Mapping[str, Row]]
-    """By scope (`overall`, `slo_class gold`, `tenant a`), then by metric key: a raw value per setting (the mean of its replications), None where it has none."""
+    """Raw value per setting (the mean of its replications; None where it has none), by scope (`overall`, `slo_class gold`, `tenant a`) and metric key."""
     loads: tuple[str, ...]
     """Distinctive part of each setting's workload, as text; empty for all if they share one."""
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vajra_py.runtime.requests.request import Request
 
 _NOT_ASKED = Admission()
-"""What the table says of a request about which the policy was not asked."""
+"""Entry of a request about which the policy was not called."""
 
 _FACTS = (
     *("request_id", "index", "replicaset", "replica_id", *STATED_COLUMNS),

@@ -287,7 +287,7 @@ ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
 empty (it was rejected before the policy was asked)."""
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason")
-"""Those that hold texts."""
+"""Columns that hold texts."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""

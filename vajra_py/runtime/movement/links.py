@@ -37,11 +37,11 @@ class LinkOptions:
     """Sizes of a network and its rule of sharing."""
 
     bandwidth: float | None = None
-    """Of each replica's link out and link in, bytes per second; None: no limit."""
+    """Bandwidth of each replica's link out and link in, bytes per second; None: no limit."""
     shared_bandwidth: float | None = None
-    """Of the fabric that all transfers pass through, bytes per second; None: no limit."""
+    """Bandwidth of the fabric that all transfers pass through, bytes per second; None: no limit."""
     latency_ticks: int = 0
-    """From a transfer's start until its first byte flows; it holds no bandwidth meanwhile."""
+    """Ticks from a transfer's start until its first byte flows; it holds no bandwidth meanwhile."""
     contention: Contention = "max_min"
     """max_min: max-min fair shares, as of every moment. none: a transfer has its links as if it were alone. fixed_share: the
     links' bandwidth by the number of transfers under way on them, fixed when a transfer starts. exclusive: one at a time on a

@@ -5,7 +5,7 @@ from __future__ import annotations
 QUEUE_FULL = "the queue is full"
 ALL_FAILED = "every replica has failed"
 OUT_OF_SERVICE = "out of service"
-"""How the detail of requests begins whose policies broke the contract."""
+"""Beginning of the detail of requests whose policies broke the contract."""
 SHED = "shed by the admission policy"
 
 SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND = "shed", "queue_full", "no_replica", "cannot_run"

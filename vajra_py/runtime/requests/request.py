@@ -35,7 +35,7 @@ class RequestState(Enum):
     SWAPPED = "swapped"
     """Waiting again, its KV in host memory."""
     HELD = "held"
-    """Its prompt is computed, and it leaves its replica, which holds its KV until another one has it."""
+    """Leaving its replica with its prompt computed; the replica holds its KV until another one has it."""
     REMOTE = "remote"
     """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
     ARRIVED = "arrived"

@@ -72,9 +72,9 @@ class AdmissionGate:
         """`models`: the model of each replicaset where requests cannot be sent from one model to another; None: they can."""
         self.name = name
         self.error: PolicyError | None = None
-        """What the policy did against the contract; None: nothing."""
+        """Violation of the contract by the policy; None: none."""
         self.on_room: Callable[[], None] | None = None
-        """Told that requests without a time of their own are to be asked about again, in this tick; the driver's."""
+        """Callback of the driver: decide again, in this tick, about requests without a time of their own."""
         self.num_fruitless = 0
         """Deferrals since anything else happened."""
         self._make_policy = make_policy
@@ -95,7 +95,7 @@ class AdmissionGate:
         before, self.policy = getattr(self, "policy", None), self._make_policy()
         self.error = None
         self.own: Listeners = listeners_among(((self.policy, self.name),))
-        """What the policy listens to."""
+        """Callbacks of the policy."""
         for one in self._replicasets.values():
             if one.policies is not None:
                 others = (each for each in one.policies.beside if each[0] is not before)
@@ -200,7 +200,7 @@ class AdmissionGate:
         return None
 
     def wake(self, key: str, now: float) -> None:
-        """Tell the policy that a time has come that it asked for. Raises `PolicyError`, which is kept as `error`."""
+        """Wake the policy at a time that it asked for. Raises `PolicyError`, which is kept as `error`."""
         on_wake = getattr(self.policy, "on_wake", None)
         if on_wake is None:
             return
@@ -238,7 +238,7 @@ class AdmissionGate:
         return was_deferred or bool(before.degraded)
 
     def detail_of(self, decision: Refuse) -> str:
-        """What the client of a refused request is told."""
+        """Reason that the client of a refused request gets."""
         return f"{SHED} {self.name}: {decision.reason}"
 
 
@@ -299,7 +299,7 @@ class _ReplicasetSight:
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Its replicas, by id."""
+        """Replicas, by id."""
         return self._replicaset.live_loads()
 
     @property

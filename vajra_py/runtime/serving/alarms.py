@@ -25,7 +25,7 @@ class Sleeper:
     """Key of its place under `scheduling:` in YAML."""
     policy_name: str
     index: int = 0
-    """Its position among the policies of its layer: of a replica scheduler the replica."""
+    """Position among the policies of its layer; for a replica scheduler the replica's id."""
     policy: Any = None
     """The object; None while it is being built."""
     last_tick: int = -1

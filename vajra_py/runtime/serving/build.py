@@ -71,7 +71,7 @@ class ReplicasetModel:
     latency: LatencyModel
     facts: ModelFacts
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """By pool, where they are not all of one device."""
+    """Models by pool, where these are not all of one device."""
 
 
 @dataclass(frozen=True, slots=True)

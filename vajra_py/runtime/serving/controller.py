@@ -158,7 +158,7 @@ class Controller:
     # The admission policy
 
     def _at_gate(self, gate: AdmissionGate, deferral: Deferral, now: int) -> tuple[Request, Replica | None]:
-        """Ask about a request that arrives and that some replica can run."""
+        """Let the admission policy decide about a request that arrives and that some replica can run."""
         request, seconds = deferral.request, to_seconds(now)
         _, replicaset = self._alive[request.request_id]
         gate.num_fruitless = 0
@@ -168,7 +168,7 @@ class Controller:
         return request, self._decide(gate, deferral, now)
 
     def ask_again(self, request: Request, now: int) -> Replica | None:
-        """Ask the policy about a deferred request, which may be deferred again; returns the replica that it is bound to."""
+        """Let the policy decide again about a deferred request; returns the replica that it is bound to."""
         gate = self.gate
         assert gate is not None
         deferral = gate.deferral_of(request)
@@ -300,7 +300,7 @@ class Controller:
         return place_anew(replicaset, replica, now) if state is ReplicaState.DRAINING else ()
 
     def tell_states_once(self, replicaset: Replicaset, now: int) -> None:
-        """Tell observers the state of every replica, the first time."""
+        """Notify observers of the state of every replica, the first time."""
         scaling = replicaset.scaling
         if scaling is not None and not scaling.has_begun:
             scaling.has_begun = True

@@ -147,7 +147,7 @@ class Driver(Generic[R]):
         is_all = None if options.serves else self._only_policies_are_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
-        """Whether requests that were deferred until something changes are asked about in this tick."""
+        """True if the admission policy decides again, in this tick, about requests that were deferred until something changes."""
         if controller.gate is not None:
             controller.gate.on_room = self.ask_deferred
         if options.wakes:
@@ -295,7 +295,7 @@ class Driver(Generic[R]):
             self.events.push(deferral.until, _ADMISSION, deferral)
 
     def ask_deferred(self) -> None:
-        """Ask the admission policy, in this tick, about every request that it has deferred until something changes."""
+        """Let the admission policy decide again, in this tick, about every request that it has deferred until something changes."""
         if not self._asks_timeless:
             self._asks_timeless = True
             self.events.push(self.now, _ADMISSION, None, 1)  # after those whose time has come

@@ -31,19 +31,19 @@ class Stage(Enum):
     """Stages of a hand-off, in order."""
 
     HELD_BACK = "held back"
-    """Its prompt waits for blocks of its target."""
+    """The prompt waits for blocks of the target."""
     COMPUTING = "computing"
-    """Its prompt waits or is computed; blocks of its target are set aside, unless that was lost."""
+    """The prompt waits or is computed; blocks of the target are set aside, unless that was lost."""
     PLACING = "placing"
     """No target takes it now."""
     RESERVING = "reserving"
-    """It waits for blocks of its target."""
+    """The request waits for blocks of its target."""
     QUEUED = "queued"
-    """It waits for its target's scheduler to admit it."""
+    """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
-    """Its KV is on its way."""
+    """The KV is on its way."""
     ARRIVING = "arriving"
-    """Its KV is at the target, which takes it between two steps."""
+    """The KV is at the target, which takes it between two steps."""
 
 
 @dataclass(eq=False, slots=True)

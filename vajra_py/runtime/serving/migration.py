@@ -32,7 +32,7 @@ class Migration(Generic[R]):
     source: R
     target: R
     admitted_index: int
-    """Its admission at the source; another one means that it was preempted meanwhile."""
+    """Number of its admission at the source; another one means that it was preempted meanwhile."""
     num_copied: int = 0
     """Leading tokens whose KV is at the target, or on its way."""
     num_copies: int = 0

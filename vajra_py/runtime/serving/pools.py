@@ -27,7 +27,7 @@ class PoolLoad:
 
     @property
     def replicas(self) -> Sequence[ReplicaLoadView]:
-        """Its replicas in any state, by id."""
+        """Replicas in any state, by id."""
         loads = self._replicaset.live_loads()
         return [loads[one] for one in self._ids]
 

@@ -76,16 +76,16 @@ class Replicaset:
         self.away: set[int] = set()
         """Replicas that a scaler keeps from taking requests: they start, drain, or are down."""
         self.scaling: ReplicasetScaling | None = None
-        """What its scaler asks for; None: there is none."""
+        """Scaler and the numbers that it asks for; None: there is none."""
         self.around: Around | None = None
         self.policies: Policies | None = None
-        """Its policies; None: it was put together by hand, and its policies stay."""
+        """Policies in force; None: the replicaset was put together by hand, and its policies stay."""
         self.hand_off: HandOffRules | None = None
         """Rules by which requests leave with their KV; None: they do not."""
         self.held_back: dict[Request, None] = {}
         """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
         self.newly_held_back: list[Request] = []
-        """Those of them for which no target was looked for yet."""
+        """Requests held back for which no target was looked for yet."""
         self.out_of_service = ""
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
@@ -309,7 +309,7 @@ class Replicaset:
         return self._refused_by_policy(holders, request, now)
 
     def why_full(self, request: Request) -> str | None:
-        """Why the queues have no room for this request; None when they have."""
+        """Return the reason that the queues have no room for this request; None if they have."""
         waiting = self.admission.max_queued_requests
         if waiting is not None and self.num_queued >= waiting:
             return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
@@ -332,7 +332,7 @@ class Replicaset:
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
     def live_loads(self) -> Sequence[ReplicaLoadView]:
-        """Its replicas with live figures, by id; every step that has ended is applied."""
+        """Return its replicas with live figures, by id; every step that has ended is applied."""
         self.sync()
         return cast(Sequence[ReplicaLoadView], self._live)
 

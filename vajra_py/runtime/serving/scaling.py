@@ -48,7 +48,7 @@ class Start:
 
     change: ReplicaChange
     is_void: bool = False
-    """It was cancelled, or lost."""
+    """True if it was cancelled, or the replica lost."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +99,7 @@ class ReplicasetScaling:
         return self._replicaset
 
     def ask(self, now: int) -> list[ReplicaChange]:
-        """Ask the scaler; return the changes that follow. Raises `PolicyError`."""
+        """Call the scaler; return the changes that follow. Raises `PolicyError`."""
         try:
             answer: object = self.scaler.targets(self._views, to_seconds(now))
             self.wanted.update(self._checked(answer))

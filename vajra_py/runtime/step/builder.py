@@ -70,7 +70,7 @@ class Builder(PlanDraft):
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
         self._caches_decodes = False
-        """For decodes taken one by one: those that need a block, and if blocks that they fill are cached at once."""
+        """Decodes that need a block, where decodes are taken one by one, and True if blocks that they fill are cached at once."""
 
     def bind_policy(self, name: str) -> None:
         """Drop requests in the name of this policy from now on."""
