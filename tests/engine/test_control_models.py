@@ -110,6 +110,15 @@ def test_a_scaler_is_refused_by_name(tmp_path: Path) -> None:
         Engine.load(config, engine_services(config, load_registry(), {}))
 
 
+def test_pools_are_refused_by_name(tmp_path: Path) -> None:
+    mapping = two_models(tmp_path)
+    mapping["replicasets"]["large"] |= {"pools": {"first": {}, "second": {"num_replicas": 2}}}
+    config = config_from_mapping(mapping)
+    said = r"replicasets\.large\.pools: the backend `engine` has replicas of one pool alone \(got first, second\)"
+    with pytest.raises(ConfigError, match=said):
+        Engine.load(config, engine_services(config, load_registry(), {}))
+
+
 def test_an_llm_is_one_model() -> None:
     with pytest.raises(ConfigError, match="an LLM is one model"):
         llm_config("a", {"backend": {"engine": {"replicasets": {"b": {"model": "b"}}}}})

@@ -79,6 +79,12 @@ def test_a_complete_section_is_taken(model: Path) -> None:
             "the backend `vllm` neither starts nor stops replicas while it serves (got 'target_utilization')",
         ),
         (
+            {"workers": "process"},
+            {"pools": {"prefill": {}, "decode": {}}, "links": {"bandwidth_gb_s": 10}},
+            "pools",
+            "the backend `vllm` has replicas of one pool alone (got prefill, decode)",
+        ),
+        (
             {},
             {"replica": {"kv_parallel": {"groups": 2, "group_tokens": 64}}},
             "replica.kv_parallel.groups",

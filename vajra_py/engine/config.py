@@ -309,19 +309,10 @@ class EngineConfig(ModelBackendConfig):
             for name in self.replicasets
             if name not in replicasets
         ]
-        found += check_scaling(self.kind, replicasets)
+        found += check_replicasets(self.kind, replicasets)
         models: dict[tuple[str, bool], None] = {}
         for name, one in replicasets.items():
             found += check_replica(where_of(name, replicasets), one.replica)
-            if one.pools:
-                message = "the engine's replicas are all of one pool"
-                found.append(
-                    Problem(
-                        where_of(name, replicasets).removesuffix("replica") + "pools",
-                        message,
-                        "Allowed: `backend: simulator`",
-                    )
-                )
             own = self.of(name)
             models[own.model, own.random_weights] = None
         for model, random_weights in models:
@@ -365,17 +356,21 @@ def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> st
     return "replica" if len(replicasets) == 1 else f"replicasets.{replicaset}.replica"
 
 
-def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return the scalers, which a backend whose workers all run from the start cannot obey."""
+def check_replicasets(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+    """Return the scalers and pools, which a backend cannot obey whose workers all run from the start and keep their KV."""
     problems = []
     for name, one in replicasets.items():
+        where = "" if len(replicasets) == 1 else f"replicasets.{name}."
         scaler = one.scheduling.scaling
         if scaler is not None:
-            where = "scheduling" if len(replicasets) == 1 else f"replicasets.{name}.scheduling"
             message = (
                 f"the backend `{backend}` neither starts nor stops replicas while it serves (got {scaler.policy!r})"
             )
-            problems.append(Problem(f"{where}.{SCALER.key}", message, "Allowed: null; simulate it with `simulator`"))
+            advice = "Allowed: null; simulate it with `simulator`"
+            problems.append(Problem(f"{where}scheduling.{SCALER.key}", message, advice))
+        if one.pools:
+            message = f"the backend `{backend}` has replicas of one pool alone (got {', '.join(one.pools)})"
+            problems.append(Problem(f"{where}pools", message, "Leave it out; simulate pools with `simulator`"))
     return problems
 
 

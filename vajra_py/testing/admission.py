@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from vajra_py.contract import AdmissionPolicy, AdmissionSpec
 from vajra_py.errors import VajraError
 from vajra_py.plugins import check_admission_shape, load_registry
 from vajra_py.plugins.build import ADMISSION_METHODS, hooks_beside
-from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
+from vajra_py.testing.checking import failure_of, packages_of, require, require_all_end, require_built
 from vajra_py.testing.habits import kept_requests, uncalled_methods
-from vajra_py.testing.purity import ImpureError, only_pure
+from vajra_py.testing.purity import only_pure
 from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn, PlainChunks
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
 from vajra_py.testing.strict import StrictViews
@@ -54,10 +55,10 @@ def check_admission_policy(spec: AdmissionSpec, params: Mapping[str, Any] | None
     subject = _Subject(spec, params or {})
     failures = []
     for name, check in _CHECKS.items():
-        failure = _failure(check, subject)
+        failure = failure_of(partial(check, subject), POLICY_TIMEOUT_S)
         if failure is not None:
-            failures.append(f"  {name}: {failure}")
-            if check is _builds:
+            failures.append(f"  {name}: {failure.text}")
+            if check is _builds or failure.is_endless:
                 break
     if failures:
         raise AssertionError("\n".join([f"admission policy {spec.name!r} breaks the contract:", *failures]))
@@ -96,43 +97,19 @@ class _Subject:
         return outcome
 
 
-def _failure(check: Callable[[_Subject], None], subject: _Subject) -> str | None:
-    try:
-        with no_endless_calls(POLICY_TIMEOUT_S):
-            check(subject)
-    except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError) as error:
-        return str(error)
-    except Exception as error:  # of the policy's own, while it was built
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
 def _builds(subject: _Subject) -> None:
-    try:
-        policy = subject.build(context_of(scenarios.LIGHT))
-    except Exception as error:
-        message = f"cannot be built from {dict(subject.params) or 'its default parameters'}"
-        raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
-    try:
-        check_admission_shape(policy, "it", "under test")
-    except VajraError as error:
-        raise AssertionError(str(error)) from error
-    _require(isinstance(policy, AdmissionPolicy), f"{policy!r} is not an AdmissionPolicy")
+    require_built(
+        lambda: subject.build(context_of(scenarios.LIGHT)),
+        subject.params,
+        lambda policy: check_admission_shape(policy, "it", "under test"),
+        AdmissionPolicy,
+    )
 
 
 def _decides_about_everybody(subject: _Subject) -> None:
     """Every request is let in or turned away, ends exactly once, and none is forgotten at the gate."""
     for scenario in SCENARIOS:
-        outcome = subject.base(scenario)
-        _require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended ({scenario.name})")
-        num_ends = len({end[0] for end in outcome.ends})
-        same = num_ends == len(outcome.ends) == len(outcome.requests)
-        _require(same, f"a request ended twice or not at all ({scenario.name})")
+        require_all_end(subject.base(scenario), f" ({scenario.name})")
 
 
 def _same_as_base(
@@ -143,12 +120,12 @@ def _same_as_base(
             outcome = run(scenario)
         except AssertionError as error:
             raise AssertionError(violations[0] if violations else str(error)) from error
-        _require(not violations, violations[0] if violations else "")
+        require(not violations, violations[0] if violations else "")
         first = subject.base(scenario)
         for before, now in zip(first.admissions, outcome.admissions, strict=False):
-            _require(before == now, f"a decision differs {what} ({scenario.name}): {before} and then {now}")
+            require(before == now, f"a decision differs {what} ({scenario.name}): {before} and then {now}")
         same = len(first.admissions) == len(outcome.admissions) and first.ends == outcome.ends
-        _require(same, f"the run ends in another way {what} ({scenario.name})")
+        require(same, f"the run ends in another way {what} ({scenario.name})")
 
 
 def _is_repeatable(subject: _Subject) -> None:
@@ -157,13 +134,9 @@ def _is_repeatable(subject: _Subject) -> None:
 
 def _is_pure(subject: _Subject) -> None:
     spec = subject.spec
-    modules = {
-        spec.build.__module__,
-        spec.config.__module__,
-        type(subject.build(context_of(scenarios.LIGHT))).__module__,
-    }
+    packages = packages_of(spec.build, spec.config, type(subject.build(context_of(scenarios.LIGHT))))
     violations: list[str] = []
-    with only_pure({name.partition(".")[0] for name in modules} - {"vajra_py"}, violations):
+    with only_pure(packages, violations):
         _same_as_base(subject, "without clocks and global generators", subject.run, violations)
 
 
@@ -181,13 +154,13 @@ def _is_the_same_when_fast_forwarded(subject: _Subject) -> None:
         asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, fast_forward=False))
         ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
         text = f"it decides otherwise while decode steps are fast-forwarded ({scenario.name})"
-        _require((asked.admissions, asked.ends) == (ahead.admissions, ahead.ends), text)
+        require((asked.admissions, asked.ends) == (ahead.admissions, ahead.ends), text)
 
 
 def _calls_its_methods(subject: _Subject) -> None:
     names = uncalled_methods(subject.build(context_of(scenarios.LIGHT)), hooks_beside(ADMISSION_METHODS))
     allowed = "a name of the contract (such as on_arrivals), or a leading underscore"
-    _require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
+    require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
 
 
 def _forgets_ended_requests(subject: _Subject) -> None:
@@ -203,7 +176,7 @@ def _forgets_ended_requests(subject: _Subject) -> None:
         text = (
             f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
         )
-        _require(num_kept <= 1, text)  # the one that it saw last
+        require(num_kept <= 1, text)  # the one that it saw last
 
 
 _CHECKS: Mapping[str, Callable[[_Subject], None]] = {

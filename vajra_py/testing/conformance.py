@@ -33,17 +33,16 @@ from vajra_py.contract import (
     RequestView,
 )
 from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
-from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.build import hooks_of
-from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
+from vajra_py.testing.checking import failure_of, packages_of, require, require_all_end, require_built
 from vajra_py.testing.habits import futile_preemptions, kept_requests, uncalled_methods
 from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import first_difference, rows_by_hash_seed
-from vajra_py.testing.purity import ImpureError, only_pure
+from vajra_py.testing.purity import only_pure
 from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn
-from vajra_py.testing.scenarios import Outcome, Scenario, StuckError
+from vajra_py.testing.scenarios import Outcome, Scenario
 from vajra_py.testing.strict import StrictViews, interpose
 from vajra_py.testing.subject import NUM_REPLICAS, UNCOUNTED, Interposing, Subject, context_of
 
@@ -115,54 +114,31 @@ class Check:
 
     def failure(self, subject: Subject, policy_timeout_s: float = POLICY_TIMEOUT_S) -> str | None:
         """Run the check; returns the failure, or None if there is none."""
-        try:
-            with no_endless_calls(policy_timeout_s):
-                self.run(subject)
-        except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError) as error:
-            subject.is_endless = _is_from_endless_call(error)
-            return str(error)
-        except Exception as error:  # of the policy's own, while it was built
-            return f"{type(error).__name__}: {error}"
-        return None
-
-
-def _is_from_endless_call(error: BaseException | None) -> bool:
-    """Return True if an error was caused by a call that was interrupted."""
-    while error is not None and not isinstance(error, DidNotReturn):
-        error = error.__cause__
-    return error is not None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+        failure = failure_of(lambda: self.run(subject), policy_timeout_s)
+        if failure is None:
+            return None
+        subject.is_endless = failure.is_endless
+        return failure.text
 
 
 # For every layer
 
 
 def _builds(subject: Subject) -> None:
-    try:
-        policy = subject.build(context_of(scenarios.LIGHT))
-    except Exception as error:
-        message = f"cannot be built from {dict(subject.params) or 'its default parameters'}"
-        raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
-    try:
-        check_policy_shape(subject.layer, policy, "it", "under test")
-    except VajraError as error:
-        raise AssertionError(str(error)) from error
-    protocol = PROTOCOLS[subject.layer]
-    _require(isinstance(policy, protocol), f"{policy!r} is not a {protocol.__name__}")
+    layer = subject.layer
+    require_built(
+        lambda: subject.build(context_of(scenarios.LIGHT)),
+        subject.params,
+        lambda policy: check_policy_shape(layer, policy, "it", "under test"),
+        PROTOCOLS[layer],
+    )
 
 
 def _serves(scenario: Scenario) -> Callable[[Subject], None]:
     def check(subject: Subject) -> None:
         if not subject.suits(scenario):
             return
-        outcome = subject.base(scenario)
-        _require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended")
-        num_ends = len({end[0] for end in outcome.ends})
-        _require(num_ends == len(outcome.ends) == len(outcome.requests), "a request ended twice or not at all")
+        require_all_end(subject.base(scenario))
 
     return check
 
@@ -183,12 +159,12 @@ def _decides_again(
             if violations:
                 raise AssertionError(violations[0]) from error
             raise
-        _require(not violations, violations[0] if violations else "")
+        require(not violations, violations[0] if violations else "")
         first = subject.base(scenario)
         for position, (before, now) in enumerate(zip(first.decisions, outcome.decisions, strict=False)):
-            _require(before == now, f"step {position} differs {what} ({scenario.name}): {before} and then {now}")
+            require(before == now, f"step {position} differs {what} ({scenario.name}): {before} and then {now}")
         same = len(first.decisions) == len(outcome.decisions) and first.ends == outcome.ends
-        _require(same, f"the run ends in another way {what} ({scenario.name})")
+        require(same, f"the run ends in another way {what} ({scenario.name})")
 
 
 def _is_repeatable(subject: Subject) -> None:
@@ -205,13 +181,13 @@ def _is_the_same_under_every_hash_seed(subject: Subject) -> None:
         return
     difference = first_difference(runs)
     advice = "Python iterates sets of strings in another order in each process: sort them, or use a dict"
-    _require(difference is None, f"it decides otherwise in another process: {difference}. {advice}")
+    require(difference is None, f"it decides otherwise in another process: {difference}. {advice}")
 
 
 def _calls_its_methods(subject: Subject) -> None:
     names = uncalled_methods(subject.build(context_of(scenarios.LIGHT)), hooks_of(subject.layer))
     allowed = "a name of the contract (such as on_step_end), or a leading underscore"
-    _require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
+    require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
 
 
 def _forgets_ended_requests(subject: Subject) -> None:
@@ -230,17 +206,12 @@ def _forgets_ended_requests(subject: Subject) -> None:
         text = (
             f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
         )
-        _require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a request in `on_departures`")
+        require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a request in `on_departures`")
 
 
 def _is_pure(subject: Subject) -> None:
     spec = subject.spec
-    modules = {
-        spec.build.__module__,
-        spec.config.__module__,
-        type(subject.build(context_of(scenarios.LIGHT))).__module__,
-    }
-    packages = {name.partition(".")[0] for name in modules} - {"vajra_py"}
+    packages = packages_of(spec.build, spec.config, type(subject.build(context_of(scenarios.LIGHT))))
     violations: list[str] = []
     with only_pure(packages, violations):
         _decides_again(subject, "without clocks and global generators", None, violations)
@@ -286,23 +257,23 @@ class _KeyWatch:
         for at in (now, later):
             key = self.policy.key(request, at)
             again = self.policy.key(request, at)
-            _require(key == again, f"key({name}, {at!r}) is {key!r}, and asked again {again!r}")
+            require(key == again, f"key({name}, {at!r}) is {key!r}, and asked again {again!r}")
             parts = key if isinstance(key, tuple) else (key,)
             numbers = all(isinstance(part, int | float | np.number) and math.isfinite(part) for part in parts)
-            _require(bool(parts) and numbers, f"key({name}, {at!r}) is not finite numbers: {key!r}")
+            require(bool(parts) and numbers, f"key({name}, {at!r}) is not finite numbers: {key!r}")
             self.shapes.add(len(parts) if isinstance(key, tuple) else 0)
-            _require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
+            require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
             self._compare(request, at, key)
 
     def _compare(self, request: RequestView, at: float, key: Key) -> None:
         motion = self.policy.key_motion
         if motion is KeyMotion.TIME_LINEAR:
             intercept, slope = self.policy.line(request)
-            _require(isinstance(key, float | int), f"a TIME_LINEAR key is a number, not {key!r}")
+            require(isinstance(key, float | int), f"a TIME_LINEAR key is a number, not {key!r}")
             scale = max(1.0, abs(intercept), abs(slope * at))
             on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
             text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
-            _require(on_line, text)
+            require(on_line, text)
         elif motion in (KeyMotion.STATIC, KeyMotion.PROGRESS):
             progress = (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)
             state = None if motion is KeyMotion.STATIC else progress
@@ -310,7 +281,7 @@ class _KeyWatch:
             if before is not None and before[0] == state:
                 since = "since arrival" if state is None else f"without progress (computed, output, preempted: {state})"
                 text = f"key of {request.request_id} is {motion.name} and moved {since}: {before[1]!r}, now {key!r}"
-                _require(before[1] == key, text)
+                require(before[1] == key, text)
             self.seen[request] = (state, key)
 
 
@@ -348,10 +319,10 @@ def _order_would_be_the_same_if_volatile(subject: Subject) -> None:
 
 def _respects_who_is_up(subject: Subject) -> None:
     outcome = subject.run(scenarios.ONE_DOWN)
-    _require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended with one replica down")
+    require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended with one replica down")
     down = scenarios.ONE_DOWN.down
     served = sorted(name for name, request in outcome.requests.items() if request.replica_id in down)
-    _require(not served, f"replicas {sorted(down)} take no requests and were given {served}")
+    require(not served, f"replicas {sorted(down)} take no requests and were given {served}")
 
 
 # Decode fast-forward
@@ -378,9 +349,9 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
         ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
         for one, other in zip(asked.steps, ahead.steps, strict=False):
             text = f"{claim}: asked step by step it decides {one}, fast-forwarded {other} ({scenario.name})"
-            _require(one == other, text)
+            require(one == other, text)
         same = len(asked.steps) == len(ahead.steps) and asked.ends == ahead.ends
-        _require(same, f"{claim}: the runs end in different ways ({scenario.name})")
+        require(same, f"{claim}: the runs end in different ways ({scenario.name})")
 
 
 # Replica schedulers
@@ -401,9 +372,9 @@ def _solo_chunks_are_true(subject: Subject) -> None:
             text = (
                 f"solo_chunk_size({done}, {num_tokens - done}) is {promised!r}, but the prompt alone got {given} tokens"
             )
-            _require(promised == given, text)
+            require(promised == given, text)
             done += given
-        _require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")
+        require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
@@ -427,7 +398,7 @@ def _works_while_there_is_work(subject: Subject) -> None:
     for scenario in scenarios.SCENARIOS:
         if scenario.is_memory_ample and subject.suits(scenario):
             idle = _idle_beside_work(subject.base(scenario), NUM_REPLICAS[subject.layer])
-            _require(idle is None, f"traits.is_work_conserving is not true: {idle} ({scenario.name})")
+            require(idle is None, f"traits.is_work_conserving is not true: {idle} ({scenario.name})")
 
 
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:

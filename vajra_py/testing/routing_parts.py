@@ -29,6 +29,7 @@ from vajra_py.contract import (
 )
 from vajra_py.plugins import check_part_shape, load_registry
 from vajra_py.plugins.build import LISTENING_METHODS
+from vajra_py.testing.checking import require
 from vajra_py.testing.conformance import POLICY_TIMEOUT_S, check_policy
 
 
@@ -131,37 +132,37 @@ class PartProbe:
     def _scores(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> list[float]:
         found = list(self._part.scores(request, list(up), now))
         name = request.request_id
-        _require(len(found) == len(up), f"scores({name}) are {len(found)} numbers for {len(up)} replicas: {found}")
+        require(len(found) == len(up), f"scores({name}) are {len(found)} numbers for {len(up)} replicas: {found}")
         finite = all(one is None or math.isfinite(one) for one in found)
-        _require(finite, f"scores({name}) are not finite numbers or None: {found}")
+        require(finite, f"scores({name}) are not finite numbers or None: {found}")
         again = list(self._part.scores(request, list(up), now))
-        _require(again == found, f"scores({name}) are {found}, and asked again {again}")
+        require(again == found, f"scores({name}) are {found}, and asked again {again}")
         return [0.0 if one is None else float(one) for one in found]
 
     def _kept(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> list[ReplicaLoadView]:
         given = list(up)
         kept = list(self._part.keeps(request, given, now))
-        _require(given == list(up), "keeps() changes the sequence that it is given")
+        require(given == list(up), "keeps() changes the sequence that it is given")
         positions = [next((place for place, one in enumerate(up) if one is each), -1) for each in kept]
         is_part = positions == sorted(set(positions)) and -1 not in positions
         text = f"keeps({request.request_id}) gave {len(kept)} of {len(up)} replicas that are not some of them in their order"
-        _require(is_part, text)
+        require(is_part, text)
         return kept
 
     def _picked(self, request: RequestView, up: Sequence[ReplicaLoadView], now: float) -> ReplicaLoadView:
         scores = [((self._count + one.replica_id) % 3) / 2 for one in up]
         before = list(scores)
         picked = self._part.pick(request, list(up), scores, now)
-        _require(scores == before, "pick() changes the scores that it is given")
+        require(scores == before, "pick() changes the scores that it is given")
         ids = [one.replica_id for one in up]
-        _require(picked in ids, f"pick({request.request_id}) is {picked!r}; candidates: {ids}")
+        require(picked in ids, f"pick({request.request_id}) is {picked!r}; candidates: {ids}")
         return up[ids.index(picked)]
 
     def _decided(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
         answer = self._part.disaggregates(request, decode, now)
-        _require(isinstance(answer, bool), f"disaggregates({request.request_id}) is {answer!r}; expected True or False")
+        require(isinstance(answer, bool), f"disaggregates({request.request_id}) is {answer!r}; expected True or False")
         again = self._part.disaggregates(request, decode, now)
-        _require(again is answer, f"disaggregates({request.request_id}) is {answer!r}, and asked again {again!r}")
+        require(again is answer, f"disaggregates({request.request_id}) is {answer!r}, and asked again {again!r}")
         return bool(answer)
 
 
@@ -171,8 +172,3 @@ def _tell_all(methods: Sequence[Any]) -> Any:
             method(*facts)
 
     return tell
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
-from vajra_py.errors import POLICY_EXCEPTIONS, VajraError
+from vajra_py.errors import VajraError
 from vajra_py.latency import ConstantModel
 from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import check_scaler_shape, load_registry
-from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
-from vajra_py.testing.purity import ImpureError, only_pure
+from vajra_py.testing.checking import failure_of, packages_of, require
+from vajra_py.testing.purity import only_pure
 from vajra_py.workload import RequestSpec
 
 TIMEOUT_S = 30.0
@@ -57,18 +58,18 @@ def check_scaler(
     """
     failures = []
     for name, settings in SITUATIONS.items():
-        try:
-            with no_endless_calls(policy_timeout_s):
-                first = _run(spec, params or {}, settings)
-                again = _purely(spec, params or {}, settings)
-            if first != again:
-                failures.append(f"  {name}: two equal runs asked for different numbers")
-        except (VajraError, AssertionError, ImpureError, RuntimeError) as error:
-            failures.append(f"  {name}: {error}")
-        except POLICY_EXCEPTIONS as error:
-            failures.append(f"  {name}: {type(error).__name__}: {error}")
+        failure = failure_of(partial(_answers_again, spec, params or {}, settings), policy_timeout_s)
+        if failure is not None:
+            failures.append(f"  {name}: {failure.text}")
+            if failure.is_endless:
+                break
     if failures:
         raise AssertionError("\n".join([f"scaler {spec.name!r} breaks the contract:", *failures]))
+
+
+def _answers_again(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    first = _run(spec, params, settings)
+    require(first == _purely(spec, params, settings), "two equal runs asked for different numbers")
 
 
 @dataclass
@@ -93,9 +94,8 @@ class _Watched:
 def _purely(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Asked]:
     """Run it once more where clocks and unseeded random numbers raise."""
     violations: list[str] = []
-    packages = {str(getattr(one, "__module__", "")).partition(".")[0] for one in (spec.config, spec.build)}
     try:
-        with only_pure(packages - {"vajra_py"}, violations):
+        with only_pure(packages_of(spec.config, spec.build), violations):
             return _run(spec, params, settings)
     except VajraError:
         if violations:

@@ -19,7 +19,7 @@ from vajra_py.engine.config import (
     SLOTS_PER_BATCH_ENTRY,
     ModelBackendConfig,
     check_replica,
-    check_scaling,
+    check_replicasets,
     where_of,
 )
 from vajra_py.errors import ConfigError, Problem
@@ -94,7 +94,7 @@ class VllmBackendConfig(ModelBackendConfig):
             found += problems_of(where, one.replica)
             if self.device == "cpu":
                 found += _problems_of_blocks(where, one.replica.memory.block_size)
-        found += check_scaling(self.kind, replicasets)
+        found += check_replicasets(self.kind, replicasets)
         if self.fallback is not None:
             message = (
                 f"takes over in a vLLM that schedules by this file, which this one does not (got {self.fallback!r})"

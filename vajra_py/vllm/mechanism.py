@@ -21,7 +21,7 @@ from vajra_py.config import PolicyChoice, SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
-from vajra_py.engine.config import check_scaling
+from vajra_py.engine.config import check_replicasets
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
@@ -400,7 +400,7 @@ def make_mechanism(
     Raises `ConfigError` where they describe more than one replica, and what building a policy raises.
     """
     replicasets = config.effective_replicasets
-    problems = check_scaling("vllm", replicasets)
+    problems = check_replicasets("vllm", replicasets)
     if problems:
         raise ConfigError(problems)
     if len(replicasets) != 1 or next(iter(replicasets.values())).num_replicas != 1:

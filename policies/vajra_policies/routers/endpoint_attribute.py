@@ -139,8 +139,7 @@ class EndpointAttributeFilter:
         """Those that fulfil the condition."""
         threshold = self._config.algorithm.threshold
         holds = _OPERATORS[threshold.operator](figures.figure(replicas, self._config.attribute), threshold.value)
-        kept = [one for one, fits in zip(replicas, holds.tolist(), strict=True) if fits]
-        return replicas if not kept and self._config.fallback_on_empty else kept
+        return figures.fitting(replicas, holds, fallback=self._config.fallback_on_empty)
 
 
 def _scorer(config: AttributeScorerConfig, context: RoutingContext) -> EndpointAttributeScorer:

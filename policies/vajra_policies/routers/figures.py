@@ -45,6 +45,16 @@ def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
     return replicas if isinstance(replicas, Candidates) else Candidates(replicas)
 
 
+def fitting(
+    replicas: Sequence[ReplicaLoadView], fits: NDArray[np.bool_], *, fallback: bool
+) -> Sequence[ReplicaLoadView]:
+    """The replicas that fit, in their order; with `fallback` all of them where none does."""
+    if fits.all():
+        return replicas
+    kept = list(compress(replicas, fits.tolist()))
+    return replicas if not kept and fallback else kept
+
+
 def position_of(replica_id: ReplicaId, replicas: Sequence[ReplicaLoadView]) -> int:
     """Position of a replica among some; -1 if it is not among them."""
     found = np.flatnonzero(ids(replicas) == replica_id)

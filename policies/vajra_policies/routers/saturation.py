@@ -59,7 +59,7 @@ class UtilizationFilter:
         fits: NDArray[np.bool_] = np.ones(len(replicas), dtype=np.bool_)
         for condition in self._config.conditions:
             fits &= self._values(condition.metric, replicas) <= condition.max_value
-        return _those(replicas, fits, fallback=self._config.fallback_on_empty)
+        return figures.fitting(replicas, fits, fallback=self._config.fallback_on_empty)
 
     def _values(self, metric: str, replicas: Sequence[ReplicaLoadView]) -> Floats:
         if metric == "active-requests":
@@ -90,7 +90,7 @@ class UtilizationDetector:
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
         """Those that are not saturated."""
         fits = (figures.waiting(replicas) < self._most_waiting) & (figures.kv_usage(replicas) < self._most_usage)
-        return _those(replicas, fits, fallback=True)
+        return figures.fitting(replicas, fits, fallback=True)
 
 
 class ConcurrencyDetectorConfig(PolicyConfig):
@@ -118,16 +118,7 @@ class ConcurrencyDetector:
             fits &= np.asarray(self._load.num_requests(replicas)) < int(config.max_concurrency * room)
         if config.concurrency_mode != "requests":
             fits &= np.asarray(self._load.num_tokens(replicas)) < int(config.max_token_concurrency * room)
-        return _those(replicas, fits, fallback=False)
-
-
-def _those(
-    replicas: Sequence[ReplicaLoadView], fits: NDArray[np.bool_], *, fallback: bool
-) -> Sequence[ReplicaLoadView]:
-    if fits.all():
-        return replicas
-    kept = [one for one, fit in zip(replicas, fits.tolist(), strict=True) if fit]
-    return replicas if not kept and fallback else kept
+        return figures.fitting(replicas, fits, fallback=False)
 
 
 def _utilization(config: UtilizationConfig, context: RoutingContext) -> UtilizationFilter:

@@ -7,25 +7,23 @@ go behind those that came later, and what is left of a step's tokens is counted 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
 
+from tests.golden.readers.policies import Arrivals, BindsOnArrival
 from vajra_py.contract import (
     BatchBuilder,
     EndedStep,
     Layer,
     LocalReplicaView,
     PolicyConfig,
-    PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
 )
-from vajra_py.contract.observer import Observer
 
 DECODE_CONTEXT_TOKENS = 50_000
 """Most context of a decode batch, each request's with its new token."""
@@ -34,23 +32,16 @@ Placement = tuple[str, ReplicaId, list[list[int]]]
 """Stage, chosen replica, and [replica, key] of all."""
 
 
-class Seen(Observer):
+class Seen(Arrivals):
     """What workers and placement know of each other, and every placement."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.prompts: dict[ReplicaId, set[RequestView]] = {}
         """Prompts that wait, or whose first stage has begun and no other step after it."""
         self.num_queued: Counter[ReplicaId] = Counter()
         """Requests that wait to decode, by replica; those in a running step are not among them."""
         self.placements: dict[str, list[Placement]] = {}
-        self._arrived: dict[str, int] = {}
-
-    def order_of(self, request: RequestView) -> int:
-        """Position of a request among those whose KV has come; -1 where it is computed."""
-        return self._arrived.get(request.request_id, -1)
-
-    def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        self._arrived[request.request_id] = len(self._arrived)
 
 
 class WorkerConfig(PolicyConfig):
@@ -154,11 +145,7 @@ def _granted(refusal: object) -> None:
         raise ValueError(f"the simulator has no limit for this: {refusal}")
 
 
-class RouterConfig(PolicyConfig):
-    """No parameters."""
-
-
-class Router:
+class Router(BindsOnArrival):
     """The worker with fewest prompts that are not done, or fewest requests that wait to decode; ties go to the lowest."""
 
     def __init__(self, seen: Seen) -> None:
@@ -183,10 +170,6 @@ class Router:
             prompts[best].add(request)
         return best
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Nothing: everyone is bound on arrival."""
-        return ()
-
     def on_step_end(self, step: EndedStep) -> None:
         """Prompts that are done no longer count; who goes on to decode waits again, until the next step begins."""
         done = {one for one in step.requests if not one.num_remaining_prompt_tokens}
@@ -198,26 +181,19 @@ class Router:
 
 def specs(seen: Seen) -> Sequence[PolicySpec]:
     """The policies of one run."""
-
-    def build_worker(config: WorkerConfig, context: PolicyContext) -> Worker:
-        return Worker(config, seen)
-
-    def build_router(config: RouterConfig, context: PolicyContext) -> Router:
-        return Router(seen)
-
     return [
         PolicySpec(
             name="simdistserve_worker",
             layer=Layer.REPLICA_SCHEDULER,
             config=WorkerConfig,
-            build=build_worker,
+            build=lambda config, context: Worker(config, seen),
             summary="A worker of simdistserve.",
         ),
         PolicySpec(
             name="simdistserve_router",
             layer=Layer.REPLICASET_SCHEDULER,
-            config=RouterConfig,
-            build=build_router,
+            config=PolicyConfig,
+            build=lambda config, context: Router(seen),
             summary="Placement of simdistserve.",
         ),
     ]

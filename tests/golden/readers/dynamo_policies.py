@@ -7,45 +7,36 @@ preempted first, the loop over running requests forgets that the list became sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
+from tests.golden.readers.policies import Arrivals, BindsOnArrival
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
     LocalReplicaView,
     PolicyConfig,
-    PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
 )
-from vajra_py.contract.observer import Observer
 
 
-class Seen(Observer):
+class Seen(Arrivals):
     """What goes on between workers, which a worker of the mocker knows."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.reserving: dict[ReplicaId, set[str]] = {}
         """Requests that wait for blocks of a worker."""
-        self._arrived: dict[str, int] = {}
-
-    def order_of(self, request: RequestView) -> int:
-        """Position of a request among all whose KV has come."""
-        return self._arrived[request.request_id]
 
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
         self.reserving[target].discard(request.request_id)
-
-    def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        self._arrived[request.request_id] = len(self._arrived)
 
 
 class MockerDecodeConfig(PolicyConfig):
@@ -105,11 +96,7 @@ class MockerDecode:
         return True
 
 
-class SeenRoundRobinConfig(PolicyConfig):
-    """No parameters."""
-
-
-class SeenRoundRobin:
+class SeenRoundRobin(BindsOnArrival):
     """One replica after the other; tells who goes where."""
 
     def __init__(self, seen: Seen) -> None:
@@ -124,33 +111,22 @@ class SeenRoundRobin:
             self._seen.reserving.setdefault(chosen, set()).add(request.request_id)
         return chosen
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Nothing: everyone is bound on arrival."""
-        return ()
-
 
 def specs(seen: Seen) -> Sequence[PolicySpec]:
     """The policies of one run."""
-
-    def build_worker(config: MockerDecodeConfig, context: PolicyContext) -> MockerDecode:
-        return MockerDecode(config, seen)
-
-    def build_router(config: SeenRoundRobinConfig, context: PolicyContext) -> SeenRoundRobin:
-        return SeenRoundRobin(seen)
-
     return [
         PolicySpec(
             name="mocker_decode",
             layer=Layer.REPLICA_SCHEDULER,
             config=MockerDecodeConfig,
-            build=build_worker,
+            build=lambda config, context: MockerDecode(config, seen),
             summary="A decode worker of Dynamo's mocker.",
         ),
         PolicySpec(
             name="mocker_round_robin",
             layer=Layer.REPLICASET_SCHEDULER,
-            config=SeenRoundRobinConfig,
-            build=build_router,
+            config=PolicyConfig,
+            build=lambda config, context: SeenRoundRobin(seen),
             summary="Workers of a pool in turn.",
         ),
     ]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 
+from tests.golden.readers.policies import BindsOnArrival
 from vajra_py.contract import (
     BatchBuilder,
     EndedStep,
@@ -22,7 +23,6 @@ from vajra_py.contract import (
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -235,7 +235,7 @@ class RouterConfig(PolicyConfig):
     scheduler: str = Field(description="Name of the scheduler there.")
 
 
-class Router:
+class Router(BindsOnArrival):
     """Both instances of a request, when it arrives: the least loaded of each pool, the first of equals; or in turn."""
 
     def __init__(self, config: RouterConfig, seen: Seen) -> None:
@@ -272,10 +272,6 @@ class Router:
         """The instance of the tokens."""
         return self._seen[request.request_id].token_at
 
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Nothing: everyone is bound on arrival."""
-        return ()
-
     def on_step_end(self, step: EndedStep) -> None:
         """Prompts that are done no longer count; they are subtracted also where they never were added."""
         for request in step.requests:
@@ -290,26 +286,19 @@ class Router:
 
 def specs(seen: Seen) -> Sequence[PolicySpec]:
     """The policies of one run; the router writes down what it saw."""
-
-    def build_instance(config: InstanceConfig, context: PolicyContext) -> Instance:
-        return Instance(config, context, seen)
-
-    def build_router(config: RouterConfig, context: PolicyContext) -> Router:
-        return Router(config, seen)
-
     return [
         PolicySpec(
             name="splitwise_instance",
             layer=Layer.REPLICA_SCHEDULER,
             config=InstanceConfig,
-            build=build_instance,
+            build=lambda config, context: Instance(config, context, seen),
             summary="An instance of splitwise-sim.",
         ),
         PolicySpec(
             name="splitwise_router",
             layer=Layer.REPLICASET_SCHEDULER,
             config=RouterConfig,
-            build=build_router,
+            build=lambda config, context: Router(config, seen),
             summary="Placement of splitwise-sim.",
         ),
     ]

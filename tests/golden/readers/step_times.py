@@ -5,6 +5,7 @@ Each was found in the recordings and holds in all of them; the readers check it 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,14 +16,14 @@ from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 
-class OneStage:
+class OneStage(ABC):
     """Base of models without pipeline stages."""
 
     num_stages = 1
 
+    @abstractmethod
     def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds of a step."""
-        raise NotImplementedError
 
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds of a step: there is one stage."""
