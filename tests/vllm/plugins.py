@@ -6,6 +6,9 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+from vajra_py.contract import Layer
+from vajra_py.plugins import load_registry
+
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = '''
 import math, time
@@ -94,3 +97,8 @@ def python_path(*folders: Path) -> str:
     """PYTHONPATH of a process that imports this package from its sources."""
     own = (ROOT, ROOT / "policies", ROOT / "kernels", ROOT / "examples" / "plugin_template" / "src")
     return ":".join(map(str, (*folders, *own)))
+
+
+def built_in(layer: Layer) -> list[str]:
+    """Names of this project's own policies of a layer."""
+    return sorted(name for name, offer in load_registry().policies(layer).items() if offer.package == "vajra-py")

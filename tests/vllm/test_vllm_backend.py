@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.plugins import built_in
 from tests.vllm.shared import BLOCK_SIZE, MAX_STEP_TOKENS, SharedWorkers, run_on, settings
 from vajra_py.contract import Layer
 from vajra_py.engine.compute import StepInput
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.plugins import build_registry, load_registry
+from vajra_py.plugins import build_registry
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.vllm.loading import load_vllm
 from vajra_py.vllm.options import VllmOptions
@@ -59,10 +60,6 @@ PREEMPTS_NEVER = {"orca"}
 """It sets memory aside for the longest output at admission."""
 
 
-def builtin(layer: Layer) -> list[str]:
-    return sorted(name for name, offer in load_registry().policies(layer).items() if offer.package == "vajra-py")
-
-
 @pytest.fixture(scope="module")
 def workers(tiny_model: str) -> Iterator[SharedWorkers]:
     made = SharedWorkers(tiny_model)
@@ -84,13 +81,13 @@ def what_happened(run: RunData) -> Counter[str]:
     return happened
 
 
-@pytest.mark.parametrize("batcher", builtin(Layer.REPLICA_SCHEDULER))
-@pytest.mark.parametrize("chooser", builtin(Layer.REPLICASET_SCHEDULER))
+@pytest.mark.parametrize("batcher", built_in(Layer.REPLICA_SCHEDULER))
+@pytest.mark.parametrize("chooser", built_in(Layer.REPLICASET_SCHEDULER))
 def test_every_combination_is_replayed(
     chooser: str, batcher: str, workers: SharedWorkers, tiny_model: str, tmp_path: Path
 ) -> None:
     happened: Counter[str] = Counter()
-    prioritizers = builtin(Layer.REQUEST_PRIORITIZER)
+    prioritizers = built_in(Layer.REQUEST_PRIORITIZER)
     if batcher == "space_sharing":
         prioritizers = ["edf", "lrs"]  # it needs slack
     for number, prioritizer in enumerate(prioritizers):

@@ -14,7 +14,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.vllm.plugins import ROOT, install
+from tests.vllm.plugins import ROOT, built_in, install
 from vajra_py.contract import Layer
 from vajra_py.plugins import Registry, build_registry
 from vajra_py.vllm import Scheduler
@@ -24,27 +24,9 @@ BACKEND = {
     "latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"},
     "output_length": {"type": "constant", "mean_tokens": 40, "p50_tokens": 40, "p90_tokens": 60},
 }
-PRIORITIZERS = ("edf", "fcfs", "lrs", "priority", "example_aging_shortest")
-CHOOSERS = (
-    "least_loaded",
-    "power_of_two",
-    "prefix_affinity",
-    "pull",
-    "random",
-    "round_robin",
-    "example_prefix_affinity",
-)
-BATCHERS = (
-    "dynamic_chunk",
-    "fixed_chunk",
-    "minivllm",
-    "nano_vllm",
-    "nano_vllm_rs",
-    "orca",
-    "space_sharing",
-    "vllm_v1",
-    "example_capped_chunk",
-)
+PRIORITIZERS = [*built_in(Layer.REQUEST_PRIORITIZER), "example_aging_shortest"]
+CHOOSERS = [*built_in(Layer.REPLICASET_SCHEDULER), "example_prefix_affinity"]
+BATCHERS = [*built_in(Layer.REPLICA_SCHEDULER), "example_capped_chunk"]
 PARAMS = {
     "dynamic_chunk": "{target_batch_time_s: 0.05}",
     "example_capped_chunk": "{chunk_tokens: 256, capped_chunk_tokens: 48}",
@@ -163,11 +145,6 @@ def check(vllm: Vllm, file: Path) -> None:
     scheduler.mechanism.controller.check_conservation()
     assert scheduler.mechanism.fault is None
     assert not scheduler.requests
-
-
-def test_all_that_is_built_in_is_tried(registry: Registry) -> None:
-    for layer, names in zip(Layer, (PRIORITIZERS, CHOOSERS, BATCHERS), strict=True):
-        assert set(registry.policies(layer)) == set(names), layer
 
 
 @pytest.mark.parametrize(
