@@ -1,10 +1,12 @@
 """Change the source in small ways, one at a time, and find the changes that no test notices.
 
-Each mutant is applied to a copy of the repository in a temporary folder, and the tests of its package run there until the first
-one fails. A mutant whose tests exceed their time limit counts as caught. Survivors are printed for judging: some are equivalent
-to the original, which no program can know.
+First every test file runs once, and it is recorded which test executes which line and how long it takes. Then each mutant is
+applied to a copy of the repository in a temporary folder, and the tests that execute its line run there, in a fork of this
+process, until the first one fails: those that caught other mutants and the quickest ones, then the others as far as `--budget`
+allows. A mutant whose tests exceed their time limit counts as caught; one on a line that no test executes survives. Survivors
+are printed for judging: some are equivalent to the original, which no program can know.
 
-Results are appended to a file of JSON lines. A second run with the same seed repeats nothing whose source is unchanged, except
+Recordings and results are kept in files. A second run with the same seed repeats nothing whose source is unchanged, except
 survivors after a change of their tests.
 """
 
@@ -12,349 +14,379 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import hashlib
+import importlib
 import json
 import os
-import queue
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
+
+import coverage
+import pytest
+from mutations import EQUIVALENT, Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "results", "*.egg-info")
+LEFT_OUT = {"build", "dist", "runs", "site"}
+"""Folders of the root that are no source."""
 MEMORY_LIMIT = 8 << 30
 """Bytes of data that the tests of a mutant may allocate: an endless loop that appends ends here."""
+FIRST_TESTS = 40
+"""Tests of a mutant that run before all others."""
 
-TURNED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
-REVERSED: dict[type[ast.AST], type[ast.AST]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
-
-EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
-"""Survivors judged to be equivalent: (file, function, before, after) and the reason."""
+Outcome: TypeAlias = tuple[str, str]
+"""`passed`, `failed` or `timeout`, and the end of what the tests printed."""
+Job: TypeAlias = Generator[None, None, Outcome]
+"""Work in another process; it yields while that runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The packages to change and the tests that cover them."""
+    """The source to change and the tests that may notice."""
 
     root: Path
     packages: dict[str, str]
     """Import name -> folder below the root."""
-    tests: dict[str, tuple[str, ...]]
-    """Folder of source -> folders of tests, quickest first."""
+    sources: tuple[str, ...]
+    """Folders whose files are changed."""
+    tests: tuple[str, ...]
+    """Folders of tests."""
+    libraries: tuple[str, ...] = ()
+    """Modules outside the packages that are imported once, before the forks."""
 
 
 PLAN = Plan(
     ROOT,
     {"vajra_py": "vajra_py", "vajra_policies": "policies/vajra_policies", "vajra_kernels": "kernels/vajra_kernels"},
-    {
-        "vajra_py/contract": (
-            "tests/policies",
-            "tests/runtime",
-            "tests/sim",
-            "tests/systems",
-            "tests/testing",
-            "tests/golden",
-        ),
-        "vajra_py/runtime": (
-            "tests/runtime",
-            "tests/policies",
-            "tests/sim",
-            "tests/systems",
-            "tests/golden",
-            "tests/testing",
-        ),
-        "vajra_py/sim": ("tests/sim", "tests/policies", "tests/systems", "tests/golden", "tests/testing"),
-        "policies/vajra_policies": ("tests/policies", "tests/systems", "tests/sim", "tests/golden", "tests/testing"),
-    },
+    ("vajra_py/contract", "vajra_py/runtime", "vajra_py/sim", "policies/vajra_policies"),
+    (
+        "tests/config",
+        "tests/golden",
+        "tests/plugins",
+        "tests/policies",
+        "tests/runtime",
+        "tests/sim",
+        "tests/systems",
+        "tests/testing",
+    ),
+    (
+        "hypothesis",
+        "matplotlib.pyplot",
+        "pandas",
+        "pyarrow.parquet",
+        "pydantic",
+        "rich.console",
+        "ruamel.yaml",
+        "scipy.stats",
+        "sortedcontainers",
+    ),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One change of one expression or statement."""
+@dataclass(slots=True)
+class Recording:
+    """Durations of tests, and the lines that they execute."""
 
-    file: str
-    function: str
-    line: int
-    column: int
-    before: str
-    after: str
-    span: tuple[int, int] = field(repr=False)
-    """First byte of the changed text and the one after its end."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Test -> its duration."""
+    lines: dict[str, dict[int, set[str]]] = field(default_factory=dict)
+    """Source file -> line -> tests that execute it."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Test file -> digest of its text."""
 
-    @property
-    def key(self) -> str:
-        """Identity within one version of the file."""
-        return f"{self.file}:{self.line}:{self.column} {self.before} -> {self.after}"
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that execute the mutant, or what surrounds it if it is evaluated at import; quickest first."""
+        lines = self.lines.get(mutant.file, {})
+        candidates = [mutant.own_lines, mutant.statement_lines, *([lines] if mutant.at_import else [])]
+        found = next(filter(None, ({t for line in some for t in lines.get(line, ())} for some in candidates)), set())
+        if mutant.at_import and not found:
+            found = set(self.seconds)
+        return sorted(found, key=lambda test: (self.seconds[test], test))
 
-    def apply(self, source: bytes) -> bytes:
-        """Return the source with the change."""
-        return source[: self.span[0]] + self.after.encode() + source[self.span[1] :]
-
-
-class _Collector(ast.NodeVisitor):
-    """Gathers the mutants of one file."""
-
-    def __init__(self, file: str, source: bytes) -> None:
-        self.found: list[Mutant] = []
-        self._file, self._source = file, source
-        self._starts = [0]
-        for line in source.splitlines(keepends=True):
-            self._starts.append(self._starts[-1] + len(line))
-        self._names: list[str] = []
-        self._optional = [False]
-
-    def _add(self, node: ast.expr | ast.stmt, after: str) -> None:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        first = self._starts[node.lineno - 1] + node.col_offset
-        last = self._starts[node.end_lineno - 1] + node.end_col_offset
-        before = self._source[first:last].decode()
-        where = ".".join(self._names)
-        self.found.append(Mutant(self._file, where, node.lineno, node.col_offset, before, after, (first, last)))
-
-    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        returns = "" if node.returns is None else ast.unparse(node.returns)
-        self._names.append(node.name)
-        self._optional.append("None" in returns.split(" | ") or returns.startswith("Optional["))
-        for default in [*node.args.defaults, *(value for value in node.args.kw_defaults if value is not None)]:
-            self.visit(default)
-        for statement in node.body:
-            self.visit(statement)
-        self._names.pop()
-        self._optional.pop()
-
-    visit_FunctionDef = _definition  # noqa: N815
-    visit_AsyncFunctionDef = _definition  # noqa: N815
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._names.append(node.name)
-        for statement in node.body:
-            self.visit(statement)
-        self._names.pop()
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        if not any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
-            self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
-        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            self.generic_visit(node)
-
-    def _skip(self, node: ast.AST) -> None:
-        """Leave texts of errors, formatted texts and assertions as they are."""
-
-    visit_Raise = _skip  # noqa: N815
-    visit_Assert = _skip  # noqa: N815
-    visit_JoinedStr = _skip  # noqa: N815
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call):
-            if _is_log(node.value):
-                return
-            self._add(node, "pass")
-        self.generic_visit(node)
-
-    def visit_keyword(self, node: ast.keyword) -> None:
-        # `zip(strict=True)` guards against faults, as an assertion does.
-        if node.arg != "strict":
-            self.generic_visit(node)
-
-    def visit_Return(self, node: ast.Return) -> None:
-        if self._optional[-1] and node.value is not None and ast.unparse(node.value) != "None":
-            self._add(node, "return None")
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if type(node.op) in TURNED:
-            self._turn(node)
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        if type(node.op) in TURNED and not (_is_text(node.left) or _is_text(node.right)):
-            self._turn(node)
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._turn(node)
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.Not):
-            self._add(node, f"({ast.unparse(node.operand)})")
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        for position, operator in enumerate(node.ops):
-            for table in (TURNED, REVERSED):
-                if type(operator) in table:
-                    changed = copy.deepcopy(node)
-                    changed.ops[position] = table[type(operator)]()  # type: ignore[call-overload]
-                    self._add(node, f"({ast.unparse(changed)})")
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            self._add(node, str(not node.value))
-        elif isinstance(node.value, int):
-            self._add(node, str(node.value + 1))
-
-    def _turn(self, node: ast.AugAssign | ast.BinOp | ast.BoolOp) -> None:
-        changed = copy.deepcopy(node)
-        changed.op = TURNED[type(node.op)]()  # type: ignore[assignment]
-        text = ast.unparse(changed)
-        self._add(node, text if isinstance(node, ast.AugAssign) else f"({text})")
+    def digest_of(self, tests: Sequence[str]) -> str:
+        """Return a digest of the names of tests and the text of their files."""
+        files = sorted({test.partition("::")[0] for test in tests})
+        return _digest(*sorted(tests), *(self.digests[file] for file in files))
 
 
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def _is_log(call: ast.Call) -> bool:
-    name = ast.unparse(call.func).lower().split(".")
-    return any(part.strip("_") in ("log", "logger", "logging", "warnings") for part in name)
-
-
-def mutants_of(file: str, source: bytes) -> list[Mutant]:
-    """Return every mutant of one file, in the order of the text."""
-    collector = _Collector(file, source)
-    collector.visit(ast.parse(source))
-    return sorted(collector.found, key=lambda mutant: (mutant.span, mutant.after))
-
-
-def _files(plan: Plan) -> Iterator[Path]:
-    for folder in plan.tests:
-        yield from sorted((plan.root / folder).rglob("*.py"))
-
-
-def sample(plan: Plan, seed: int, count: int) -> list[Mutant]:
-    """Return `count` mutants of all files of the plan (fewer if there are fewer), drawn without replacement."""
-    every = [m for path in _files(plan) for m in mutants_of(path.relative_to(plan.root).as_posix(), path.read_bytes())]
-    random.Random(seed).shuffle(every)
-    return every[:count]
-
-
-def _digest(paths: Sequence[Path]) -> str:
+def _digest(*parts: str | bytes) -> str:
     total = hashlib.sha256()
-    for path in paths:
-        total.update(path.read_bytes())
+    for part in parts:
+        total.update((part.encode() if isinstance(part, str) else part) + b"\0")
     return total.hexdigest()[:16]
 
 
-def _tests_of(plan: Plan, file: str) -> tuple[str, ...]:
-    return next(tests for folder, tests in plan.tests.items() if file.startswith(folder + "/"))
+def sample(plan: Plan, seed: int, count: int) -> list[Mutant]:
+    """Return `count` mutants of all files of the plan (fewer if there are fewer), drawn without replacement.
+
+    An edit of the source changes the sample by about as much as it changes the source.
+    """
+    paths = [path for folder in plan.sources for path in sorted((plan.root / folder).rglob("*.py"))]
+    every = [m for path in paths for m in mutants_of(path.relative_to(plan.root).as_posix(), path.read_bytes())]
+    return sorted(every, key=lambda mutant: random.Random(f"{seed} {mutant.key}").random())[:count]
 
 
 class Copy:
     """A copy of the repository whose packages are imported instead of the installed ones."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        self._plan, self._tree, self._site = plan, folder / "tree", folder / "site"
-        shutil.copytree(plan.root, self._tree, ignore=LEFT_OUT)
+        self._plan, self.tree, self._site = plan, folder / "tree", folder / "site"
+
+        def left_out(place: str, names: list[str]) -> set[str]:
+            made = {name for name in names if name.startswith(".") or name == "__pycache__"}
+            return made | (LEFT_OUT if Path(place) == plan.root else set())
+
+        shutil.copytree(plan.root, self.tree, ignore=left_out)
         self._site.mkdir()
         for name, place in plan.packages.items():
-            (self._site / name).symlink_to(self._tree / place)
+            (self._site / name).symlink_to(self.tree / place)
         shared = Path(os.environ.get("VAJRA_SHARED_DIR", plan.root.parent / "shared"))
         if shared.is_dir():
             (folder / "shared").symlink_to(shared.resolve())
-        self._check_imports()
 
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(self._site), "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def _check_imports(self) -> None:
-        """Exit if the tests would import anything but the copy."""
+    def _enter(self) -> None:
+        """Import what this process and its children import from the copy."""
+        os.chdir(self.tree)
+        sys.path.insert(0, str(self._site))
+        os.environ["PYTHONPATH"] = str(self._site)
         for name in self._plan.packages:
-            command = [sys.executable, "-P", "-c", f"import {name}; print({name}.__file__)"]
-            done = subprocess.run(
-                command, cwd=self._tree, env=self._environment(), capture_output=True, text=True, check=True
-            )
-            if not Path(done.stdout.strip()).resolve().is_relative_to(self._tree.resolve()):
-                sys.exit(
-                    f"mutants: {name} is imported from {done.stdout.strip()}. It must be the copy in {self._tree}."
-                )
+            place = importlib.util.find_spec(name)
+            if place is None or not Path(place.origin or "").resolve().is_relative_to(self.tree.resolve()):
+                sys.exit(f"mutants: {name} would be imported from {place}. It must be the copy in {self.tree}.")
 
-    def test(self, folders: Sequence[str], limit_s: float | None) -> tuple[str, str]:
-        """Run tests until the first failure: `passed`, `failed` or `timeout`, and the end of their output."""
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not gpu",
-            *folders,
-        ]
+    def run(self, work: Callable[[], int], limit_s: float | None = None) -> Job:
+        """Do work in a fork of this process; it passes if it returns 0.
+
+        The limit holds for its processor time; it may last ten times as long.
+        """
         with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self._tree,
-                env=self._environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT)),
-            )
-            try:
-                result = "passed" if process.wait(limit_s) == 0 else "failed"
-            except subprocess.TimeoutExpired:
-                result = "timeout"
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    os.setsid()
+                    os.dup2(output.fileno(), 1)
+                    os.dup2(output.fileno(), 2)
+                    if limit_s is not None:
+                        resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s) + 1, int(limit_s) + 1))
+                        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+                    self._enter()
+                    code = work()
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            result = yield from _ended(child, None if limit_s is None else time.monotonic() + 10 * limit_s)
             output.seek(0)
             return result, output.read().decode(errors="replace")[-3000:]
 
-    def try_mutant(self, mutant: Mutant, folders: Sequence[str], limit_s: float) -> tuple[str, str]:
-        """Run the tests with the mutant in place, and put the source back."""
-        path = self._tree / mutant.file
-        source = path.read_bytes()
+    def compile(self) -> Job:
+        """Import all tests once: what Python compiles for that is kept, and later forks write nothing."""
+        return self.run(lambda: _pytest(["--collect-only", *self._plan.tests]))
+
+    def record(self, test_file: str, into: Path) -> int:
+        """Run one file of tests and write what its tests execute."""
+        self._import_sources()
+        os.environ["COVERAGE_CORE"] = "ctrace"
+        measured = coverage.Coverage(data_file=None, config_file=False, messages=False)
+        recorder = _Recorder(measured)
+        measured.start()
+        code = _pytest([test_file], recorder)
+        measured.stop()
+        lines: dict[str, dict[int, list[str]]] = {}
+        data = measured.get_data()
+        for path in data.measured_files():
+            source = os.path.relpath(path, self.tree.resolve())
+            if source.startswith(self._plan.sources):
+                # What runs for several tests (a fixture of the module) has no context of its own.
+                lines[source] = {
+                    line: list(recorder.seconds) if "" in tests else tests
+                    for line, tests in data.contexts_by_lineno(path).items()
+                }
+        if not (code := _unless_empty(code)):
+            into.write_text(json.dumps({"seconds": recorder.seconds, "lines": lines}), encoding="utf-8")
+        return code
+
+    def _import_sources(self) -> None:
+        """Import every module that is going to be changed, so that what runs at import belongs to no test."""
+        for name, place in self._plan.packages.items():
+            for path in sorted((self.tree / place).rglob("*.py")):
+                if path.relative_to(self.tree).as_posix().startswith(self._plan.sources):
+                    parts = path.relative_to(self.tree / place).with_suffix("").parts
+                    importlib.import_module(".".join((name, *parts)).removesuffix(".__init__"))
+
+    def try_mutant(self, mutant: Mutant, stages: Sequence[tuple[Sequence[str], float]]) -> Job:
+        """Run the tests of each stage, within its limit in seconds, with the mutant in place, and put the source back."""
+        path = self.tree / mutant.file
+        source, times = path.read_bytes(), path.stat()
         changed = mutant.apply(source)
         ast.parse(changed)
+        outcome = ("passed", "")
         try:
             path.write_bytes(changed)
-            return self.test(folders, limit_s)
+            for tests, limit_s in stages:
+                if outcome[0] == "passed":
+                    outcome = yield from self.run(partial(_run_tests, tests), limit_s)
         finally:
             path.write_bytes(source)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return outcome
+
+
+def _ended(child: int, end: float | None) -> Generator[None, None, str]:
+    """Wait for a process until a time of the monotonic clock, and end it and what it started."""
+    done = status = 0
+    try:
+        done, status = os.waitpid(child, os.WNOHANG)
+        while not done and (end is None or time.monotonic() < end):
+            yield
+            done, status = os.waitpid(child, os.WNOHANG)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if not done:
+            _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
+        return "timeout"
+    return "passed" if status == 0 else "failed"
+
+
+def side_by_side(
+    copies: Sequence[Copy], jobs: Iterable[tuple[str, Callable[[Copy], Job]]]
+) -> Iterator[tuple[str, Outcome]]:
+    """Do jobs, as many at once as there are copies, and yield the name and the outcome of each as it ends."""
+    todo, free, active = iter(jobs), list(copies), list[tuple[str, Copy, Job]]()
+    while True:
+        while free and (job := next(todo, None)):
+            active.append((job[0], free[-1], job[1](free.pop())))
+        if not active:
+            return
+        for entry in list(active):
+            name, place, running = entry
+            try:
+                next(running)
+            except StopIteration as ended:
+                active.remove(entry)
+                free.append(place)
+                yield name, ended.value
+        time.sleep(0.01)
+
+
+def _pytest(arguments: Sequence[str], *plugins: object) -> int:
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow"]
+    return int(pytest.main([*options, *arguments], list(plugins)))
+
+
+def _unless_empty(code: int) -> int:
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
+
+
+def _run_tests(tests: Sequence[str]) -> int:
+    """Run some tests, those of a file together, in the order of their first ones; none at all is no failure."""
+    # A compiled file whose source has the same size and second would be taken for that of the next mutant.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    return _unless_empty(_pytest(list(files), _Chosen(frozenset(tests))))
+
+
+class _Chosen:
+    """A plugin of pytest that leaves out all other tests."""
+
+    def __init__(self, tests: frozenset[str]) -> None:
+        self._tests = tests
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the chosen tests."""
+        items[:] = [item for item in items if item.nodeid in self._tests]
+
+
+class _Recorder:
+    """A plugin of pytest that tells coverage.py which test runs, and takes its time."""
+
+    def __init__(self, measured: coverage.Coverage) -> None:
+        self._measured = measured
+        self.seconds: dict[str, float] = {}
+        self._test = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Record a test with the fixtures that are its own."""
+        self._test = item.nodeid
+        self._measured.switch_context(self._test)
+        started = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self.seconds[self._test] = round(time.process_time() - started, 4)
+            self._test = ""
+            self._measured.switch_context("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+        """Record a fixture that several tests share for all tests of the file."""
+        if fixturedef.scope == "function":
+            return (yield)
+        self._measured.switch_context("")
+        try:
+            return (yield)
+        finally:
+            self._measured.switch_context(self._test)
+
+
+def _read(plan: Plan, folders: Iterable[str]) -> dict[str, bytes]:
+    paths = (path for folder in folders for path in sorted((plan.root / folder).rglob("*.py")))
+    return {path.relative_to(plan.root).as_posix(): path.read_bytes() for path in paths}
+
+
+def record(plan: Plan, folder: Path, copies: Sequence[Copy]) -> Recording:
+    """Return the recording in a folder, after running the test files that have changed since (all, if others have)."""
+    texts = _read(plan, plan.tests)
+    tests = {name: _digest(text) for name, text in texts.items() if Path(name).name.startswith("test_")}
+    helpers = (text for name, text in texts.items() if name not in tests)
+    base = _digest(*helpers, *_read(plan, plan.packages.values()).values())
+    places = {name: folder / f"{Path(name).stem}-{_digest(base, digest)}.json" for name, digest in tests.items()}
+    missing = [name for name, place in places.items() if not place.exists()]
+
+    def job(name: str) -> tuple[str, Callable[[Copy], Job]]:
+        return name, lambda copy: copy.run(partial(copy.record, name, places[name]))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, (result, output)) in enumerate(side_by_side(copies, map(job, missing)), 1):
+        if result != "passed":
+            sys.exit(f"mutants: the tests fail without a mutant.\n{output}")
+        print(f"{number}/{len(missing)} recorded {name}", flush=True)
+
+    found = Recording(digests=tests)
+    for place in places.values():
+        facts = json.loads(place.read_text(encoding="utf-8"))
+        found.seconds |= facts["seconds"]
+        for source, lines in facts["lines"].items():
+            for line, names in lines.items():
+                found.lines.setdefault(source, {}).setdefault(int(line), set()).update(names)
+    return found
 
 
 def _first_failure(output: str) -> str:
+    """Return the first test that failed, without what it said."""
     lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return lines[0][:200] if lines else ""
+    return lines[0].partition(" ")[2].partition(" - ")[0] if lines else ""
 
 
 def _known(results: Path) -> dict[str, dict[str, str]]:
@@ -364,52 +396,60 @@ def _known(results: Path) -> dict[str, dict[str, str]]:
     return {line["key"]: line for line in lines}
 
 
-def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int) -> list[dict[str, str]]:
+def _stages(
+    tests: Sequence[str], recording: Recording, catches: Counter[str], budget_s: float
+) -> list[tuple[list[str], float]]:
+    """Return the tests to run first, and the others, each with their limit in seconds."""
+    # A quarter of the first ones have caught most mutants up to now.
+    apt = [test for test in sorted(tests, key=lambda test: -catches[test]) if catches[test]][: FIRST_TESTS // 4]
+    order = list(dict.fromkeys([*apt, *tests]))
+    first, others, left_s = order[:FIRST_TESTS], [], budget_s
+    for test in order[FIRST_TESTS:]:
+        left_s -= recording.seconds[test]
+        if left_s > 0:
+            others.append(test)
+    return [(some, 30 + 5 * sum(recording.seconds[test] for test in some)) for some in (first, others) if some]
+
+
+def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budget_s: float) -> list[dict[str, str]]:
     """Try the mutants that are not in the results yet, append what comes out, and return the records of all."""
     known = _known(results)
-    source = {m.file: _digest([plan.root / m.file]) for m in mutants}
-    folders = {m.file: _tests_of(plan, m.file) for m in mutants}
-    tests = {
-        one: _digest(sorted(p for f in one for p in (plan.root / f).rglob("*.py"))) for one in set(folders.values())
-    }
+    catches = Counter(record["by"] for record in known.values())
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        copies = [Copy(plan, Path(temporary) / str(number)) for number in range(workers)]
+        for name in plan.libraries:
+            importlib.import_module(name)
+        for _, (result, output) in side_by_side(copies, [("compile", Copy.compile)] * workers):
+            if result != "passed":
+                sys.exit(f"mutants: the tests cannot be imported.\n{output}")
+        recording = record(plan, results.with_name(f"{results.stem}-recording"), copies)
+        tests = {m.key: recording.tests_of(m) for m in mutants}
+        digests = {
+            m.key: {"source": _digest((plan.root / m.file).read_bytes()), "tests": recording.digest_of(tests[m.key])}
+            for m in mutants
+        }
 
-    def is_done(mutant: Mutant) -> bool:
-        record = known.get(mutant.key, {})
-        same_tests = record.get("tests") == tests[folders[mutant.file]]
-        return record.get("source") == source[mutant.file] and (record["result"] != "passed" or same_tests)
+        def is_done(mutant: Mutant) -> bool:
+            record = known.get(mutant.key, {})
+            now = digests[mutant.key]
+            return record.get("source") == now["source"] and (
+                record["result"] != "passed" or record["tests"] == now["tests"]
+            )
 
-    todo = [m for m in mutants if not is_done(m)]
-    if todo:
-        results.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="mutants-") as temporary, results.open("a", encoding="utf-8") as file:
-            copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-            made = [Copy(plan, Path(temporary) / str(number)) for number in range(workers)]
-            for one in made:
-                copies.put(one)
-            union = list(dict.fromkeys(f for m in todo for f in folders[m.file]))
-            started = time.monotonic()
-            outcome, output = made[0].test(union, None)
-            if outcome != "passed":
-                sys.exit(f"mutants: the tests fail without a mutant.\n{output}")
-            limit_s = 3 * (time.monotonic() - started) + 60
-            print(f"{len(todo)} mutants to try; the tests pass without one; limit {limit_s:.0f} s", flush=True)
+        def job(mutant: Mutant) -> tuple[str, Callable[[Copy], Job]]:
+            stages = _stages(tests[mutant.key], recording, catches, budget_s)
+            return mutant.key, lambda place: place.try_mutant(mutant, stages)
 
-            def attempt(mutant: Mutant) -> None:
-                place = copies.get()
-                try:
-                    result, text = place.try_mutant(mutant, folders[mutant.file], limit_s)
-                finally:
-                    copies.put(place)
-                facts = {key: value for key, value in asdict(mutant).items() if key != "span"}
-                digests = {"source": source[mutant.file], "tests": tests[folders[mutant.file]]}
-                record = {"key": mutant.key, "result": result, "by": _first_failure(text), **digests, **facts}
-                known[mutant.key] = record
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                print(f"{result:8}{mutant.file}:{mutant.line}", flush=True)
-
-            with ThreadPoolExecutor(workers) as pool:
-                list(pool.map(attempt, todo))
+        todo = {m.key: m for m in mutants if not is_done(m)}
+        for number, (key, (result, output)) in enumerate(side_by_side(copies, map(job, todo.values())), 1):
+            mutant, by = todo[key], _first_failure(output)
+            catches[by] += 1
+            facts = {name: getattr(mutant, name) for name in ("file", "function", "line", "before", "after")}
+            numbers = {"num_tests": len(tests[key])}
+            known[key] = {"key": key, "result": result, "by": by, **digests[key], **facts, **numbers}
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(known[key]) + "\n")
+            print(f"{number}/{len(todo)} {result:8}{mutant.file}:{mutant.line}", flush=True)
     return [known[m.key] for m in mutants]
 
 
@@ -422,8 +462,10 @@ def report(records: Sequence[dict[str, str]]) -> str:
     share = f" ({caught / counted:.1%})" if counted else ""
     lines = [f"caught {caught} of {counted}{share}, {late} of them by time; {len(judged)} more judged equivalent"]
     for r in survivors:
-        if r not in judged:
-            lines += [f"{r['file']}:{r['line']} {r['function']}", f"  - {r['before']}", f"  + {r['after']}"]
+        reason = EQUIVALENT.get((r["file"], r["function"], r["before"], r["after"]))
+        tests = {"0": "no test", "1": "1 test"}.get(str(r["num_tests"]), f"{r['num_tests']} tests")
+        lines += [f"{r['file']}:{r['line']} {r['function']} ({tests})", f"  - {r['before']}", f"  + {r['after']}"]
+        lines += [f"  equivalent: {reason}"] if reason else []
     return "\n".join(lines)
 
 
@@ -433,9 +475,11 @@ def main(arguments: Sequence[str] | None = None, plan: Plan = PLAN) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which sample (default 0)")
     parser.add_argument("--count", type=int, default=400, help="mutants to try (default 400)")
     parser.add_argument("--workers", type=int, default=1, help="mutants at once, each in a copy of its own (default 1)")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of tests after the first ones (default 60)")
     parser.add_argument("--results", type=Path, default=plan.root / "runs" / "mutants.jsonl", help="file to append to")
     options = parser.parse_args(arguments)
-    print(report(run(plan, sample(plan, options.seed, options.count), options.results, options.workers)))
+    mutants = sample(plan, options.seed, options.count)
+    print(report(run(plan, mutants, options.results.resolve(), options.workers, options.budget)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,225 @@
+"""Small changes of Python source, one expression or statement each, and those that are known to change nothing."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+
+TURNED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+REVERSED: dict[type[ast.AST], type[ast.AST]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+
+EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
+"""Survivors judged to be equivalent: (file, function, before, after) and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of one expression or statement."""
+
+    file: str
+    function: str
+    line: int
+    column: int
+    before: str
+    after: str
+    ordinal: int
+    """Number of equal changes before this one in the same function."""
+    span: tuple[int, int] = field(repr=False)
+    """First byte of the changed text and the one after its end."""
+    own_lines: range
+    """Lines of the changed text."""
+    statement_lines: range
+    """Lines of the statement around it, without the statements inside that one."""
+    at_import: bool
+    """It is evaluated where a module is imported: outside the body of any function."""
+
+    @property
+    def key(self) -> str:
+        """Identity that edits elsewhere in the file leave as it is."""
+        return f"{self.file}::{self.function} {self.before} -> {self.after} #{self.ordinal}"
+
+    def apply(self, source: bytes) -> bytes:
+        """Return the source with the change."""
+        return source[: self.span[0]] + self.after.encode() + source[self.span[1] :]
+
+
+class _Collector(ast.NodeVisitor):
+    """Gathers the mutants of one file."""
+
+    def __init__(self, file: str, source: bytes) -> None:
+        self.found: list[Mutant] = []
+        self._file, self._source = file, source
+        self._starts = [0]
+        for line in source.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+        self._names: list[str] = []
+        self._optional = [False]
+        self._statement = range(0)
+        self._depth = 0
+        self._equal: Counter[tuple[str, str, str]] = Counter()
+
+    def visit(self, node: ast.AST) -> None:
+        """Visit a node; the innermost statement is kept beside it."""
+        around = self._statement
+        if isinstance(node, ast.stmt):
+            inner = getattr(node, "body", None) or [case.pattern for case in getattr(node, "cases", ())]
+            last = max(node.lineno, inner[0].lineno - 1) if inner else node.end_lineno or node.lineno
+            self._statement = range(node.lineno, last + 1)
+        super().visit(node)
+        self._statement = around
+
+    def _add(self, node: ast.expr | ast.stmt, after: str) -> None:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        first = self._starts[node.lineno - 1] + node.col_offset
+        last = self._starts[node.end_lineno - 1] + node.end_col_offset
+        before = self._source[first:last].decode()
+        where = ".".join(self._names)
+        ordinal = self._equal[where, before, after]
+        self._equal[where, before, after] += 1
+        self.found.append(
+            Mutant(
+                self._file,
+                where,
+                node.lineno,
+                node.col_offset,
+                before,
+                after,
+                ordinal,
+                (first, last),
+                range(node.lineno, node.end_lineno + 1),
+                self._statement,
+                self._depth == 0,
+            )
+        )
+
+    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        returns = "" if node.returns is None else ast.unparse(node.returns)
+        self._names.append(node.name)
+        self._optional.append("None" in returns.split(" | ") or returns.startswith("Optional["))
+        for default in [*node.args.defaults, *(value for value in node.args.kw_defaults if value is not None)]:
+            self.visit(default)
+        self._depth += 1
+        for statement in node.body:
+            self.visit(statement)
+        self._depth -= 1
+        self._names.pop()
+        self._optional.pop()
+
+    visit_FunctionDef = _definition  # noqa: N815
+    visit_AsyncFunctionDef = _definition  # noqa: N815
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._names.append(node.name)
+        for statement in node.body:
+            self.visit(statement)
+        self._names.pop()
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if not any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+            self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def _skip(self, node: ast.AST) -> None:
+        """Leave texts of errors, formatted texts and assertions as they are."""
+
+    visit_Raise = _skip  # noqa: N815
+    visit_Assert = _skip  # noqa: N815
+    visit_JoinedStr = _skip  # noqa: N815
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call):
+            if _is_log(node.value):
+                return
+            self._add(node, "pass")
+        self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        # `zip(strict=True)` guards against faults, as an assertion does.
+        if node.arg != "strict":
+            self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if self._optional[-1] and node.value is not None and ast.unparse(node.value) != "None":
+            self._add(node, "return None")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if type(node.op) in TURNED:
+            self._turn(node)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if type(node.op) in TURNED and not (_is_text(node.left) or _is_text(node.right)):
+            self._turn(node)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self._turn(node)
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self._add(node, f"({ast.unparse(node.operand)})")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for position, operator in enumerate(node.ops):
+            for table in (TURNED, REVERSED):
+                if type(operator) in table:
+                    changed = copy.deepcopy(node)
+                    changed.ops[position] = table[type(operator)]()  # type: ignore[call-overload]
+                    self._add(node, f"({ast.unparse(changed)})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._add(node, str(not node.value))
+        elif isinstance(node.value, int):
+            self._add(node, str(node.value + 1))
+
+    def _turn(self, node: ast.AugAssign | ast.BinOp | ast.BoolOp) -> None:
+        changed = copy.deepcopy(node)
+        changed.op = TURNED[type(node.op)]()  # type: ignore[assignment]
+        text = ast.unparse(changed)
+        self._add(node, text if isinstance(node, ast.AugAssign) else f"({text})")
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _is_log(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).lower().split(".")
+    return any(part.strip("_") in ("log", "logger", "logging", "warnings") for part in name)
+
+
+def mutants_of(file: str, source: bytes) -> list[Mutant]:
+    """Return every mutant of one file, in the order of the text."""
+    collector = _Collector(file, source)
+    collector.visit(ast.parse(source))
+    return sorted(collector.found, key=lambda mutant: (mutant.span, mutant.after))
