@@ -456,13 +456,13 @@ def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budg
 def report(records: Sequence[dict[str, str]]) -> str:
     """Return the caught fraction and the survivors, those judged equivalent apart."""
     survivors = [r for r in records if r["result"] == "passed"]
-    judged = [r for r in survivors if (r["file"], r["function"], r["before"], r["after"]) in EQUIVALENT]
+    judged = [r for r in survivors if r["key"] in EQUIVALENT]
     late = sum(r["result"] == "timeout" for r in records)
     counted, caught = len(records) - len(judged), len(records) - len(survivors)
     share = f" ({caught / counted:.1%})" if counted else ""
     lines = [f"caught {caught} of {counted}{share}, {late} of them by time; {len(judged)} more judged equivalent"]
     for r in survivors:
-        reason = EQUIVALENT.get((r["file"], r["function"], r["before"], r["after"]))
+        reason = EQUIVALENT.get(r["key"])
         tests = {"0": "no test", "1": "1 test"}.get(str(r["num_tests"]), f"{r['num_tests']} tests")
         lines += [f"{r['file']}:{r['line']} {r['function']} ({tests})", f"  - {r['before']}", f"  + {r['after']}"]
         lines += [f"  equivalent: {reason}"] if reason else []

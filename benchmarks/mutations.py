@@ -25,8 +25,8 @@ TURNED: dict[type[ast.AST], type[ast.AST]] = {
 }
 REVERSED: dict[type[ast.AST], type[ast.AST]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
-EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
-"""Survivors judged to be equivalent: (file, function, before, after) and the reason."""
+EQUIVALENT: dict[str, str] = {}
+"""Survivors judged to be equivalent: the key of the mutant, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
