@@ -207,14 +207,15 @@ class Copy:
         measured.start()
         code = _pytest([test_file], recorder)
         measured.stop()
-        lines: dict[str, dict[int, list[str]]] = {}
+        lines: dict[str, dict[int, list[int]]] = {}
+        numbers = {test: number for number, test in enumerate(recorder.seconds)}
         data = measured.get_data()
         for path in data.measured_files():
             source = os.path.relpath(path, self.tree.resolve())
             if source.startswith(self._plan.sources):
                 # What runs for several tests (a fixture of the module) has no context of its own.
                 lines[source] = {
-                    line: list(recorder.seconds) if "" in tests else tests
+                    line: [numbers[test] for test in (numbers if "" in tests else tests)]
                     for line, tests in data.contexts_by_lineno(path).items()
                 }
         if not (code := _unless_empty(code)):
@@ -377,9 +378,10 @@ def record(plan: Plan, folder: Path, copies: Sequence[Copy]) -> Recording:
     for place in places.values():
         facts = json.loads(place.read_text(encoding="utf-8"))
         found.seconds |= facts["seconds"]
+        names = list(facts["seconds"])
         for source, lines in facts["lines"].items():
-            for line, names in lines.items():
-                found.lines.setdefault(source, {}).setdefault(int(line), set()).update(names)
+            for line, numbers in lines.items():
+                found.lines.setdefault(source, {}).setdefault(int(line), set()).update(names[n] for n in numbers)
     return found
 
 
