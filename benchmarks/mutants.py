@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import hashlib
 import importlib
 import json
@@ -32,7 +33,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from types import CodeType, FunctionType
+from typing import Any, TypeAlias
 
 import coverage
 import pytest
@@ -83,11 +85,12 @@ PLAN = Plan(
         "tests/systems",
         "tests/testing",
     ),
-    # They interrupt policies in the middle of a line, and of what notes that the line ran.
+    # The first two interrupt policies in the middle of a line, and of what notes that it ran; the last measures memory.
     (
         "tests/plugins/test_watchdog.py",
         "tests/sim/test_sim_failures.py::test_the_error_names_the_policy_and_the_tables_are_kept"
         "[Layer.REPLICA_SCHEDULER-NeverReturns",
+        "tests/testing/test_harness.py::test_counting_everything_costs_what_was_used_not_what_there_is",
     ),
     (
         "hypothesis",
@@ -111,17 +114,31 @@ class Recording:
     """Test -> its duration."""
     lines: dict[str, dict[int, set[str]]] = field(default_factory=dict)
     """Source file -> line -> tests that execute it."""
+    imported: dict[str, set[int]] = field(default_factory=dict)
+    """Source file -> lines that are executed where it is imported."""
     digests: dict[str, str] = field(default_factory=dict)
     """Test file -> digest of its text."""
 
+    def is_imported(self, mutant: Mutant) -> bool:
+        """No test executes the mutant, but importing its module does."""
+        return not self._executing(mutant) and not self.imported.get(mutant.file, set()).isdisjoint(
+            {*mutant.own_lines, *mutant.statement_lines}
+        )
+
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that execute the mutant, or what surrounds it if it is evaluated at import; quickest first."""
-        lines = self.lines.get(mutant.file, {})
-        candidates = [mutant.own_lines, mutant.statement_lines, *([lines] if mutant.at_import else [])]
-        found = next(filter(None, ({t for line in some for t in lines.get(line, ())} for some in candidates)), set())
-        if mutant.at_import and not found:
-            found = set(self.seconds)
+        """Return the tests that execute the mutant, quickest first; if importing does, those that execute its file."""
+        found = self._executing(mutant)
+        if self.is_imported(mutant):
+            found = set().union(*self.lines.get(mutant.file, {}).values()) or set(self.seconds)
         return sorted(found, key=lambda test: (self.seconds[test], test))
+
+    def _executing(self, mutant: Mutant) -> set[str]:
+        lines = self.lines.get(mutant.file, {})
+        own, around = (
+            {test for line in some for test in lines.get(line, ())}
+            for some in (mutant.own_lines, mutant.statement_lines)
+        )
+        return own or around
 
     def digest_of(self, tests: Sequence[str]) -> str:
         """Return a digest of the names of tests and the text of their files."""
@@ -151,6 +168,8 @@ class Copy:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self.tree, self._site = plan, folder / "tree", folder / "site"
+        self.functions: dict[str, list[FunctionType]] = {}
+        """Functions of this process that come from the copy, by file."""
 
         def left_out(place: str, names: list[str]) -> set[str]:
             made = {name for name in names if name.startswith(".") or name == "__pycache__"}
@@ -202,32 +221,46 @@ class Copy:
             output.seek(0)
             return result, output.read().decode(errors="replace")[-3000:]
 
-    def compile(self) -> Job:
-        """Import all tests once: what Python compiles for that is kept, and later forks write nothing."""
-        return self.run(lambda: _pytest(["--collect-only", *self._plan.tests]))
-
     def record(self, test_file: str, into: Path) -> int:
         """Run one file of tests and write what its tests execute."""
         self._import_sources()
-        os.environ["COVERAGE_CORE"] = "ctrace"
-        folders = [str(self.tree.resolve() / folder / "*") for folder in self._plan.sources]
-        measured = coverage.Coverage(data_file=None, config_file=False, include=folders, messages=False)
+        measured = self._measure()
         recorder = _Recorder(measured)
         measured.start()
         code = _pytest([test_file, *(f"--deselect={test}" for test in self._plan.left_out)], recorder)
         measured.stop()
-        lines: dict[str, dict[int, list[int]]] = {}
         numbers = {test: number for number, test in enumerate(recorder.seconds)}
-        data = measured.get_data()
-        for path in data.measured_files():
-            # What runs for several tests (a fixture of the module) has no context of its own.
-            lines[os.path.relpath(path, self.tree.resolve())] = {
-                line: [numbers[test] for test in (numbers if "" in tests else tests)]
-                for line, tests in data.contexts_by_lineno(path).items()
+        # What runs for several tests (a fixture of the module) has no context of its own.
+        lines = {
+            source: {
+                line: [numbers[test] for test in (numbers if "" in tests else tests)] for line, tests in found.items()
             }
+            for source, found in self._measured(measured)
+        }
         if not (code := _unless_empty(code)):
             into.write_text(json.dumps({"seconds": recorder.seconds, "lines": lines}), encoding="utf-8")
         return code
+
+    def record_import(self, into: Path) -> int:
+        """Write which lines are executed where the source is imported."""
+        measured = self._measure()
+        measured.start()
+        self._import_sources()
+        measured.stop()
+        lines = {source: list(found) for source, found in self._measured(measured)}
+        into.write_text(json.dumps(lines), encoding="utf-8")
+        return 0
+
+    def _measure(self) -> coverage.Coverage:
+        os.environ["COVERAGE_CORE"] = "ctrace"
+        folders = [str(self.tree.resolve() / folder / "*") for folder in self._plan.sources]
+        return coverage.Coverage(data_file=None, config_file=False, include=folders, messages=False)
+
+    def _measured(self, measured: coverage.Coverage) -> Iterator[tuple[str, dict[int, list[str]]]]:
+        """Yield each file and, for each line, the contexts in which it was executed."""
+        data = measured.get_data()
+        for path in data.measured_files():
+            yield os.path.relpath(path, self.tree.resolve()), data.contexts_by_lineno(path)
 
     def _import_sources(self) -> None:
         """Import every module that is going to be changed, so that what runs at import belongs to no test."""
@@ -237,22 +270,66 @@ class Copy:
                     parts = path.relative_to(self.tree / place).with_suffix("").parts
                     importlib.import_module(".".join((name, *parts)).removesuffix(".__init__"))
 
-    def try_mutant(self, mutant: Mutant, stages: Sequence[tuple[Sequence[str], float]]) -> Job:
+    def try_mutant(
+        self, mutant: Mutant, stages: Iterable[tuple[Sequence[str], float]], tests: Callable[[Sequence[str]], int]
+    ) -> Job:
         """Run the tests of each stage, within its limit in seconds, with the mutant in place, and put the source back."""
         path = self.tree / mutant.file
         source, times = path.read_bytes(), path.stat()
         changed = mutant.apply(source)
         ast.parse(changed)
         outcome = ("passed", "")
+
+        def attempt(chosen: Sequence[str]) -> int:
+            # A compiled file whose source has the same size and second would be taken for that of the next mutant.
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            _exchange(self.functions.get(mutant.file, ()), source, changed)
+            return tests(chosen)
+
         try:
             path.write_bytes(changed)
-            for tests, limit_s in stages:
+            for chosen, limit_s in stages:
                 if outcome[0] == "passed":
-                    outcome = yield from self.run(partial(_run_tests, tests), limit_s)
+                    outcome = yield from self.run(partial(attempt, chosen), limit_s)
         finally:
             path.write_bytes(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         return outcome
+
+
+def _functions(tree: Path) -> dict[str, list[FunctionType]]:
+    """Return the functions that exist, by the file of a tree that they come from."""
+    every = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+    names = {one.__code__.co_filename for one in every}
+    paths = {name: Path(name).resolve() for name in names}
+    found: dict[str, list[FunctionType]] = {}
+    for one in every:
+        path = paths[one.__code__.co_filename]
+        if path.is_relative_to(tree.resolve()):
+            found.setdefault(path.relative_to(tree.resolve()).as_posix(), []).append(one)
+    return found
+
+
+def _exchange(functions: Iterable[FunctionType], source: bytes, changed: bytes) -> None:
+    """Give functions that exist already the code of their changed source."""
+    by_code: dict[CodeType, list[FunctionType]] = {}
+    for one in functions:
+        by_code.setdefault(one.__code__, []).append(one)
+    forms = (compile(text, "", "exec", dont_inherit=True) for text in (source, changed))
+    for old, new in _changed_code(*forms):
+        for function in by_code.get(old, ()):
+            function.__code__ = new.replace(co_filename=function.__code__.co_filename)
+
+
+def _changed_code(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Yield the code of each function that differs, and its other form, those inside of others too."""
+    if old != new:
+        yield old, new
+        inner = [[one for one in code.co_consts if isinstance(one, CodeType)] for code in (old, new)]
+        for pair in zip(*inner, strict=False):
+            if pair[0].co_qualname == pair[1].co_qualname:
+                yield from _changed_code(*pair)
 
 
 def _ended(child: int, end: float | None) -> Generator[None, None, str]:
@@ -306,9 +383,6 @@ def _unless_empty(code: int) -> int:
 
 def _run_tests(tests: Sequence[str]) -> int:
     """Run some tests, those of a file together, in the order of their first ones; none at all is no failure."""
-    # A compiled file whose source has the same size and second would be taken for that of the next mutant.
-    sys.dont_write_bytecode = True
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
     return _unless_empty(_pytest(list(files), _Chosen(frozenset(tests))))
 
@@ -323,6 +397,32 @@ class _Chosen:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the chosen tests."""
         items[:] = [item for item in items if item.nodeid in self._tests]
+
+
+class _Warm:
+    """A plugin of pytest that does work beside collected tests instead of running them."""
+
+    def __init__(self, work: Callable[[Callable[[Sequence[str]], int]], None]) -> None:
+        self._work = work
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Do the work; it is given what runs tests by name, until the first failure, in a fork."""
+        if session.testsfailed:
+            raise session.Interrupted("the tests cannot be collected")
+        items = {item.nodeid: item for item in session.items}
+
+        def run_tests(tests: Sequence[str]) -> int:
+            chosen = [items[test] for test in tests if test in items]
+            for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.testsfailed:
+                    print(f"\nFAILED {item.nodeid} - ", flush=True)
+                    return 1
+            return 0
+
+        self._work(run_tests)
+        return True
 
 
 class _Recorder:
@@ -382,7 +482,14 @@ def record(plan: Plan, folder: Path, copies: Sequence[Copy]) -> Recording:
             sys.exit(f"mutants: the tests fail without a mutant.\n{output}")
         print(f"{number}/{len(missing)} recorded {name}", flush=True)
 
-    found = Recording(digests=tests)
+    place = folder / f"import-{base}.json"
+    for _, (result, output) in side_by_side(
+        copies[:1], [("", lambda copy: copy.run(partial(copy.record_import, place)))]
+    ):
+        if result != "passed":
+            sys.exit(f"mutants: the source cannot be imported.\n{output}")
+    imported = json.loads(place.read_text(encoding="utf-8"))
+    found = Recording(digests=tests, imported={source: set(lines) for source, lines in imported.items()})
     for place in places.values():
         facts = json.loads(place.read_text(encoding="utf-8"))
         found.seconds |= facts["seconds"]
@@ -399,7 +506,7 @@ def _first_failure(output: str) -> str:
     return lines[0].partition(" ")[2].partition(" - ")[0] if lines else ""
 
 
-def _known(results: Path) -> dict[str, dict[str, str]]:
+def _known(results: Path) -> dict[str, dict[str, Any]]:
     if not results.exists():
         return {}
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
@@ -418,52 +525,94 @@ def _stages(
         left_s -= recording.seconds[test]
         if left_s > 0:
             others.append(test)
-    return [(some, 30 + 5 * sum(recording.seconds[test] for test in some)) for some in (first, others) if some]
+    return [
+        (_by_file(some), 30 + 5 * sum(map(recording.seconds.__getitem__, some))) for some in (first, others) if some
+    ]
 
 
-def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budget_s: float) -> list[dict[str, str]]:
+def _by_file(tests: Sequence[str]) -> list[str]:
+    """Return the tests with those of a file together, the files in the order of their first tests."""
+    files = {test.partition("::")[0]: number for number, test in reversed(list(enumerate(tests)))}
+    return sorted(tests, key=lambda test: files[test.partition("::")[0]])
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Mutants to try, and what is known of them and of others."""
+
+    recording: Recording
+    results: Path
+    budget_s: float
+    digests: dict[str, dict[str, str]]
+    screen: int
+    """File descriptor for messages."""
+
+    def warm(self, mutants: Sequence[Mutant], place: Copy) -> int:
+        """Try mutants in forks of a process that has imported the source and the tests."""
+        files = sorted({test.partition("::")[0] for mutant in mutants for test in self.recording.tests_of(mutant)})
+
+        def work(tests: Callable[[Sequence[str]], int]) -> None:
+            place.functions = _functions(place.tree)
+            for mutant in mutants:
+                self._try(mutant, place, tests)
+
+        return _pytest(["-s", f"--basetemp={place.tree.parent / 'temporary'}", *files], _Warm(work))
+
+    def cold(self, mutants: Sequence[Mutant], place: Copy) -> int:
+        """Try mutants in forks that import the source anew."""
+        for mutant in mutants:
+            self._try(mutant, place, _run_tests)
+        return 0
+
+    def _try(self, mutant: Mutant, place: Copy, run_tests: Callable[[Sequence[str]], int]) -> None:
+        catches = Counter(record["by"] for record in _known(self.results).values())
+        tests = self.recording.tests_of(mutant)
+        job = place.try_mutant(mutant, _stages(tests, self.recording, catches, self.budget_s), run_tests)
+        [(_, (result, output))] = side_by_side([place], [("", lambda _: job)])
+        facts = {name: getattr(mutant, name) for name in ("key", "file", "function", "line", "before", "after")}
+        found = {"result": result, "by": _first_failure(output), "num_tests": len(tests)}
+        with self.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts | found | self.digests[mutant.key]) + "\n")
+        os.write(self.screen, f"{result:8}{mutant.file}:{mutant.line} {mutant.function}\n".encode())
+
+
+def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budget_s: float) -> list[dict[str, Any]]:
     """Try the mutants that are not in the results yet, append what comes out, and return the records of all."""
-    known = _known(results)
-    catches = Counter(record["by"] for record in known.values())
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         copies = [Copy(plan, Path(temporary) / str(number)) for number in range(workers)]
         for name in plan.libraries:
             importlib.import_module(name)
-        for _, (result, output) in side_by_side(copies, [("compile", Copy.compile)] * workers):
-            if result != "passed":
-                sys.exit(f"mutants: the tests cannot be imported.\n{output}")
         recording = record(plan, results.with_name(f"{results.stem}-recording"), copies)
-        tests = {m.key: recording.tests_of(m) for m in mutants}
         digests = {
-            m.key: {"source": _digest((plan.root / m.file).read_bytes()), "tests": recording.digest_of(tests[m.key])}
+            m.key: {
+                "source": _digest((plan.root / m.file).read_bytes()),
+                "tests": recording.digest_of(recording.tests_of(m)),
+            }
             for m in mutants
         }
+        known = _known(results)
 
         def is_done(mutant: Mutant) -> bool:
-            record = known.get(mutant.key, {})
-            now = digests[mutant.key]
+            record, now = known.get(mutant.key, {}), digests[mutant.key]
             return record.get("source") == now["source"] and (
                 record["result"] != "passed" or record["tests"] == now["tests"]
             )
 
-        def job(mutant: Mutant) -> tuple[str, Callable[[Copy], Job]]:
-            stages = _stages(tests[mutant.key], recording, catches, budget_s)
-            return mutant.key, lambda place: place.try_mutant(mutant, stages)
-
-        todo = {m.key: m for m in mutants if not is_done(m)}
-        for number, (key, (result, output)) in enumerate(side_by_side(copies, map(job, todo.values())), 1):
-            mutant, by = todo[key], _first_failure(output)
-            catches[by] += 1
-            facts = {name: getattr(mutant, name) for name in ("file", "function", "line", "before", "after")}
-            numbers = {"num_tests": len(tests[key])}
-            known[key] = {"key": key, "result": result, "by": by, **digests[key], **facts, **numbers}
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(known[key]) + "\n")
-            print(f"{number}/{len(todo)} {result:8}{mutant.file}:{mutant.line}", flush=True)
+        todo = [m for m in mutants if not is_done(m)]
+        print(f"{len(todo)} mutants to try", flush=True)
+        trial = _Trial(recording, results, budget_s, digests, os.dup(1))
+        for is_cold, work in ((False, trial.warm), (True, trial.cold)):
+            some = [m for m in todo if recording.is_imported(m) == is_cold]
+            parts = [part for number in range(workers) if (part := some[number::workers])]
+            jobs = [("", lambda copy, part=part: copy.run(partial(work, part, copy))) for part in parts]  # noqa: B023
+            for _, (result, output) in side_by_side(copies, jobs):
+                if result != "passed":
+                    sys.exit(f"mutants: the tests cannot be run.\n{output}")
+        known = _known(results)
     return [known[m.key] for m in mutants]
 
 
-def report(records: Sequence[dict[str, str]]) -> str:
+def report(records: Sequence[dict[str, Any]]) -> str:
     """Return the caught fraction and the survivors, those judged equivalent apart."""
     survivors = [r for r in records if r["result"] == "passed"]
     judged = [r for r in survivors if r["key"] in EQUIVALENT]

@@ -47,8 +47,6 @@ class Mutant:
     """Lines of the changed text."""
     statement_lines: range
     """Lines of the statement around it, without the statements inside that one."""
-    at_import: bool
-    """It is evaluated where a module is imported: outside the body of any function."""
 
     @property
     def key(self) -> str:
@@ -72,7 +70,6 @@ class _Collector(ast.NodeVisitor):
         self._names: list[str] = []
         self._optional = [False]
         self._statement = range(0)
-        self._depth = 0
         self._equal: Counter[tuple[str, str, str]] = Counter()
 
     def visit(self, node: ast.AST) -> None:
@@ -106,7 +103,6 @@ class _Collector(ast.NodeVisitor):
                 (first, last),
                 range(node.lineno, node.end_lineno + 1),
                 self._statement,
-                self._depth == 0,
             )
         )
 
@@ -116,10 +112,8 @@ class _Collector(ast.NodeVisitor):
         self._optional.append("None" in returns.split(" | ") or returns.startswith("Optional["))
         for default in [*node.args.defaults, *(value for value in node.args.kw_defaults if value is not None)]:
             self.visit(default)
-        self._depth += 1
         for statement in node.body:
             self.visit(statement)
-        self._depth -= 1
         self._names.pop()
         self._optional.pop()
 

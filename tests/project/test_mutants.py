@@ -128,12 +128,14 @@ def f(a):
     recording = Recording(
         {"quick": 0.1, "slow": 9.0, "elsewhere": 0.0},
         {"a.py": {3: {"slow", "quick"}, 4: {"slow"}, 7: {"quick"}}, "b.py": {1: {"elsewhere"}}},
+        {"a.py": {1, 2}},
     )
     assert recording.tests_of(found["a > 1"]) == ["quick", "slow"]
     assert recording.tests_of(found["7"]) == ["slow"], "the statement's, for a line that is none of its own"
     assert recording.tests_of(found["4"]) == ["quick"]
     assert recording.tests_of(found["3"]) == ["quick", "slow"], "evaluated at import: the file's"
     assert Recording({"a": 1.0}, {}).tests_of(found["4"]) == []
+    assert [recording.is_imported(found[text]) for text in ("3", "4")] == [True, False]
 
 
 def test_an_edit_leaves_the_rest_of_the_sample(tmp_path: Path) -> None:
