@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -45,6 +46,8 @@ LEFT_OUT = {"build", "dist", "runs", "site"}
 """Folders of the root that are no source."""
 MEMORY_LIMIT = 8 << 30
 """Bytes of data that the tests of a mutant may allocate: an endless loop that appends ends here."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux' prctl: the signal that a process gets when its parent ends."""
 FIRST_TESTS = 40
 """Tests of a mutant that run before all others."""
 
@@ -204,6 +207,7 @@ class Copy:
                 code = 1
                 try:
                     os.setsid()
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                     os.dup2(output.fileno(), 1)
                     os.dup2(output.fileno(), 2)
                     if limit_s is not None:
@@ -425,6 +429,11 @@ class _Warm:
         return True
 
 
+def _processor_time() -> float:
+    """Return the processor time of this process and of its children that have ended, in seconds."""
+    return sum(os.times()[:4])
+
+
 class _Recorder:
     """A plugin of pytest that tells coverage.py which test runs, and takes its time."""
 
@@ -438,11 +447,11 @@ class _Recorder:
         """Record a test with the fixtures that are its own."""
         self._test = item.nodeid
         self._measured.switch_context(self._test)
-        started = time.process_time()
+        started = _processor_time()
         try:
             return (yield)
         finally:
-            self.seconds[self._test] = round(time.process_time() - started, 4)
+            self.seconds[self._test] = round(_processor_time() - started, 4)
             self._test = ""
             self._measured.switch_context("")
 
@@ -525,15 +534,7 @@ def _stages(
         left_s -= recording.seconds[test]
         if left_s > 0:
             others.append(test)
-    return [
-        (_by_file(some), 30 + 5 * sum(map(recording.seconds.__getitem__, some))) for some in (first, others) if some
-    ]
-
-
-def _by_file(tests: Sequence[str]) -> list[str]:
-    """Return the tests with those of a file together, the files in the order of their first tests."""
-    files = {test.partition("::")[0]: number for number, test in reversed(list(enumerate(tests)))}
-    return sorted(tests, key=lambda test: files[test.partition("::")[0]])
+    return [(some, 5 + 4 * sum(map(recording.seconds.__getitem__, some))) for some in (first, others) if some]
 
 
 @dataclass(slots=True)
@@ -553,6 +554,7 @@ class _Trial:
 
         def work(tests: Callable[[Sequence[str]], int]) -> None:
             place.functions = _functions(place.tree)
+            gc.freeze()  # else each fork's collections would copy what they only look at
             for mutant in mutants:
                 self._try(mutant, place, tests)
 
@@ -634,7 +636,7 @@ def main(arguments: Sequence[str] | None = None, plan: Plan = PLAN) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which sample (default 0)")
     parser.add_argument("--count", type=int, default=400, help="mutants to try (default 400)")
     parser.add_argument("--workers", type=int, default=1, help="mutants at once, each in a copy of its own (default 1)")
-    parser.add_argument("--budget", type=float, default=60, help="seconds of tests after the first ones (default 60)")
+    parser.add_argument("--budget", type=float, default=20, help="seconds of tests after the first ones (default 20)")
     parser.add_argument("--results", type=Path, default=plan.root / "runs" / "mutants.jsonl", help="file to append to")
     options = parser.parse_args(arguments)
     mutants = sample(plan, options.seed, options.count)
