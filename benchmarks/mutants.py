@@ -529,12 +529,13 @@ def _stages(
     # A quarter of the first ones have caught most mutants up to now.
     apt = [test for test in sorted(tests, key=lambda test: -catches[test]) if catches[test]][: FIRST_TESTS // 4]
     order = list(dict.fromkeys([*apt, *tests]))
-    first, others, left_s = order[:FIRST_TESTS], [], budget_s
-    for test in order[FIRST_TESTS:]:
+    chosen, left_s = order[: FIRST_TESTS // 4], budget_s
+    for test in order[FIRST_TESTS // 4 :]:
         left_s -= recording.seconds[test]
         if left_s > 0:
-            others.append(test)
-    return [(some, 5 + 4 * sum(map(recording.seconds.__getitem__, some))) for some in (first, others) if some]
+            chosen.append(test)
+    stages = (chosen[:FIRST_TESTS], chosen[FIRST_TESTS:])
+    return [(some, 5 + 4 * sum(map(recording.seconds.__getitem__, some))) for some in stages if some]
 
 
 @dataclass(slots=True)
@@ -572,7 +573,7 @@ class _Trial:
         job = place.try_mutant(mutant, _stages(tests, self.recording, catches, self.budget_s), run_tests)
         [(_, (result, output))] = side_by_side([place], [("", lambda _: job)])
         facts = {name: getattr(mutant, name) for name in ("key", "file", "function", "line", "before", "after")}
-        found = {"result": result, "by": _first_failure(output), "num_tests": len(tests)}
+        found = {"result": result, "by": _first_failure(output), "num_tests": len(tests), "budget_s": self.budget_s}
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(facts | found | self.digests[mutant.key]) + "\n")
         os.write(self.screen, f"{result:8}{mutant.file}:{mutant.line} {mutant.function}\n".encode())
@@ -597,7 +598,7 @@ def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budg
         def is_done(mutant: Mutant) -> bool:
             record, now = known.get(mutant.key, {}), digests[mutant.key]
             return record.get("source") == now["source"] and (
-                record["result"] != "passed" or record["tests"] == now["tests"]
+                record["result"] != "passed" or (record["tests"] == now["tests"] and record["budget_s"] >= budget_s)
             )
 
         todo = [m for m in mutants if not is_done(m)]

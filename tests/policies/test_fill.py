@@ -397,6 +397,35 @@ def test_partial_prefills_wait_for_steps_in_flight_before_they_take_memory_from_
         assert len(batch.preempted) == num_preempted
 
 
+def test_partial_prefills_give_way_until_the_most_urgent_has_room() -> None:
+    urgent, *others = [SimpleNamespace(is_resident=True) for _ in range(4)]
+
+    class Replica(CountingReplica):
+        num_partial_prefills = num_running = 4
+
+        def partial_prefills(self) -> Any:
+            return [urgent, *others]
+
+        def waiting(self) -> Iterator[Any]:
+            return iter(())
+
+    class Batch(FakeBatch):
+        num_requests = 0
+
+        def __contains__(self, request: object) -> bool:
+            return False
+
+        def add(self, request: Any, num_tokens: int) -> Refusal | None:
+            return None if len(self.preempted) == 2 else Refusal.KV_BLOCKS
+
+    batch: Any = Batch()
+    batch.num_requests = 0
+    batch.preempt = lambda request, mode=None: batch.preempted.append(request)
+    replica: Any = Replica()
+    fill(replica, batch, lambda request, batch, replica: 5)
+    assert batch.preempted == [others[2], others[1]]
+
+
 @pytest.mark.parametrize("params", [{"chunk_size": 0}, {"chunk_size": -5}, {"preemption": "drop"}, {"chunk": 5}])
 def test_wrong_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(params))):

@@ -268,6 +268,15 @@ def test_without_predictions_a_composite() -> None:
     assert found == close(round((0.8 + 1.0 + 0.0) / 3, 2), round((0.2 + 0.0 + 1.0) / 3, 2))
 
 
+@pytest.mark.parametrize("scale", [0.01, 0.5, 20.0])
+def test_weights_of_the_composite_are_relative(scale: float) -> None:
+    weights = {"composite_kv_weight": 0.0, "composite_queue_weight": scale, "composite_prefix_weight": scale}
+    producers = {LATENCIES: Latencies({}), PREFIXES: Matches({1: 10}, total=10)}
+    views = replicas(num_waiting=[0, 5], free_blocks=[80, 20])
+    found = scores("latency-scorer", views, producers=producers, **weights)
+    assert found == close(0.5, 0.5)
+
+
 def test_predictions_follow_the_latency_model() -> None:
     services = context(2)
     predictor = build(RoutingPartKind.PRODUCER, LATENCIES, services, None, {})

@@ -15,7 +15,7 @@ from vajra_policies.scaling.device_budget import Budget, PairBudget, guard_one
 from vajra_policies.scaling.dynamo_planner import SPEC, DynamoPlannerConfig
 from vajra_policies.scaling.planner_rules import DECODE_THRESHOLDS, PREFILL_THRESHOLDS, by_thresholds
 from vajra_policies.scaling.target_utilization import TargetUtilization, TargetUtilizationConfig
-from vajra_py.contract import EndReason, ReplicaState
+from vajra_py.contract import EndReason, PoolRole, ReplicaState
 from vajra_py.latency import ConstantModel
 from vajra_py.plugins import load_registry
 from vajra_py.testing import Harness, HarnessOptions, check_scaler
@@ -176,6 +176,29 @@ def test_thresholds_of_decodes(loads: tuple[float, ...], ready: int, wanted: int
 def test_prompts_are_over_at_their_threshold_and_decodes_above_it() -> None:
     assert by_thresholds((1.0,), PREFILL_THRESHOLDS["throughput"], 1, 1).wanted == 2
     assert by_thresholds((1.0,), DECODE_THRESHOLDS["throughput"], 1, 1).wanted is None
+
+
+@pytest.mark.parametrize(
+    ("current", "wanted", "expected"),
+    [
+        ((5, 5), (3, 5), ((3, 5), None)),  # above the floor
+        ((2, 2), (1, 2), ((2, 2), "gpu_budget_guard_hold")),
+        ((5, 5), (6, 5), ((6, 5), None)),  # below the ceiling
+        ((6, 6), (7, 6), ((6, 6), "gpu_budget_guard_hold")),
+        ((5, 5), (3, 7), ((3, 7), None)),
+    ],
+)
+def test_a_budget_holds_at_its_bounds_alone(
+    current: tuple[int, int], wanted: tuple[int, int], expected: tuple[tuple[int, int], str | None]
+) -> None:
+    assert PairBudget(Budget(12, 4), (1, 1), (1, 1)).guard(current, wanted) == expected
+
+
+@pytest.mark.parametrize("given_one", ["prefill_up_tokens", "prefill_down_tokens"])
+def test_one_threshold_of_two_decides_nothing(given_one: str) -> None:
+    config = DynamoPlannerConfig(target="load", kv_up_fraction=0.8, kv_down_fraction=0.2, **{given_one: 100})
+    assert config.thresholds(PoolRole.PREFILL) is None
+    assert config.thresholds(PoolRole.DECODE) is not None
 
 
 counts = st.tuples(st.integers(0, 12), st.integers(0, 12))
