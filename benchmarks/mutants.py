@@ -38,6 +38,7 @@ from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
 import coverage
+import hypothesis
 import pytest
 from mutations import EQUIVALENT, Mutant, mutants_of
 
@@ -96,7 +97,6 @@ PLAN = Plan(
         "tests/testing/test_harness.py::test_counting_everything_costs_what_was_used_not_what_there_is",
     ),
     (
-        "hypothesis",
         "matplotlib.pyplot",
         "pandas",
         "pyarrow.parquet",
@@ -559,7 +559,11 @@ class _Trial:
             for mutant in mutants:
                 self._try(mutant, place, tests)
 
-        return _pytest(["-s", f"--basetemp={place.tree.parent / 'temporary'}", *files], _Warm(work))
+        # The tests' own profiles inherit that a failing example is enough, and need not be made smaller.
+        hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+        hypothesis.settings.load_profile("mutants")
+        options = ["-s", "--tb=native", f"--basetemp={place.tree.parent / 'temporary'}"]
+        return _pytest([*options, *files], _Warm(work))
 
     def cold(self, mutants: Sequence[Mutant], place: Copy) -> int:
         """Try mutants in forks that import the source anew."""

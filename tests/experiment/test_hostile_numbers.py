@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
@@ -27,8 +27,6 @@ from vajra_py.contract.hookspecs import LatencyModelSpec
 from vajra_py.errors import ConfigError, ExecutorError, VajraError, WorkloadError
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import PluginSource, load_registry
-from vajra_py.runtime.support.clock import NEVER
-from vajra_py.sim.decode_runs import run_ends_of
 
 NUM_REQUESTS = WORKLOAD["num_requests"]
 CLASSES = {
@@ -275,20 +273,3 @@ def test_a_step_time_that_cannot_be_ends_the_run_by_name(answer: float, in_runs:
     (left,) = vajra.open_runs(tmp_path / "run")
     assert left.manifest["status"] == "failed"
     assert len(left.requests_frame("request_id")) == left.manifest["num_submitted"] > 0
-
-
-@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20), st.integers(0, 10**15), st.integers(0, 10**9))
-@example([0.0], 0, 0)
-def test_a_run_of_steps_ends_as_its_steps_do_one_by_one(seconds: list[float], now: int, overhead: int) -> None:
-    at, expected = now, []
-    for time in seconds:
-        at += max(1, round(time * 10**12) + overhead)
-        expected.append(at)
-    assert list(run_ends_of(now, seconds, overhead)) == expected
-    assert list(run_ends_of(now, np.array(seconds), overhead)) == expected
-
-
-@pytest.mark.parametrize("seconds", [[2.0] * 4, np.full(4, 2.0)], ids=["one by one", "at once"])
-def test_a_run_of_steps_is_cut_where_the_clock_ends(seconds: Any) -> None:
-    now = NEVER - 5 * 10**12
-    assert list(run_ends_of(now, seconds, 0)) == [now + 2 * 10**12, now + 4 * 10**12]

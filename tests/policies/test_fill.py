@@ -397,6 +397,35 @@ def test_partial_prefills_wait_for_steps_in_flight_before_they_take_memory_from_
         assert len(batch.preempted) == num_preempted
 
 
+def test_chunks_of_one_token_are_chunks() -> None:
+    class Replica(CountingReplica):
+        num_waiting = 2
+
+        def waiting(self) -> Iterator[Any]:
+            return iter([SimpleNamespace(name="a"), SimpleNamespace(name="b")])
+
+        def partial_prefills(self) -> Any:
+            return []
+
+        def urgency(self, request: Any) -> tuple[int]:
+            return (0,)
+
+    class Batch(FakeBatch):
+        def __contains__(self, request: object) -> bool:
+            return False
+
+        def add(self, request: Any, num_tokens: int) -> Refusal | None:
+            added.append((request.name, num_tokens))
+            return None
+
+    added: list[tuple[str, int]] = []
+    batch: Any = Batch()
+    batch.free_blocks = 9
+    replica: Any = Replica()
+    fill(replica, batch, lambda request, batch, replica: 1)
+    assert added == [("a", 1), ("b", 1)]
+
+
 def test_partial_prefills_give_way_until_the_most_urgent_has_room() -> None:
     urgent, *others = [SimpleNamespace(is_resident=True) for _ in range(4)]
 

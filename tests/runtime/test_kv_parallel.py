@@ -66,6 +66,14 @@ def test_kv_parallel_a_group_with_room_for_the_remainder_only_comes_last() -> No
     assert memory.groups_of(admitted(memory, 12)) == [2, 1]
 
 
+def test_kv_parallel_the_remainder_may_fill_its_group() -> None:
+    memory = memory_of(num_groups=2)
+    admitted(memory, 8, excluded_groups={1})  # 4 of 6 blocks
+    assert memory.group_free_blocks == [2, 6]
+    assert memory.groups_of(admitted(memory, 12)) == [1, 0]
+    assert memory.group_free_blocks == [0, 2]
+
+
 def test_kv_parallel_admission_is_all_or_nothing() -> None:
     memory = memory_of(num_groups=2)
     admitted(memory, 8)

@@ -100,6 +100,27 @@ def test_tokens_are_told_when_their_step_ends() -> None:
     assert (a.first_token_at, a.ended_at) == (4.0, 10.0)
 
 
+def test_decodes_know_which_tokens_begin_and_end_a_block() -> None:
+    bench = Bench()
+    requests = [bench.submit(str(size), size, 20) for size in (4, 5, 7)]
+    bench.step()
+    pool = bench.replica.running_set.pool
+
+    def where(token: int) -> dict[str, int]:
+        """Places in their blocks of the tokens beside the one of the last plan."""
+        return {one.request_id: (one.num_computed_tokens - 1 + token) % 4 for one in requests}
+
+    def named(members: Any) -> set[str]:
+        return {one.request_id for one in members}
+
+    for _ in range(9):
+        plan = bench.form()
+        assert named(pool.began_blocks()) == {name for name, place in where(0).items() if place == 0}
+        assert named(pool.needing_blocks()) == {name for name, place in where(1).items() if place == 0}
+        assert named(pool.filling_blocks()) == {name for name, place in where(1).items() if place == 3}
+        bench.complete(plan)
+
+
 @pytest.mark.parametrize("steps_per_log", [1, 3, 1 << 16])
 def test_a_replica_that_never_rests_forgets_when_old_tokens_came(
     steps_per_log: int, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import SchedulerTraits, SteadyState, fill
+from vajra_py.contract import ACCEPT, SchedulerTraits, SteadyState, fill
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.serving import waking
 from vajra_py.runtime.serving.alarms import MAX_WAKES_PER_TICK
@@ -96,6 +96,16 @@ def test_periodic_wake_ups_come_on_time_and_end_with_the_last_request() -> None:
     harness = Harness(Periodic, "round_robin", "fixed_chunk")
     harness.run(requests(0.0, 0.35))
     assert harness.prioritizer.woken == [("tick", pytest.approx(0.1 * index)) for index in range(4)]
+
+
+def test_an_admission_policy_is_woken_under_its_key() -> None:
+    class Waits(Periodic):
+        def admit(self, request: Any, replicasets: Any, now: float) -> Any:
+            return ACCEPT
+
+    harness = Harness("fcfs", "round_robin", "fixed_chunk", admission=Waits)
+    harness.run(requests(0.0, 0.35))
+    assert harness.admission.woken == [("tick", pytest.approx(0.1 * index)) for index in range(4)]
 
 
 def test_asking_again_moves_a_wake_up_and_cancelling_takes_it_away() -> None:
