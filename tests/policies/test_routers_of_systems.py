@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.policies.routing_views import Replica, Request, context, prompt, replicas, seeded
@@ -38,6 +39,15 @@ def test_replicas_that_are_down_get_nothing(name: str) -> None:
 def test_fractions_of_blocks_to_compute_count() -> None:
     made = router("dynamo_kv_router", context(block_size=64))
     assert made.costs(Request(1000), idle(1), made.overlaps(Request(1000), idle(1), 0.0)) == [15.625 + 15]
+
+
+def test_the_credit_of_cached_blocks_decays_with_the_work_before_a_prompt() -> None:
+    made = router("dynamo_kv_router", context(block_size=64), overlap_score_credit_decay=1.0)
+    made.sequences.prefill_tokens[:2] = [0, 128]
+    # One block of prompt, cached on both; the second has two blocks to compute before it: a third of the credit.
+    costs = made.costs(Request(64), idle(2), np.array([1, 1]))
+    scale = made._config.prefill_load_scale
+    assert costs.tolist() == pytest.approx([1.0, scale * (3.0 - 1.0 / 3.0) + 1.0])
 
 
 def test_sent_prompts_count_as_cached_for_a_while_without_events() -> None:

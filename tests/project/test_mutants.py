@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import Copy, Plan, Recording, report, sample, side_by_side
+from mutant_copies import Copy, Plan, side_by_side
+from mutants import Recording, report, sample
 from mutations import EQUIVALENT, Mutant, mutants_of
 
 TINY = '''"""Docstring 1."""

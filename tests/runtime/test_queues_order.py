@@ -242,3 +242,28 @@ TestProgress = machine(KeyMotion.PROGRESS, block=2)
 TestTimeLinear = machine(KeyMotion.TIME_LINEAR)
 TestTimeLinearForward = machine(KeyMotion.TIME_LINEAR, forward=True, block=2)
 TestArbitrary = machine(KeyMotion.ARBITRARY)
+
+
+@pytest.mark.parametrize("motion", [KeyMotion.STATIC, KeyMotion.ARBITRARY])
+def test_a_request_that_is_refreshed_unchanged_keeps_its_turn(motion: KeyMotion) -> None:
+    queue = make_queue(Prioritizer(motion))
+    waiting = [Waiting(index) for index in range(4)]
+    for one in waiting:
+        queue.add(one, 0.0)
+    order = queue.ordered(0.0)
+    assert next(order) is waiting[0]
+    queue.refresh(waiting[2], 0.0)
+    assert list(order) == waiting[1:]
+
+
+def test_the_second_of_few_ranks_is_known_though_others_were_removed() -> None:
+    blocks = ranks.SortedRanks()
+    made: Any = [(float(key), 0.0, key, key, None, 0.0, 1) for key in range(5 * ranks._BLOCK)]
+    for rank in made:
+        blocks.add(rank)
+    for position, rank in enumerate(made[:-1]):
+        first, second = blocks.first_two()
+        assert first is rank
+        assert second is made[position + 1]
+        blocks.remove(rank)
+    assert blocks.first_two() == (made[-1], None)

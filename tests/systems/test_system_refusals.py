@@ -260,3 +260,15 @@ def test_a_policy_that_fails_while_refusing_is_named() -> None:
     harness = harness_of(Failing())
     with pytest.raises(PolicyError, match=r"Failing.*KeyError"):
         submit(harness, "r", 5, 5)
+
+
+def test_prompts_of_minivllm_may_use_up_the_budget() -> None:
+    harness = harness_of("minivllm", max_batch_tokens=20)
+    for name in ("a", "b"):
+        submit(harness, name, 10, 2)
+    submit(harness, "c", 4, 2)
+    first, second = (harness.step(), harness.step())
+    assert first is not None
+    assert first.tokens == {"a": 10, "b": 10}
+    assert second is not None
+    assert second.tokens == {"c": 4}
