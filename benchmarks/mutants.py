@@ -254,7 +254,9 @@ def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budg
         def is_done(mutant: Mutant) -> bool:
             record, now = known.get(mutant.key, {}), digests[mutant.key]
             return record.get("source") == now["source"] and (
-                record["result"] != "passed" or (record["tests"] == now["tests"] and record["budget_s"] >= budget_s)
+                record["result"] != "passed"
+                or mutant.key in EQUIVALENT
+                or (record["tests"] == now["tests"] and record["budget_s"] >= budget_s)
             )
 
         todo = [m for m in mutants if not is_done(m)]

@@ -25,7 +25,35 @@ TURNED: dict[type[ast.AST], type[ast.AST]] = {
 }
 REVERSED: dict[type[ast.AST], type[ast.AST]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "vajra_py/runtime/queues/tournament.py::SlopeGroup.add key < head_key -> (key <= head_key) #0": (
+        "A rank that is equal to the head and comes after it reseats the same head; its matches are played again, alike."
+    ),
+    "vajra_py/runtime/step/builder.py::Builder._everything_fits num_blocks <= memory.free_blocks -> "
+    "(num_blocks < memory.free_blocks) #0": (
+        "Where all fits exactly, requests are gone through one by one instead of at once, with the same result."
+    ),
+    "vajra_py/runtime/step/builder.py::Builder.add_running self._add_pool() -> pass #0": (
+        "Decodes are then gone through one by one instead of at once, with the same result."
+    ),
+    "vajra_py/runtime/serving/hand_off.py::HandOffs._reserve self._one_at_a_time and bool(line) -> "
+    "(self._one_at_a_time or bool(line)) #0": (
+        "The simulator then works out each step of a replica that it need not, with the same result."
+    ),
+    "policies/vajra_policies/class_shares.py::ClassShares.__init__ self.start() -> pass #0": (
+        "Each step calls `start` before anything is read."
+    ),
+    "vajra_py/runtime/records/admission_log.py::AdmissionLog.__init__ 0 -> 1 #0": (
+        "Another constant for the time in the head of a gzip file, which nothing reads."
+    ),
+    "policies/vajra_policies/scaling/device_budget.py::PairBudget.fit wanted[0] >= self.least[0] -> "
+    "(wanted[0] > self.least[0]) #0": "The search that follows finds what is wanted too, at distance 0.",
+    "policies/vajra_policies/scaling/device_budget.py::PairBudget._between 0 -> 1 #2": (
+        "The longer range is gone through instead of the shorter one, with the same result."
+    ),
+    "policies/vajra_policies/target_time.py::TargetTime.solo_chunk_size chunk < num_remaining_tokens -> "
+    "(chunk > num_remaining_tokens) #0": "It notes where the next search begins, not what it finds.",
+}
 """Survivors judged to be equivalent: the key of the mutant, and the reason."""
 
 

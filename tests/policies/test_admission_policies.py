@@ -528,3 +528,9 @@ def test_the_prediction_damps_the_swing_of_simulated_pools(tmp_path: Path) -> No
     assert (plain.min(), plain.max()) == pytest.approx((10, 60), abs=5)
     assert predicted.min() > 2 * plain.min()
     assert num_predicted > num_plain
+
+
+@pytest.mark.parametrize("highest", [0.4, 0.5])
+def test_ceilings_that_do_not_rise_are_refused(highest: float) -> None:
+    with pytest.raises(ValueError, match=f"below max_ceiling .got 0.5 and {highest:g}"):
+        HoldbackConfig(min_ceiling=0.5, max_ceiling=highest)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from vajra_policies.scaling.device_budget import Budget, PairBudget, guard_one
 from vajra_policies.scaling.dynamo_planner import SPEC, DynamoPlannerConfig
+from vajra_policies.scaling.engine_predictions import EnginePredictions
+from vajra_policies.scaling.planner import Promises, Traffic
 from vajra_policies.scaling.planner_rules import DECODE_THRESHOLDS, PREFILL_THRESHOLDS, by_thresholds
 from vajra_policies.scaling.target_utilization import TargetUtilization, TargetUtilizationConfig
 from vajra_py.contract import EndReason, PoolRole, ReplicaState
@@ -300,3 +302,12 @@ def test_the_planner_decides_on_prompts_and_decodes_together() -> None:
     ]
     scaler.on_wake("load", 10.0)
     assert scaler.targets(alone, 10.0) == {"p": 2, "d": 2}, "no device is left, and decodes cannot spare one"
+
+
+@pytest.mark.parametrize(("itl_s", "num_decodes"), [(0.02, 8), (0.021, 8), (0.019, 1)])
+def test_the_largest_batch_keeps_its_promise_to_the_letter(itl_s: float, num_decodes: int) -> None:
+    options = HarnessOptions(latency=ConstantModel(0.02), max_batch_size=8, num_blocks=1000, max_model_len=10_000)
+    context = Harness("fcfs", "round_robin", "fixed_chunk", options).context
+    model = EnginePredictions(context, Promises(ttft_s=1.0, itl_s=itl_s, sensitivity=1.0), 100.0)
+    rate = model.requests_per_s(PoolRole.DECODE, Traffic(1.0, 100.0, 10.0))
+    assert rate == pytest.approx(num_decodes / (10 * 0.02))

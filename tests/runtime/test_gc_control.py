@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from vajra_py.runtime.support.gc_control import existing_objects_frozen
+from vajra_py.runtime.support.gc_control import existing_objects_frozen, infrequent_collections
 
 
 class Node:
@@ -38,3 +38,21 @@ def test_old_objects_do_not_put_collections_off(monkeypatch: pytest.MonkeyPatch)
     gc.collect()
     assert most < 150_000
     assert len(old) == 1_500_000
+
+
+def test_collections_are_rarer_for_as_long_as_asked() -> None:
+    before = gc.get_threshold()
+    with infrequent_collections():
+        assert gc.get_threshold()[0] > before[0]
+        assert gc.get_threshold()[1:] == before[1:]
+    assert gc.get_threshold() == before
+
+
+def test_a_collector_that_never_runs_is_left_so() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with infrequent_collections():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

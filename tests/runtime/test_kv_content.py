@@ -154,3 +154,12 @@ def test_equal_prompts_have_equal_block_hashes_and_private_ones_none() -> None:
     first, second = (SegmentBlockHashes([("system", 6), (name, 6)], name, 4) for name in ("a", "b"))
     assert [a == b for a, b in zip(hashes(first, 12), hashes(second, 12), strict=True)] == [True, False, False]
     assert hashes(PrivateBlockHashes("a"), 12) == []
+
+
+def test_output_that_is_there_already_is_not_counted_twice() -> None:
+    output = [8, 9]
+    hashed, whole = TokenBlockHashes([1, 2, 3, 4, 8, 9], 2, output=output), TokenBlockHashes([1, 2, 3, 4, 8, 9, 7], 2)
+    assert hashed.num_public_tokens == hashed.num_hashed_tokens == 6
+    output.append(7)
+    assert hashed.num_public_tokens == 7
+    assert hashed.block_hashes(0, 3) == whole.block_hashes(0, 3)

@@ -100,6 +100,17 @@ def test_tokens_are_told_when_their_step_ends() -> None:
     assert (a.first_token_at, a.ended_at) == (4.0, 10.0)
 
 
+def test_an_output_that_is_taken_back_takes_its_time_along() -> None:
+    bench = Bench()
+    a = bench.submit("a", 4, 9)
+    log = array("q", [10, 20, 30])
+    a.token_log[:] = [5, (log, 0, 2)]
+    for left in ([5, (log, 0, 1)], [5], []):
+        before = a.num_output_tokens
+        a.take_back_output()
+        assert (a.token_log, a.num_output_tokens) == (left, before - 1)
+
+
 def test_decodes_know_which_tokens_begin_and_end_a_block() -> None:
     bench = Bench()
     requests = [bench.submit(str(size), size, 20) for size in (4, 5, 7)]

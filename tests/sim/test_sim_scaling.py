@@ -79,6 +79,21 @@ def test_a_draining_replica_finishes_what_runs_and_hands_back_what_waits() -> No
     assert {reason for _, reason, _ in seen.ends} == {"stop"}
 
 
+def test_a_scaler_is_asked_again_when_a_replica_has_gone_down() -> None:
+    class Asked(Scripted):
+        def targets(self, pools: Any, now: float) -> Any:
+            asked.append(now)
+            return super().targets(pools, now)
+
+    asked: list[float] = []
+    world = scaled(
+        lambda context: Asked(context, {0.05: 1}), num_replicas=2, chooser="round_robin", elastic={"max_replicas": 2}
+    )
+    _, (down_at, _, state) = world.run(requests(20, output=30)).changes()
+    assert state == "down"
+    assert asked == [0.0, 0.05, down_at]
+
+
 def test_a_draining_replica_pulls_nothing_from_the_shared_queue() -> None:
     world = following({0.05: 1}, num_replicas=2, chooser="pull", elastic={"max_replicas": 2})
     seen = world.run(requests(40, output=30))
