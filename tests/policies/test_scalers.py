@@ -276,6 +276,23 @@ def test_the_planner_follows_throughput() -> None:
     assert scaler.targets([Pool(busy(0, 0, 0))], 20.0) == {"default": 1}, "nothing arrived"
 
 
+def test_load_leaves_the_replicas_that_throughput_needs() -> None:
+    scaler, _ = planner(target="sla", throughput_interval_s=10.0, load_interval_s=5.0)
+    pools: Any = [Pool(busy(0))]
+    scaler.targets(pools, 0.0)
+    scaler.on_arrivals([Request()] * 100, 5.0)
+    scaler.on_departures([Request()] * 50, 6.0)
+    scaler.on_wake("throughput", 10.0)
+    scaler.targets(pools, 10.0)
+    needed = 3
+    idle: Any = [Pool(busy(*[0] * (needed + 2)))]
+    for at in range(15, 60, 5):
+        scaler.on_wake("load", float(at))
+        asked = scaler.targets(idle, float(at))["default"]
+        idle = [Pool(busy(*[0] * asked))]
+    assert asked == needed
+
+
 def test_the_planner_decides_nothing_on_load_while_a_replica_starts() -> None:
     scaler, _ = planner()
     full = Load(num_context_tokens=17_000, num_running=8)

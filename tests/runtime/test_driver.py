@@ -170,6 +170,16 @@ def test_what_a_lost_replica_executed_is_void() -> None:
     assert core.driver.next_due() == NEVER
 
 
+def test_the_next_due_time_is_that_of_the_earliest_event() -> None:
+    core = EngineCore(Harness("fcfs", "round_robin", "fixed_chunk", OPTIONS).controller, {"a": 2, "b": 2})
+    assert core.driver.next_due() == NEVER
+    for name, at in (("b", 9), ("a", 5)):
+        core.add_request(RequestSpec(name, at / 10**12, 4, 2), at)
+    assert core.driver.next_due() == 5
+    core.schedule(5)
+    assert core.driver.next_due() == 9
+
+
 def test_who_waits_for_a_replica_that_is_given_up_ends() -> None:
     harness = Harness("fcfs", "pull", "fixed_chunk", OPTIONS)
     core = EngineCore(harness.controller, {"a": 50})

@@ -168,6 +168,16 @@ def test_kv_parallel_swap_round_trip_may_change_groups() -> None:
     memory.check()
 
 
+def test_kv_parallel_a_lost_memory_is_empty_on_the_host_too() -> None:
+    memory = memory_of(host_blocks=4)
+    assert memory.swap_out(admitted(memory, 8)) == 4
+    admitted(memory, 8)
+    memory.clear()
+    assert memory.used_blocks == 0
+    assert memory.pending_prefill_work == (0, 0, 0)
+    assert memory.swap_out(admitted(memory, 8)) == 4
+
+
 def test_kv_parallel_copies_name_their_group() -> None:
     memory = memory_of(host_blocks=8, records_copies=True)
     request = admitted(memory, 12)
