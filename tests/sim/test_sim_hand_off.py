@@ -21,6 +21,9 @@ from vajra_py.contract import (
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
+from vajra_py.runtime.records.input_log import Failure
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import PromptContent, RequestSpec
 
 
@@ -95,6 +98,33 @@ def test_a_held_request_goes_to_whichever_target_has_room_first() -> None:
     ways = simulate(settings(pools=pools, hand_off=hand_off), requests).ways
     assert ways["last"].target == ways["short"].target
     assert ways["last"].sent == pytest.approx(ways["short"].ended)
+
+
+def test_a_held_request_that_is_aborted_goes_nowhere_when_there_is_room() -> None:
+    pools = {"prefill": {}, "decode": {"num_replicas": 2, "replica": {"memory": {"num_blocks": 8}}}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "when_full": "hold"}
+    run, simulator, ways = prepared(settings(pools=pools, hand_off=hand_off))
+    simulator.abort_at(0.1, "last")
+    simulator.run([RequestSpec(name, 0.0, 100, 28 if name == "long" else 12) for name in ("long", "short", "last")])
+    assert ways.of["last"].held is not None
+    assert ways.of["last"].held < 0.1
+    assert (ways.of["last"].reason, ways.of["last"].sent) == (EndReason.ABORTED, None)
+    assert [ways.of[name].reason for name in ("long", "short")] == [EndReason.STOP] * 2
+    assert run.controller.num_alive == 0
+
+
+@pytest.mark.parametrize(("max_reruns", "reason"), [(None, EndReason.FAILED), (1, EndReason.STOP)])
+def test_a_held_request_is_lost_with_its_source(max_reruns: int | None, reason: EndReason) -> None:
+    pools = {"prefill": {"num_replicas": 2}, "decode": {"replica": {"memory": {"num_blocks": 8}}}}
+    run, simulator, ways = prepared(settings(pools=pools))
+    for_b = 1  # by turns
+    simulator.inject(to_ticks(0.1), Phase.FAILURE, Failure(to_ticks(0.1), "default", for_b, "broke", max_reruns))
+    simulator.run([RequestSpec("a", 0.0, 100, 20), RequestSpec("b", 0.0, 100, 20)])
+    assert ways.of["b"].assigned[0] == for_b
+    assert ways.of["b"].held is not None
+    assert ways.of["b"].reason is reason
+    assert ways.of["a"].reason is EndReason.STOP
+    assert run.controller.num_alive == 0
 
 
 def test_at_step_boundaries_a_busy_target_takes_kv_when_its_step_ends() -> None:
