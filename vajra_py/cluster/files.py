@@ -143,7 +143,9 @@ def unpack(files: Mapping[str, bytes], folder: Path) -> None:
     """Make a folder of results of these files; it appears whole, in the place of what was there."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    for name in sorted(files, key=lambda one: (one == MANIFEST, one)):  # last, as it makes a run of the folder
+    for name in sorted(
+        files, key=lambda one: (one == MANIFEST, one)
+    ):  # the manifest is last: a folder that has one is a run
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(files[name])

@@ -134,7 +134,7 @@ class AsyncLLM(EngineClient):
         output = None
         async for part in self.stream(prompt, params):
             output = part.output
-        assert output is not None  # the last part has it
+        assert output is not None  # the last part holds the output
         return output
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:

@@ -109,7 +109,7 @@ class EngineClient:
         with self._gate:
             if not self._accepts:
                 raise self.refusal()
-            assert self.loop is not None  # it was started before requests are taken
+            assert self.loop is not None  # the loop starts before requests are accepted
             for submission in submissions:
                 self._open[submission] = None
                 self.loop.submit(submission)
@@ -153,7 +153,7 @@ class EngineClient:
         error: BaseException | None = None
         try:
             self.loop.run()
-        except BaseException as raised:  # every client gets an end, whatever it was
+        except BaseException as raised:  # every client is told of the end, on any error
             error = raised
         return error
 

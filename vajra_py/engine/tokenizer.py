@@ -76,7 +76,7 @@ class HubTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever the library meets in a broken file
+        except Exception as error:  # a broken file may raise anything
             reason = " ".join(str(error).split())
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
         self._decode_all = _batch_decoder(self._tokenizer, skips_special=True)
@@ -122,7 +122,7 @@ class HubTokenizer:
         ends = {"add_generation_prompt": end is ChatEnd.ANSWER, "continue_final_message": end is ChatEnd.MESSAGE}
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **ends)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise ConfigError(Problem("messages", f"do not fit the model's chat template ({error})")) from error
         return str(text)
 

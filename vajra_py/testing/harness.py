@@ -355,7 +355,7 @@ class Harness:
         )
         return KvParallelMemory(groups, options.block_size, host_blocks=options.host_blocks)
 
-    # What there is to look at
+    # State
 
     @property
     def now(self) -> float:

@@ -233,7 +233,7 @@ class Mechanism(Backend[_VllmReplica]):
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # A tick of its own, before the step ends: its blocks are free before those of who ends with the step, as in vLLM.
+            # A tick before the step's end: blocks of aborted requests are freed before those of requests that end, as in vLLM.
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -322,7 +322,7 @@ class Mechanism(Backend[_VllmReplica]):
         one.stopped.clear()
         self._driver.complete(one, plan, StepResult(stopped=stopped), at_once=at_once)
 
-    # What the driver asks
+    # Backend of the driver
 
     def launch(self, replica: _VllmReplica, plan: StepPlan) -> int:
         """See `Backend`."""

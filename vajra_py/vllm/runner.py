@@ -148,7 +148,7 @@ class VllmRunner:
         duration_s = time.perf_counter() - started
         return StepOutput(slots, tokens, duration_s, results.logprobs, results.prompt_logprobs)
 
-    # What is told
+    # Messages to workers
 
     def _take_changes(self, step: StepInput) -> None:
         for slot in step.freed:
@@ -233,7 +233,7 @@ class VllmRunner:
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 
-    # What comes back
+    # Results
 
     def _read(self, slot: int, output: Any, results: _Results, *, samples: bool) -> None:
         """Take in what a step gave for one of its rows; `samples`: its token is wanted."""

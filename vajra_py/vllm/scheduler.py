@@ -489,7 +489,7 @@ class Scheduler(WithoutExtras):
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""
-        if self._recording is not None:  # what came in is recorded, and that no step follows
+        if self._recording is not None:  # records the inputs, and that no step follows
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()
         self._watchdog.close()

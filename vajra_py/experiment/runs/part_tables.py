@@ -32,7 +32,7 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
     """Add a part's rows to these tables, and return where its step times come from."""
     tables.requests.take(_read(path / _REQUESTS))
     tables.steps.extend(_read(path / _STEPS))
-    for batch in _read(path / _TBT).to_batches():  # each of one replicaset and class
+    for batch in _read(path / _TBT).to_batches():  # each batch is of one replicaset and class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
         gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
     step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())

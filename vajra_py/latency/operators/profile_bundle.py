@@ -363,7 +363,7 @@ class ProfileBundleModel:
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
         """Attention of one layer in microseconds: (the chunk alone, the chunk beside the decodes)."""
-        # A chunk longer than any that was measured is as many equal ones, each behind what was computed before.
+        # A chunk longer than all measured ones counts as several equal chunks, each behind the earlier ones.
         number = max(1, -(-int(chunk) // int(self._longest_chunk)))
         part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
         one = self._attention.prefill_us(part, middle)

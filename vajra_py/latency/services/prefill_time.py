@@ -61,7 +61,7 @@ class PrefillTimeTable:
             time = self._done_s + self._chunk_s(self._done, num_tokens - self._done)
             start, start_s = self._previous
             if num_tokens - self._done < GRAIN_TOKENS and start < self._done:
-                # So soon after a chunk's end a prompt may finish within that chunk, if the scheduler lets the last one be larger.
+                # Shortly after a chunk's end a prompt may finish within that chunk, if the scheduler allows a larger last chunk.
                 left = num_tokens - start
                 if self._lone_chunk(start, left) >= left:
                     time = start_s + self._chunk_s(start, left)

@@ -26,7 +26,7 @@ from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
-_LAST = ("metadata", "tbt_slo_s")  # as the first logs of this version have them; readers go by names
+_LAST = ("metadata", "tbt_slo_s")  # in the order of the first logs of this version; readers go by names
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
     *(fact.name for fact in FACTS if fact.name not in _LAST),

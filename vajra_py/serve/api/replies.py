@@ -172,7 +172,7 @@ class _Writer:
                 return
             body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
             self._sending = begin(self._send(body))
-        except Exception as error:  # this stream's affair, and not that of the others in the same callback
+        except Exception as error:  # an error of one stream must not reach the others of this callback
             self._end(error)
             return
         if self._sending is not None:

@@ -334,7 +334,7 @@ class EngineSession:
             if not self._load():
                 return
             error = self.client.run() or self._why_it_ended()
-        except BaseException as raised:  # whatever it was, every client has to be told
+        except BaseException as raised:  # on any error, every client has to be told
             if self._is_abandoned:
                 return
             error = raised
