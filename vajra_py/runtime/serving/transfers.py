@@ -17,7 +17,6 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
-
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
 """Reasons for which transfers are called off, as observers are told."""
