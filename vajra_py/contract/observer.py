@@ -149,11 +149,15 @@ class Observer:
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A request that was held to leave its replica goes on there after all."""
 
-    def on_moved(self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, now: float) -> None:
+    def on_moved(
+        self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
+    ) -> None:
         """A waiting request goes from one queue to another (None: the shared one), as the replicaset scheduler asked."""
 
-    def on_migration_begun(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """A running request is to go to another replica while it goes on computing."""
+    def on_migration_begun(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
+        """A running request is to go to another replica while it goes on computing, as the replicaset scheduler asked."""
 
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float

@@ -120,6 +120,8 @@ class Move:
     request: RequestView
     target: ReplicaId | None
     """None calls a waiting request back into the shared queue."""
+    reason: str = ""
+    """Words for tables and reports."""
 
 
 @runtime_checkable

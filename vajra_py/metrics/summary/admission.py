@@ -28,7 +28,7 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
 
     `accepted` are those let in as they asked, `degraded` those let in with less, `deferred` those that ended before they were let in.
     `rejected` counts every rejected request by its kind, those among them that the policy was never asked about too. `deferred_s` is over
-    the requests that were deferred and are not any more.
+    the requests that were deferred and are not any more, `deferred_by_reason` by the last reason that the policy gave for each.
     """
     if "admission" not in requests.column_names:
         return {}
@@ -36,6 +36,7 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
 
     rows = requests.filter(pa.array(inside))
     outcomes = Counter(rows.column("admission").to_pylist())
+    deferrals = Counter(filter(None, rows.column("deferral_reason").to_pylist()))
     reasons = Counter(filter(None, rows.column("shed_reason").to_pylist()))
     rejected = dict.fromkeys(REJECTION_KINDS, 0)
     for reason, detail in zip(rows.column("reason").to_pylist(), rows.column("detail").to_pylist(), strict=True):
@@ -51,6 +52,7 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
             "rejected": rejected,
             "num_deferred": int(was_deferred.sum()),
             "num_deferrals": int(num_deferrals.sum()),
+            "deferred_by_reason": by_reason(deferrals),
             "deferred_s": distribution(waited_s),
         }
     }

@@ -32,11 +32,12 @@ else:
 TIMES = ("held_s", "transfer_s", "target_wait_s")
 _KINDS = {HAND_OFF: "hand-off", MIGRATION: "migration", MOVE: "move"}
 _OUTCOMES = {
-    STAYED: "went on at its source",
-    CALLED_OFF: "called off",
-    ENDED: "ended on its way",
-    RECOMPUTED: "computed again",
-    UNFINISHED: "on its way at the end of the run",
+    DONE: "",
+    STAYED: " stayed at its source",
+    CALLED_OFF: " called off",
+    ENDED: " ended on its way",
+    RECOMPUTED: " computed again",
+    UNFINISHED: " open at the end of the run",
 }
 
 
@@ -44,24 +45,24 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
     """Return the section for these rows of a requests table, and the transfers of their requests.
 
     Times are of the requests that were held, sent, or at a target: sums over the hand-offs and migrations of each. `by_reason` counts what
-    did not end with the request running on at its target. `routes` are pools between which KV went, with what arrived.
+    the replicaset scheduler gave a reason for, and what did not end with the request running on at its target. `routes` are pools between which KV went, with what arrived.
     """
     import pyarrow as pa
 
     rows = requests.filter(pa.array(inside))
     own = transfers.filter(pa.array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
     counts = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
-    kinds, outcomes, reasons = (own.column(name).to_pylist() for name in ("kind", "outcome", "reason"))
-    missed: Counter[str] = Counter()
-    for kind, outcome, reason in zip(kinds, outcomes, reasons, strict=True):
-        if outcome != DONE:
-            missed[f"{_KINDS[kind]} {_OUTCOMES[outcome]}" + (f": {reason}" if reason else "")] += 1
+    columns = [own.column(name).to_pylist() for name in ("kind", "outcome", "reason", "is_live")]
+    reasons: Counter[str] = Counter()
+    for kind, outcome, reason, is_live in zip(*columns, strict=True):
+        if outcome != DONE or (reason and not is_live):
+            reasons[_KINDS[kind] + _OUTCOMES[outcome] + (f": {reason}" if reason else "")] += 1
     return {
         "movement": {
             **{name: int(ints_of(rows, name).sum()) for name in counts},
-            "num_called_off": outcomes.count(CALLED_OFF),
+            "num_called_off": columns[1].count(CALLED_OFF),
             **{name: distribution(floats_of(rows, name)) for name in TIMES},
-            "by_reason": by_reason(missed),
+            "by_reason": by_reason(reasons),
             "routes": _routes(own),
         }
     }

@@ -78,6 +78,8 @@ class _Journey:
     arrived_at: float = _NEVER
     num_tokens: int = 0
     stage: int = 0
+    asked_for: str = ""
+    """Reason that the replicaset scheduler gave."""
     was_cut: bool = False
     """True if a copy was called off, and its row made."""
 
@@ -117,9 +119,11 @@ class MovementLog(Observer):
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, replica_id)
         journey.held_at = now
 
-    def on_migration_begun(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+    def on_migration_begun(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
         """Begin a migration."""
-        self._journeys[request.index] = _Journey(request, MIGRATION, source, target)
+        self._journeys[request.index] = _Journey(request, MIGRATION, source, target, asked_for=reason)
 
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
@@ -140,7 +144,7 @@ class MovementLog(Observer):
         if not failure:
             journey.end_at = now
         if journey.is_live:
-            self._row(journey, CALLED_OFF if failure else DONE, failure, now)
+            self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)
@@ -155,13 +159,15 @@ class MovementLog(Observer):
         """Make the row of a request that runs on at its target."""
         journey = self._journeys.get(request.index)
         if journey is not None and journey.has_arrived:
-            self._close(journey, DONE, "", now)
+            self._close(journey, DONE, journey.asked_for, now)
 
-    def on_moved(self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, now: float) -> None:
+    def on_moved(
+        self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
+    ) -> None:
         """Make the row of a waiting request's move."""
         came_from, goes_to = (_NO_REPLICA if one is None else one for one in (source, target))
         journey = _Journey(request, MOVE, came_from, goes_to, start_at=now, end_at=now, arrived_at=now)
-        self._row(journey, DONE, "", now)
+        self._row(journey, DONE, reason, now)
 
     # What comes between
 

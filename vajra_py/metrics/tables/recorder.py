@@ -128,6 +128,7 @@ def _admission_columns(requests: Sequence[Request]) -> dict[str, Sequence[Any]]:
         "degraded": [row.degraded for row, _ in rows],
         "shed_reason": [row.refusal for row, _ in rows],
         "num_deferrals": [row.num_deferrals for row, _ in rows],
+        "deferral_reason": [row.deferral for row, _ in rows],
         "deferred_at": [row.deferred_at for row, _ in rows],
         "deferred_s": [
             float("nan") if is_open and row.outcome == "deferred" else row.deferred_s for row, is_open in rows

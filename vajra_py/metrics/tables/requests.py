@@ -289,12 +289,12 @@ REQUEST_COLUMNS = (
 
 _ADMISSION_FIELDS = (
     *(("admission", "i"), ("degraded", "i"), ("shed_reason", "i")),
-    *(("num_deferrals", "q"), ("deferred_at", "d"), ("deferred_s", "d")),
+    *(("num_deferrals", "q"), ("deferral_reason", "i"), ("deferred_at", "d"), ("deferred_s", "d")),
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
 empty (it was rejected before the policy was asked)."""
-ADMISSION_TEXTS = ("admission", "degraded", "shed_reason")
+ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Columns that hold texts."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")

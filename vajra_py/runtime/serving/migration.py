@@ -82,9 +82,9 @@ class Migrations(Generic[R]):
         if request.state is not RequestState.RUNNING:
             self._end(request, _PREEMPTED)  # while it moved
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
-            self._move_waiting(request, move.target)
+            self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
-            self._begin(request, move.target)
+            self._begin(request, move.target, move.reason)
         elif move.target is None:
             raise self._wrong(request, f"calls back a request that does not wait ({request.state.value})")
 
@@ -102,7 +102,7 @@ class Migrations(Generic[R]):
         if target == request.replica_id:
             raise self._wrong(request, f"moves a request to replica {target!r}, where it is")
 
-    def _move_waiting(self, request: Request, target: int | None) -> None:
+    def _move_waiting(self, request: Request, target: int | None, reason: str) -> None:
         replicaset, now = self._replicaset, to_seconds(self._driver.now)
         source_id = None
         if request in replicaset.shared:
@@ -114,11 +114,11 @@ class Migrations(Generic[R]):
             self._driver.touch(self._driver.replica(replicaset.name, source_id))
             replicaset.unbind(request)
         for observer in replicaset.observers:
-            observer.on_moved(request, source_id, target, now)
+            observer.on_moved(request, source_id, target, reason, now)
             observer.on_assigned(request, target, now)
         self._driver.announce(request, replicaset.bind(request, target, now))
 
-    def _begin(self, request: Request, target_id: int) -> None:
+    def _begin(self, request: Request, target_id: int, reason: str) -> None:
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         most = self._rules.max_per_replica
         if request in self._of or self._num_at[source.replica.replica_id] >= most or self._num_at[target_id] >= most:
@@ -130,7 +130,7 @@ class Migrations(Generic[R]):
         self._num_at[target_id] += 1
         now = to_seconds(self._driver.now)
         for observer in self._replicaset.observers:
-            observer.on_migration_begun(request, source.replica.replica_id, target_id, now)
+            observer.on_migration_begun(request, source.replica.replica_id, target_id, reason, now)
         self._next_stage(one)
 
     # Stages
