@@ -155,6 +155,15 @@ class RunData:
         """KV on its way between replicas (`vajra_py.metrics.tables.transfers`), empty for a run whose requests cannot move."""
         return self._optional(TRANSFERS_FILE, TransfersBuilder.schema().empty_table())
 
+    def pool_of_replica(self) -> dict[tuple[str, int], str]:
+        """Return the pool of each replica (replicaset, id); empty for a run without pools."""
+        pools = (self.summary.value("pools") or {}).values()
+        return {
+            (one["replicaset"], one["first_replica_id"] + number): one["pool"]
+            for one in pools
+            for number in range(one["num_replicas"])
+        }
+
     def _optional(self, file: str, empty: ArrowTable) -> ArrowTable:
         """Return a table that not every run has; `empty` for a run without it."""
         import pyarrow as pa
