@@ -120,11 +120,13 @@ def show_table(table: Table) -> None:
 
 
 def show_further_tables(comparison: Comparison) -> None:
-    """Print the tables of pools, and of moves, deferrals and refusals by reason, as far as the runs have any."""
+    """Print the tables of pools, and of moves, deferrals and refusals by reason, as far as a few runs have any."""
     from vajra_py.metrics.comparison.reason_table import further_tables
+    from vajra_py.metrics.comparison.tables import WIDE
 
-    for table in further_tables(comparison):
-        show_table(table)
+    if len(comparison.names) <= WIDE:  # pools of more settings are in the report, and under --scope
+        for table in further_tables(comparison):
+            show_table(table)
 
 
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
