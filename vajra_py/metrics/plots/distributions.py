@@ -141,6 +141,8 @@ def _ranges(settings: Sequence[Setting], metrics: Sequence[tuple[str, str, float
         if positive.size:
             plain_log(own.xaxis, most=4)
             own.set_xlim(positive.min() * 0.8, positive.max() * 1.3)
+        else:
+            own.set_xlim(left=0)
     axes[0, 0].set_yticks(rows, [setting.name for setting in settings])
     axes[0, 0].set_ylim(len(settings) - 0.4, -0.6)
     for own in axes[0]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from vajra_py.metrics.plots.data import busy_replicas_over_time, kv_use_over_time, pools_of, time_edges
-from vajra_py.metrics.plots.layout import arrange_runs
+from vajra_py.metrics.plots.layout import arrange_runs, select
 from vajra_py.metrics.plots.style import (
+    MAX_SERIES,
     add_legend,
     label_all,
     line_entries,
@@ -86,12 +87,13 @@ def has_pools(runs: Sequence[RunData]) -> bool:
 
 @styled
 def pools_over_time(runs: Sequence[RunData]) -> Figure:
-    """Plot the busy replicas (left) and the KV blocks in use (right) of each pool: a row for each pool, a line for each run."""
+    """Plot the busy replicas (left) and the KV blocks in use (right) of each pool: a row for each pool, a line for each run (at most eight, those under the highest load)."""
+    runs = select(distinct(runs), MAX_SERIES)
     arrangement = arrange_runs(runs)
     pools = [pools_of(run) for run in runs]
     names = list(dict.fromkeys(name for own in pools for name in own))[:MAX_PANELS]
     figure, axes = new_figure(max(len(names), 1), 2, 1.8, sharex=True)
-    labels = [run.name for run in distinct(runs)]
+    labels = [run.name for run in runs]
     for name, (left, right) in zip(names, axes, strict=False):
         left.set_title(name)
         for i, run in enumerate(runs):

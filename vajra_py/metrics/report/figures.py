@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vajra_py.metrics import plots
 from vajra_py.metrics.plots.over_time import MAX_RUN_PANELS, MAX_TIMELINES
 from vajra_py.metrics.plots.rates import class_names, has_slo
+from vajra_py.metrics.plots.style import MAX_SERIES
 from vajra_py.metrics.runs.replications import group_replications
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -197,6 +198,7 @@ FIGURES: tuple[FigureSpec, ...] = (
         "waits is the one to enlarge.",
         plots.pools_over_time,
         wanted=plots.has_pools,
+        most_runs=MAX_SERIES,
     ),
     FigureSpec(
         "replicas_over_time",
