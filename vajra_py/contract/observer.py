@@ -133,7 +133,7 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Blocks of the target are set aside, and KV of so many tokens is on its way to them."""
+        """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them."""
 
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
@@ -147,7 +147,7 @@ class Observer:
         """The source of a request has given back the blocks that it held for it."""
 
     def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """A request that was held to leave its replica goes on there after all."""
+        """A request that was held to leave its replica continues there after all."""
 
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
@@ -157,12 +157,12 @@ class Observer:
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """A running request is to go to another replica while it goes on computing, as the replicaset scheduler asked."""
+        """A running request is to go to another replica while it continues to compute, as the replicaset scheduler asked."""
 
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """A running request does not move after all; it goes on at its source, unless it has ended or was preempted."""
+        """A running request does not move after all; it continues at its source, unless it has ended or was preempted."""
 
     def on_first_token(self, request: RequestView, now: float) -> None:
         """A request's client saw its first token."""

@@ -261,7 +261,7 @@ class EngineLoop(Backend[EngineReplica]):
             on_progress(submission, request, None)
 
     def _take_worker_message(self, message: WorkerMessage) -> None:
-        """Make what a worker answered an event of this turn."""
+        """Turn a worker's message into an event of this turn."""
         one = self._replicas[message.replica]
         if isinstance(message, Restarted):
             self._restore(one, message)
@@ -337,7 +337,7 @@ class EngineLoop(Backend[EngineReplica]):
             one.executor.expect(request, self._submissions[request])
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """See `Backend`; whoever submitted them is told."""
+        """See `Backend`; submitters are notified."""
         for request, reason in ended:
             submission = self._submissions.pop(request)
             if self._num_suspected:

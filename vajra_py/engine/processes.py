@@ -173,7 +173,7 @@ class ProcessWorker:
                 return  # the process died; the receiver finds that out and says so
 
     def close(self) -> None:
-        """See `Worker`; whoever comes second waits for the first."""
+        """See `Worker`; a second caller waits for the first."""
         self._closing = True
         with self._closes:
             self._close()

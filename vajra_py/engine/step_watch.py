@@ -52,7 +52,7 @@ class StepTimes:
     most_tokens: int = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Record the duration of a step of `num_tokens` tokens."""
         self.longest_s = max(self.longest_s, seconds)
         self.most_tokens = max(self.most_tokens, num_tokens)
 

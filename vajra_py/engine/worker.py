@@ -132,7 +132,7 @@ def said(error: BaseException) -> str:
 
 
 class InlineWorker:
-    """Computes in the thread that submits: nothing is handed over, and nothing else happens meanwhile."""
+    """Computes in the submitting thread: nothing is handed over, and nothing else happens meanwhile."""
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         self._replica = replica

@@ -151,7 +151,7 @@ def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None
 
 
 def _starts(process: ArrivalProcess, rng_for: RngFor) -> Callable[[int], F64]:
-    """The first so many arrivals of a process."""
+    """Return a function that draws the first n arrival times of a process."""
 
     def times(number: int) -> F64:
         return arrival_times(process, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=number)

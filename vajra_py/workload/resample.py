@@ -182,7 +182,7 @@ def _blocks_by_time(workload: Workload, starts_s: F64, rng: np.random.Generator,
 
 
 def _blocks_by_number(workload: Workload, starts_s: F64, rng: np.random.Generator, block: int) -> tuple[I64, F64]:
-    """The units drawn and when each begins, by blocks of so many units, each after the gap that it has in the trace."""
+    """Return the units drawn, in blocks of `block` units, and their start times; each keeps its gap of the trace."""
     total = len(starts_s)
     _check_block(workload, f"{block:,}", block < total, f"{total:,} requests or sessions")
     gaps_s = np.diff(starts_s, prepend=starts_s[-1] - _circle_s(starts_s))

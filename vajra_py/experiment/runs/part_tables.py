@@ -19,7 +19,7 @@ _EMITTED, _NOTES, _TRANSFERS = "emitted.arrow", "notes.json", "transfers.arrow"
 def write_part(
     path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
 ) -> None:
-    """Write what `take_part` reads; arguments as of `write_results`, in whose place it is called."""
+    """Write the tables that `take_part` reads; called instead of `write_results`, with its arguments."""
     for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
         _write(path / name, builder)
     if tables.transfers is not None:

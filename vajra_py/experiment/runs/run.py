@@ -1,4 +1,4 @@
-"""Run one experiment into a folder of results; whatever happens, what was reached is written."""
+"""Run one experiment into a folder of results; a run that fails writes the results that it has."""
 
 from __future__ import annotations
 

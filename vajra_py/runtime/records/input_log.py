@@ -192,7 +192,7 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall of a replicaset's policies: they scheduled nothing for so long, although requests waited, that it is a violation."""
+    """A stall of a replicaset's policies: they scheduled nothing although requests waited, for longer than the limit."""
 
     tick: int
     replicaset: str
@@ -284,7 +284,7 @@ class InputLog:
             self._write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
 
     def flush(self) -> None:
-        """Hand every line so far to the operating system, which keeps it whatever becomes of this process."""
+        """Hand every line so far to the operating system, so that it survives the end of this process."""
         self._file.flush()
 
     def close(self) -> None:
