@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 from tests.metrics.test_timeline_trace import request_spans, tracks
 from tests.sim.split_pools import AFFINE, POLICIES
 from vajra_py import api as vajra
+from vajra_py.cli.main import main
+from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ScalerSpec
 from vajra_py.metrics import plots
 from vajra_py.metrics.comparison.comparison import compare
 from vajra_py.metrics.comparison.reason_table import further_tables
@@ -307,3 +309,67 @@ def test_a_run_whose_requests_cannot_move_has_nothing_of_it(tmp_path: Path) -> N
     page = render_report([run])
     assert "Held at the source" not in page
     assert further_tables(compare([run])) == []
+
+
+class Turns:
+    """One more prefill replica from 1 s on, and one decode replica less from 2 s on."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        for at in (1.0, 2.0):
+            context.wake.at(at, str(at))
+
+    def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
+        return {"prefill": 1 if now < 1.0 else 2, "decode": 2 if now < 2.0 else 1}
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> RunData:
+    """A run whose scaler changes both pools."""
+    spec = ScalerSpec("turns", PolicyConfig, lambda config, context: Turns(context), "In turn.")
+    elastic = {"min_replicas": 1, "max_replicas": 2}
+    pools = {
+        "prefill": {"elastic": elastic},
+        "decode": {"num_replicas": 2, "elastic": elastic, "replica": {"memory": {"num_blocks": 200}}},
+    }
+    folder = str(tmp_path_factory.mktemp("scaled"))
+    given = mapping(pools=pools, scheduling={**POLICIES, "scaling": "turns"}, output={"dir": folder})
+    return vajra.run(given, policies=[spec])
+
+
+def test_replica_seconds_and_cost_of_scaled_pools_are_those_of_their_states(scaled: RunData) -> None:
+    pools, window = scaled.summary.data["pools"], scaled.window
+    rows = scaled.replicas().to_pylist()
+    for name, ids in (("prefill", (0, 1)), ("decode", (2, 3))):
+        own = [row for row in rows if row["replica_id"] in ids and row["state"] != "down"]
+        seconds = sum(min(row["end_at"], window.end_at) - max(row["start_at"], window.start_at) for row in own)
+        assert pools[name]["replicas"]["active_s"] == pytest.approx(seconds)
+        assert pools[name]["cost"]["run"] == pytest.approx(seconds * PRICE / 3600)
+    assert (pools["prefill"]["replicas"]["num_starts"], pools["decode"]["replicas"]["num_stops"]) == (1, 1)
+    total = scaled.summary.value("replicas.active_s")
+    assert total == pytest.approx(sum(one["replicas"]["active_s"] for one in pools.values()))
+    assert scaled.summary.value("cost.run") == pytest.approx(total * PRICE / 3600)
+
+
+def test_replicas_over_time_are_shown_by_pool(scaled: RunData) -> None:
+    figure = plots.replicas_over_time([scaled])
+    assert [axes.get_title("left") for axes in figure.axes] == ["prefill", "decode"]
+    (line,) = figure.axes[0].lines
+    times, counts = (np.asarray(one, dtype=float) for one in (line.get_xdata(), line.get_ydata()))
+    assert dict(zip(times.tolist(), counts.tolist(), strict=True))[1.0] == 2
+    counters = [event for event in timeline_events(scaled) if event["name"].startswith("replicas of ")]
+    assert {event["name"] for event in counters} == {"replicas of default/prefill", "replicas of default/decode"}
+    assert max(event["args"]["up"] for event in counters if "prefill" in event["name"]) == 2
+
+
+def test_the_command_line_shows_pools_and_reasons(dropping: RunData, capsys: pytest.CaptureFixture[str]) -> None:
+    for form in ("table", "markdown"):
+        with pytest.raises(SystemExit):
+            main(["compare", str(dropping.path), "--format", form])
+        shown = capsys.readouterr().out
+        for text in ("Held at the source P99", "prefill", "decode", "Busy (%)", f"hand-off ended on its way: {FULL}"):
+            assert text in shown
+    with pytest.raises(SystemExit):
+        main(["compare", str(dropping.path), "--scope", "decode"])
+    shown = capsys.readouterr().out
+    assert "Replica-seconds" in shown
+    assert "TTFT" not in shown
