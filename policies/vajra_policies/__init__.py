@@ -17,6 +17,7 @@ def vajra_policies() -> list[PolicySpec]:
         least_loaded,
         lrs,
         power_of_two,
+        preemptive,
         prefix_affinity,
         priority,
         pull,
@@ -29,7 +30,7 @@ def vajra_policies() -> list[PolicySpec]:
 
     prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
-    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
+    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
 
 
