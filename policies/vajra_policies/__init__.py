@@ -28,11 +28,12 @@ def vajra_policies() -> list[PolicySpec]:
     from vajra_policies.fairness import POLICIES as FAIRNESS
     from vajra_policies.routers import POLICIES as ROUTERS
     from vajra_policies.size import POLICIES as SIZE
+    from vajra_policies.slo import BATCHERS, PRIORITIZERS
     from vajra_policies.systems import POLICIES
 
-    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, *FAIRNESS, *SIZE]
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, *FAIRNESS, *SIZE, *PRIORITIZERS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
-    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC]
+    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
 
 

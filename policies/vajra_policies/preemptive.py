@@ -58,9 +58,8 @@ class Preemptive:
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """The most urgent requests, as far as slots, tokens and blocks reach."""
-        num_running = replica.num_running
-        if not replica.num_waiting and num_running <= min(batch.slots_left, batch.free_blocks, self._room(batch)):
-            fill(replica, batch, self._next_chunk, self._mode)  # everybody has a turn, and no decode lacks a block
+        if self._takes_all(replica, batch):
+            fill(replica, batch, self._next_chunk, self._mode)
             return
         running = sorted(replica.running(), key=replica.urgency)  # those that are not in the batch yet
         waiting = replica.waiting()
@@ -81,6 +80,11 @@ class Preemptive:
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt with the replica to itself has the whole budget."""
         return min(self._chunk_size, num_remaining_tokens)
+
+    def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
+        """Return True if all have a turn in any order: nobody waits, and no decode lacks slot, token or block."""
+        limit = min(batch.slots_left, batch.free_blocks, self._room(batch))
+        return not replica.num_waiting and replica.num_running <= limit
 
     def _room(self, batch: BatchBuilder) -> int:
         return min(self._chunk_size - batch.num_tokens, batch.tokens_left)
