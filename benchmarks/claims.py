@@ -17,9 +17,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import claims_fairness
-import claims_goodput
 import claims_routing
 import claims_size
+import claims_slo
 from claims_parts import ROOT, Cells, Claim, Verdict
 
 PAGE = ROOT / "docs" / "policy-library.md"
@@ -27,7 +27,7 @@ FIRST, LAST = "<!-- claims: written by make claims -->", "<!-- end of claims -->
 CLAIMS: list[Claim] = [
     *claims_fairness.CLAIMS,
     *claims_size.CLAIMS,
-    *claims_goodput.CLAIMS,
+    *claims_slo.CLAIMS,
     *claims_routing.CLAIMS,
 ]
 

@@ -136,7 +136,7 @@ class Scorpio:
         size = rescaled + tightest_s / own_s
         num_context = self._context_tokens + request.num_known_tokens
         mean_context = num_context / (replica.num_running + 1)
-        features = BatchFeatures().with_decodes(ceil(size), int(size * mean_context))
+        features = BatchFeatures().with_decodes(ceil(size - 1e-9), int(size * mean_context))
         if replica.num_running and self._latency.stage_time_s(features) > tightest_s:
             return False
         self._tightest_s, self._virtual_size, self._context_tokens = tightest_s, size, num_context
