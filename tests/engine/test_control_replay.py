@@ -126,10 +126,16 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
     return run_experiment(config_from_mapping(mapping), folder=folder, backend=on_fake_runners(**options))
 
 
-PRIORITIZERS: list[Any] = ["fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"]
+PRIORITIZERS: list[Any] = [
+    *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"),
+    *("vtc", "least_counter_first", "deficit_round_robin", "sjf", "srpt", "trail", "hrrn", "qoserve"),
+    {"policy": "ltr", "params": {"starvation_s": 0.05, "boost_steps": 4}},
+    {"policy": "skip_join_mlfq", "params": {"promotion_steps": 20, "starvation_s": 0.05}},
+]
 CHOOSERS: list[Any] = [
     *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
     *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
+    *("lmetric", "consistent_hashing"),
 ]
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
@@ -141,6 +147,11 @@ BATCHERS: list[Any] = [
     "minivllm",
     "orca",
     {"policy": "nano_vllm_rs", "params": {"preemption": True}},
+    {"policy": "preemptive", "params": {"chunk_size": 32}},
+    {"policy": "slack_chunk", "params": {"sizes": [16, 48]}},
+    {"policy": "past_future", "params": {"chunk_size": 48}},
+    {"policy": "hygen", "params": {"chunk_size": 48, "latency_budget_s": 0.01}},
+    {"policy": "scorpio", "params": {"chunk_size": 48}},
 ]
 
 

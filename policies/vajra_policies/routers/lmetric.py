@@ -25,14 +25,18 @@ class LmetricConfig(PolicyConfig):
     counts_pending: bool = Field(
         True, description="Whether the tokens that a replica has left to prefill count beside the request's own."
     )
+    counts_itself: bool = Field(
+        True,
+        description="Whether the request counts among the replica's; if not, any idle replica wins over a cached prefix.",
+    )
 
 
 class Lmetric:
-    """Least P * B, with P the tokens to prefill if the request goes there, and B the replica's requests, running and waiting.
+    """Least P * B, with P the tokens to prefill and B the requests, running and waiting, of a replica if the request goes there.
 
-    P = prompt - cached prefix, and what is left to prefill there (`counts_pending`): the paper's text can be read both ways. A product needs
-    no weights: rescaling P or B by any constant changes nothing. Ties, such as of idle replicas (B = 0), go to the least P,
-    then to the next in turn.
+    P = prompt - cached prefix, and what is left to prefill there (`counts_pending`); B counts the request too
+    (`counts_itself`). The paper's text can be read in either way. A product needs no weights: rescaling P or B by any
+    constant changes nothing. Ties go to the least P, then to the next replica in turn.
 
     Left out: the detector of prefixes that are cached on too few replicas for their share of the load.
 
@@ -41,6 +45,7 @@ class Lmetric:
 
     def __init__(self, config: LmetricConfig) -> None:
         self._counts_pending = config.counts_pending
+        self._own = int(config.counts_itself)
         self._last = -1
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
@@ -60,7 +65,7 @@ class Lmetric:
         num_tokens = request.num_prompt_tokens - replica.prefix_hit_tokens(request)
         if self._counts_pending:
             num_tokens += replica.num_pending_tokens
-        return (num_tokens * (replica.num_running + replica.num_waiting), num_tokens)
+        return (num_tokens * (replica.num_running + replica.num_waiting + self._own), num_tokens)
 
 
 def _build(config: LmetricConfig, context: PolicyContext) -> Lmetric:
