@@ -330,7 +330,7 @@ def test_presets_are_replayed(preset: str, hollow_model: Path, tmp_path: Path) -
     assert replay(tmp_path / "run").is_equal
     happened = what_happened(run)
     assert happened["aborted"] > 0
-    assert happened["preempted"] > 0 or preset in PREEMPTS_NEVER
+    assert happened["preempted"] > 0 or preset in PREEMPTS_SELDOM
 
 
 @pytest.mark.parametrize("batcher", BATCHERS[:2])

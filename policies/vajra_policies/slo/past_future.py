@@ -63,7 +63,7 @@ class PastFuture:
       than what the request has generated; before there are any, what it may generate at most.
     - Who does not fit waits, and nobody is admitted past it. Steps are those of `fixed_chunk`.
 
-    Allows for memory in whole blocks. Left out: prefixes that requests share, which are counted for each. Window and reserve
+    Allows for memory in whole blocks. Left out: prefixes that requests share, which are counted for each, and requests in flight under pipelining. Window and reserve
     are round figures; the paper's were not found.
 
     Source: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS'25 (arXiv:2507.10150);
