@@ -307,6 +307,7 @@ def build_replicaset(
     schedulers = [plan.scheduler for plan in plans]
     policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
     policies.shared = shared
+    policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
     if scaling is not None:
         policies.beside = (*policies.beside, (scaling.scaler, scaling.name))
