@@ -26,6 +26,7 @@ from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.requests import (
     ADMISSION_COLUMNS,
     ADMISSION_TEXTS,
+    PROGRAM_COLUMNS,
     REQUEST_COLUMNS,
     STATED_COLUMNS,
     TBT_COLUMNS,
@@ -241,7 +242,9 @@ class RunData:
         path = self._file(file, hint)
         try:
             with pq.ParquetFile(path) as parquet:
-                further = [name for name in ADMISSION_COLUMNS if name in parquet.schema_arrow.names]
+                names = parquet.schema_arrow.names
+                further = [name for name in ADMISSION_COLUMNS if name in names]
+                further += [name for name in PROGRAM_COLUMNS if name in names or name in columns]
                 known = [*_TABLES[file], *(further if file == REQUESTS_FILE else ())]
                 unknown = [name for name in columns if name not in known]
                 if unknown:
