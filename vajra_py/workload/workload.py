@@ -328,13 +328,14 @@ def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) 
 
 
 def _groups(columns: Columns) -> I64:
-    """A number per request, equal within a session; a request without a session stands alone."""
+    """A number per request, equal within a program or session; a request without either stands alone."""
     rows = np.arange(len(columns), dtype=np.int64)
-    if columns.session_id is None:
+    units = columns.unit_id
+    if units is None:
         return rows
-    groups = columns.session_id.groups()
+    groups = units.groups()
     _, first = np.unique(groups, return_index=True)
-    alone = [group for group, row in enumerate(first.tolist()) if not columns.session_id[row]]
+    alone = [group for group, row in enumerate(first.tolist()) if not units[row]]
     if not alone:
         return groups
     return np.unique(np.where(groups == alone[0], rows + len(rows), groups), return_inverse=True)[1].reshape(-1)
