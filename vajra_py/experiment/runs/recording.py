@@ -25,6 +25,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
+from vajra_py.experiment.runs.results import with_programs
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.summary.summary import summarise
@@ -233,7 +234,9 @@ class RunRecording:
         write_parquet(recorder.steps, path / "steps.parquet")
         write_parquet(recorder.tbt, path / "tbt.parquet")
         requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
-        (path / "summary.json").write_text(summarise(requests, steps, tbt, None).to_json())
+        summary = summarise(requests, steps, tbt, None)
+        summary = with_programs(summary, requests, path) or summary
+        (path / "summary.json").write_text(summary.to_json())
 
     def _facts(self, end: SessionEnd) -> dict[str, Any]:
         controller = end.controller
