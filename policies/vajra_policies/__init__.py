@@ -10,12 +10,14 @@ from vajra_py.contract.hookspecs import Preset
 def vajra_policies() -> list[PolicySpec]:
     """Vajra's own policies, and those of other systems; imported when asked for."""
     from vajra_policies import (
+        atlas,
         dynamic_chunk,
         edf,
         fcfs,
         fixed_chunk,
         least_loaded,
         lrs,
+        plas,
         power_of_two,
         prefix_affinity,
         priority,
@@ -27,7 +29,7 @@ def vajra_policies() -> list[PolicySpec]:
     from vajra_policies.routers import POLICIES as ROUTERS
     from vajra_policies.systems import POLICIES
 
-    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, plas.SPEC, atlas.SPEC]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
     batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
