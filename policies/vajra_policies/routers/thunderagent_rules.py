@@ -8,7 +8,7 @@ Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -279,19 +279,3 @@ class ThunderTable:
             jump += self.rules.soft_demote_priority_jump_s
         return Passage(program.program_id, program.replica, jump, was_paused, is_soft)
 
-
-def states(programs: Iterable[AgentProgram], now: float) -> list[list[object]]:
-    """A row for each program: id, lifecycle, phase, replica, tokens, turn, whether it is marked, seconds of demotion left."""
-    return [
-        [
-            one.program_id,
-            "paused" if one.is_paused else "active",
-            "reasoning" if one.is_reasoning or one.is_waiting else "acting",
-            one.replica,
-            one.tokens,
-            one.turn,
-            int(one.is_marked),
-            max(0.0, one.soft_until - now),
-        ]
-        for one in programs
-    ]
