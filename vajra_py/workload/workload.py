@@ -105,6 +105,14 @@ class Workload(Sequence[RequestSpec]):
         """True if some request waits for the end of another one."""
         return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
 
+    def leaders(self) -> Workload:
+        """Return the requests that arrive by the clock, without those that follow others."""
+        if self.columns.follows is None:
+            return self
+        rows = np.nonzero(self.columns.follows < 0)[0].astype(np.int64)
+        alone = replace(self.columns, follows=None, joins=None, think_time_s=None)
+        return Workload(alone.take(rows), self.name, self.source)
+
     @property
     def rate(self) -> float:
         """Requests per second: 1 / mean inter-arrival time; 0 where undefined."""

@@ -15,6 +15,7 @@ from vajra_py.metrics.plots.over_time import (
     service_difference,
     step_timeline,
 )
+from vajra_py.metrics.plots.programs import has_programs, program_makespans
 from vajra_py.metrics.plots.rates import (
     attainment_by_rate,
     class_latency_by_rate,
@@ -34,11 +35,13 @@ __all__ = [
     "emitted_over_time",
     "goodput_by_rate",
     "has_emitted",
+    "has_programs",
     "has_rate_sweep",
     "has_scaling",
     "latency_by_rate",
     "latency_cdfs",
     "latency_ranges",
+    "program_makespans",
     "queue_and_kv",
     "replicas_over_time",
     "service_by_tenant",
