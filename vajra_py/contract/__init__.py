@@ -40,6 +40,7 @@ from vajra_py.contract.policies import (
     SteadyState,
     TimeLinearPrioritizer,
 )
+from vajra_py.contract.programs import ProgramEnd, ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestId, RequestView
 from vajra_py.contract.routing import (
     DeciderChoice,
@@ -121,6 +122,8 @@ __all__ = [
     "PrefixMatches",
     "PriorityKey",
     "ProducerChoice",
+    "ProgramEnd",
+    "ProgramView",
     "QueueView",
     "RandomStream",
     "Refusal",

@@ -16,6 +16,7 @@ from vajra_py.contract import (
     LocalReplicaView,
     PoolView,
     PriorityKey,
+    ProgramView,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
@@ -42,6 +43,7 @@ _METHODS = (
     "on_preemption",
     "on_step_end",
     "on_departures",
+    "on_program_end",
     "on_wake",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
@@ -69,6 +71,7 @@ class StrictViews:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self._requests: dict[RequestView, StrictRequest] = {}
+        self._programs: dict[ProgramView, StrictProgram] = {}
 
     def request(self, request: RequestView) -> RequestView:
         """The one strict view of a request."""
@@ -76,6 +79,13 @@ class StrictViews:
         if view is None:
             view = self._requests[request] = StrictRequest(self, request)
         return cast(RequestView, view)
+
+    def program(self, program: ProgramView) -> ProgramView:
+        """The one strict view of a program."""
+        view = self._programs.get(program)
+        if view is None:
+            view = self._programs[program] = StrictProgram(self, program)
+        return cast(ProgramView, view)
 
     def requests(self, requests: Iterable[RequestView]) -> list[RequestView]:
         """Strict views of several requests."""
@@ -138,6 +148,7 @@ class StrictViews:
                 "on_preemption": one("on_preemption"),
                 "on_step_end": lambda step: policy.on_step_end(replace(step, requests=self.requests(step.requests))),
                 "on_departures": batched("on_departures"),
+                "on_program_end": lambda program, now: policy.on_program_end(self.program(program), now),
             },
         )
 
@@ -174,6 +185,25 @@ class StrictRequest(_View):
     __slots__ = ()
     _what = "request"
     _public = public_names(RequestView)
+
+    @property
+    def program(self) -> ProgramView | None:
+        """See `RequestView.program`."""
+        program: ProgramView | None = self._target.program
+        return None if program is None else self._views.program(program)
+
+
+class StrictProgram(_View):
+    """A `ProgramView` and nothing more."""
+
+    __slots__ = ()
+    _what = "program"
+    _public = public_names(ProgramView)
+
+    def siblings(self, request: RequestView) -> Sequence[str]:
+        """See `ProgramView.siblings`."""
+        found: Sequence[str] = self._target.siblings(self._views.real(request))
+        return found
 
 
 class StrictReplicaView(_View):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.golden.readers import distserve, dynamo, dynamo_router, nano, planner, splitwise, vidur, vllm
+from tests.golden.readers import distserve, dynamo, dynamo_router, nano, planner, splitwise, thunderagent, vidur, vllm
 from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
@@ -16,6 +16,7 @@ BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
     distserve.SCHEMA: distserve.compare,
     planner.SCHEMA: planner.compare,
     splitwise.SCHEMA: splitwise.compare,
+    thunderagent.SCHEMA: thunderagent.compare,
 }
 """Readers of traces that are no sequences of steps."""
 

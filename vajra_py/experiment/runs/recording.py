@@ -27,6 +27,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
+from vajra_py.experiment.runs.results import with_programs
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
@@ -252,6 +253,7 @@ class RunRecording:
             write_parquet(self._movement.table, path / TRANSFERS_FILE)
             inside = np.ones(requests.num_rows, dtype=np.bool_)
             summary = summary.with_sections(movement_section(self._movement.table.to_table(), requests, inside))
+        summary = with_programs(summary, requests, path) or summary
         (path / "summary.json").write_text(summary.to_json())
 
     def _facts(self, end: SessionEnd) -> dict[str, Any]:

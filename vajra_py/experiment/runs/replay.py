@@ -34,6 +34,7 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     PolicyViolation,
+    ProgramIdle,
     Readmission,
     RecordedOutput,
     ReplicaChange,
@@ -273,6 +274,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
         elif isinstance(one, Readmission):
             simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
+        elif isinstance(one, ProgramIdle):
+            simulator.inject(one.tick, Phase.PROGRAM, one.program_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):

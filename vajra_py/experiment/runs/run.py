@@ -14,6 +14,7 @@ from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run
 from vajra_py.experiment.runs.backends import make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
+from vajra_py.experiment.runs.ideal_makespans import ideal_makespans
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
@@ -166,6 +167,7 @@ class _Attempt:
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         replicas = self._replicas.table(seconds)
+        run, models = self._run, self._backend.latency_models
         tables = Tables(
             recorder.requests,
             recorder.steps,
@@ -175,6 +177,7 @@ class _Attempt:
             self._devices,
             replicas,
             self._transfers,
+            lambda requests: ideal_makespans(run.config, run.workload, models, requests),
         )
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)

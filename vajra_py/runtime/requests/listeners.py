@@ -22,6 +22,8 @@ class Listeners:
     preemptions: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
+    program_ends: tuple[tuple[Any, Told], ...] = ()
+    """With the policy of each, which may be among the listeners of several replicasets."""
 
 
 NOBODY = Listeners()
@@ -35,7 +37,11 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         found = ((getattr(policy, method, None), name) for policy, name in named)
         return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
 
-    return Listeners(of("on_arrivals"), of("on_admission"), of("on_preemption"), of("on_step_end"), of("on_departures"))
+    program_ends = [(policy, getattr(policy, "on_program_end", None), name) for policy, name in named]
+    ends = tuple((policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None)
+    return Listeners(
+        of("on_arrivals"), of("on_admission"), of("on_preemption"), of("on_step_end"), of("on_departures"), ends
+    )
 
 
 def _under_name(method: Told, name: str) -> Told:

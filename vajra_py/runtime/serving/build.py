@@ -37,6 +37,7 @@ from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
+from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
@@ -123,7 +124,10 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    controller = Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
+    programs = Programs(config.programs.idle_s)
+    controller = Controller(
+        replicasets, _selector(settings), diary=services.diary, alarms=services.alarms, programs=programs
+    )
     if config.admission_policy is not None:
         controller.gate = _build_gate(config.admission_policy, replicasets, services)
     return controller

@@ -19,6 +19,7 @@ from sortedcontainers import SortedDict
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
+from vajra_py.contract.programs import ProgramEnd
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
@@ -31,12 +32,14 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyChange,
     PolicyViolation,
+    ProgramIdle,
     Readmission,
     Restart,
     Stall,
     Swap,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm
@@ -57,8 +60,8 @@ from vajra_py.runtime.support.clock import NEVER, to_ticks
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
-_OF_POLICIES = (Phase.WAKE, Phase.SCALING)
-"""Phases of events that policies ask for: they do not keep a run going that has no request left."""
+_IN_THE_BACKGROUND = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
+"""Phases of events that do not keep a run going that has no request left."""
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -94,9 +97,9 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `ADMISSION` a `Deferral`, the id of a request, or None for
-            all that wait for a change, `EXPIRY` a request or an id, `ABORT` an id; those of `ARRIVAL` and `POLICY` are the
-            backend's.
+            replicaset whose scaler is asked, `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a
+            change, `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of
+            `ARRIVAL` and `POLICY` are the backend's.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Driver(Generic[R]):
             else:
                 one.free_at, one.is_idle = NEVER, False
         controller.on_ended = backend.on_requests_ended
+        controller.programs.on_pause = self._program_paused
         self._movements: dict[str, Movement[R]] = {
             name: Movement(one, one.hand_off, self)
             for name, one in controller.replicasets.items()
@@ -144,7 +148,7 @@ class Driver(Generic[R]):
         }
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
-        is_all = None if options.serves else self._only_policies_are_left
+        is_all = None if options.serves else self._only_background_is_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
         """True if the admission policy decides again, in this tick, about requests that were deferred until something changes."""
@@ -192,7 +196,7 @@ class Driver(Generic[R]):
             elif phase is _FORM:
                 self.now = tick
                 self._form(payload)
-            elif not _is_void(phase, payload) and not (phase in _OF_POLICIES and self._is_over()):
+            elif not _is_void(phase, payload) and not self._is_too_late(tick, phase):
                 self.now = tick
                 self._dispatch(phase, payload)
 
@@ -216,6 +220,8 @@ class Driver(Generic[R]):
             self._expire(payload)
         elif phase is Phase.ABORT:
             self.abort(payload)
+        elif phase is Phase.PROGRAM:
+            self._end_program(payload)
         elif phase is Phase.WAKE:
             self._waker.wake(payload)
         elif phase is Phase.SCALING:
@@ -372,6 +378,32 @@ class Driver(Generic[R]):
         if has_ended and one is not None and not self._elasticity.goes_down(one):
             self._wake(one)
 
+    # Programs
+
+    def _program_paused(self, program: Program) -> None:
+        """Schedule the end of a program without a living call: in this tick, where its client has declared it, or when it has idled."""
+        tick, idle_s = self.now, self.controller.programs.idle_s
+        if program.due_end is None:
+            if idle_s is None or not self._options.expires:
+                return
+            tick += to_ticks(idle_s)
+        self.events.push(tick, Phase.PROGRAM, (program, program.activity))
+
+    def _end_program(self, what: tuple[Program, int] | str) -> None:
+        program = self.controller.programs.find(what) if isinstance(what, str) else what[0]
+        if program is None or program.num_alive:
+            return
+        reason = program.due_end or ProgramEnd.IDLE
+        if reason is ProgramEnd.IDLE:
+            self.record(ProgramIdle(self.now, program.program_id))
+        for name, tells in self.controller.end_program(program, reason, self.now).items():
+            self.sync(name)
+            try:
+                for tell in tells:
+                    tell()
+            except PolicyError as error:
+                self.isolate(name, error)
+
     # Steps
 
     def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
@@ -523,12 +555,17 @@ class Driver(Generic[R]):
         self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
-        """True if nothing but wake-ups of policies is left, with no request to serve and none to come."""
-        return not self._options.serves and not self.controller.num_alive and self._only_policies_are_left()
+        """True if nothing but background events is left, with no request to serve and none to come."""
+        return not self._options.serves and not self.controller.num_alive and self._only_background_is_left()
 
-    def _only_policies_are_left(self) -> bool:
-        """Return True if only events that policies ask for are to come."""
-        return all(event[1] in _OF_POLICIES for event in self.events.heap)
+    def _is_too_late(self, tick: int, phase: Phase) -> bool:
+        """Return True if an event does not happen because the run is over; a program may end in its last tick."""
+        in_last_tick = phase is Phase.PROGRAM and tick == self.now
+        return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
+
+    def _only_background_is_left(self) -> bool:
+        """Return True if only events are to come that do not keep a run going."""
+        return all(event[1] in _IN_THE_BACKGROUND for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
         """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
@@ -743,6 +780,8 @@ def _is_void(phase: Phase, payload: Any) -> bool:
         return isinstance(payload, Start) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
+    if phase is Phase.PROGRAM:
+        return isinstance(payload, tuple) and payload[0].activity != payload[1]
     if phase is _ADMISSION:
         return isinstance(payload, Deferral) and payload.is_void
     if phase is not Phase.EXPIRY or not isinstance(payload, Request):

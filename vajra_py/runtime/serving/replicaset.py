@@ -350,7 +350,17 @@ class Replicaset:
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
+        request.prefix_hits = self._prefix_hits
         return self.place(request, now)
+
+    def _prefix_hits(self, request: Request) -> int:
+        """Leading tokens of a request in the prefix cache of the replica that it is bound to."""
+        replica = self.replicas[request.replica_id]
+        if request.hashes is None:
+            return 0
+        if replica.num_in_flight:  # steps of it that have ended may not be applied yet
+            self.sync()
+        return replica.memory.lookup_prefix(request.hashes, request.num_known_tokens)
 
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""
