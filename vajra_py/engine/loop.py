@@ -1,8 +1,8 @@
 """The engine's loop: a driver's backend that computes steps with workers, on the wall clock.
 
 One thread, in turns. A turn reads the clock once, and everything that has become known happens at that tick, in the driver's
-order: at most one step that came back (or one replica that was lost or restarted), then arrivals, expiries, aborts and
-policy changes, then the forming of steps. Each turn's tick is above the last one's. So a simulator that is given the same
+order: at most one step that came back (or one transfer of KV that ended, or one replica that was lost or restarted), then
+arrivals, expiries, aborts and policy changes, then the forming of steps. Each turn's tick is above the last one's. So a simulator that is given the same
 events at the same ticks decides the same.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -20,6 +20,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
+from vajra_py.engine.kv_transfers import KvTransfers
 from vajra_py.engine.outputs import Submission, detokenize
 from vajra_py.engine.replica import (
     AbortRequest,
@@ -32,12 +33,12 @@ from vajra_py.engine.replica import (
     Timed,
 )
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey, lost
+from vajra_py.engine.worker import Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart, StageEnd
-from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import Backend
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.backend import Backend, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
@@ -49,7 +50,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
-WorkerMessage: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
+WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | Restarted | GivenUp
 
 
 class EngineLoop(Backend[EngineReplica]):
@@ -84,12 +85,16 @@ class EngineLoop(Backend[EngineReplica]):
         self._options = options = options or LoopOptions()
         self._note = note
         rules = DriverOptions(
-            options.check_every_steps, serves=options.serves, isolates_policies=options.isolates_policies
+            options.check_every_steps,
+            times_transfers=False,
+            serves=options.serves,
+            isolates_policies=options.isolates_policies,
         )
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_through(self._form_step)
         self._events = self._driver.events
         self._finished: deque[WorkerMessage] = deque()
+        self._transfers = KvTransfers(self.inbox.put)
         self._suspects: dict[Request, int] = {}
         """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
         self._num_suspected: dict[Request, int] = {}
@@ -182,7 +187,8 @@ class EngineLoop(Backend[EngineReplica]):
                 return False
             if due <= self._clock.now():
                 return True
-            if due == NEVER and not (self._num_in_flight or self._awaits_restart or self._waits_for_others()):
+            is_busy = self._num_in_flight or len(self._transfers) or self._awaits_restart
+            if due == NEVER and not (is_busy or self._waits_for_others()):
                 return False
             message = self._clock.wait(self.inbox, due)
             if message is not None:
@@ -209,7 +215,9 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _sort(self, message: Message) -> None:
         """Make a message an event of the next turn; of what workers answer, one a turn."""
-        if isinstance(message, LeftFirstStage | Finished | Restarted | GivenUp):
+        if isinstance(message, KvExported):
+            self._transfers.exported(message)
+        elif isinstance(message, LeftFirstStage | Finished | KvImported | Restarted | GivenUp):
             self._finished.append(message)
         elif isinstance(message, Submission):
             self._events.push(self.now, Phase.ARRIVAL, message)
@@ -263,7 +271,11 @@ class EngineLoop(Backend[EngineReplica]):
     def _take_worker_message(self, message: WorkerMessage) -> None:
         """Make what a worker answered an event of this turn."""
         one = self._replicas[message.replica]
-        if isinstance(message, Restarted):
+        if isinstance(message, KvImported):
+            end = self._transfers.imported(message, self.now)
+            if end is not None:
+                self._events.push(self.now, Phase.TRANSFER, end)
+        elif isinstance(message, Restarted):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             self._restarting.discard(message.replica)
@@ -306,11 +318,13 @@ class EngineLoop(Backend[EngineReplica]):
 
     # Requests
 
-    def on_transfer(self, request: Request, source: EngineReplica, target: EngineReplica) -> None:
-        """See `Backend`; pools are refused when an engine is built, so that a scheduler has chosen this by itself."""
-        name = self.controller.replicasets[request.replicaset].scheduler_name
-        message = "lets a request go on at another replica, and KV does not move between replicas of this engine"
-        raise PolicyError(name, message, request_id=request.request_id)
+    def on_transfer(self, transfer: Transfer[EngineReplica]) -> None:
+        """See `Backend`."""
+        self._transfers.begin(transfer)
+
+    def on_transfer_cancelled(self, transfer: Transfer[EngineReplica]) -> None:
+        """See `Backend`."""
+        self._transfers.cancel(transfer)
 
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""
@@ -335,6 +349,10 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
+        if request.state is RequestState.ARRIVED:  # with its KV
+            for one in self._driver.replicas_of(request.replicaset):
+                if one not in replicas:
+                    one.executor.leave(request)
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; whoever submitted them is told."""
@@ -381,7 +399,7 @@ class EngineLoop(Backend[EngineReplica]):
         plan = replica.under_way.popleft().plan
         replica.compute_s += payload.duration_s
         replica.busy_ticks += self.now - plan.formed_at
-        result = replica.executor.step_result(payload)
+        result = replica.executor.step_result(payload, _withheld(replica.replica, plan))
         self._progressed.update(dict.fromkeys(request for request, _ in result.tokens or ()))
         if self._suspects:
             self._clear_suspects(result)
@@ -484,3 +502,10 @@ class EngineLoop(Backend[EngineReplica]):
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
         """See `Backend`."""
         _log.error("replicaset %s is out of service: %s", replicaset, error, exc_info=error.__cause__)
+
+
+def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
+    """Requests of a step whose token is no output, since they leave and their target samples it again."""
+    if not replica.hands_off or replica.gives_first_token:
+        return ()
+    return {chunk.request for chunk in plan.chunks if replica.withholds_token(chunk.request)}

@@ -10,10 +10,11 @@ from typing import TypeAlias
 from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.compute import LookaheadStep, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
+from vajra_py.engine.kv_copy import KvExport, KvImport
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.step_watch import StepWatch
 from vajra_py.engine.supervision import GivenUp, Restarted
-from vajra_py.engine.worker import Finished, LeftFirstStage, Worker
+from vajra_py.engine.worker import Worker, WorkerNews
 from vajra_py.errors import VajraError
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.serving.backend import BackendReplica
@@ -41,7 +42,7 @@ class SwapPolicy:
     done: Callable[[Swapped | VajraError], None]
 
 
-Message: TypeAlias = Submission | AbortRequest | SwapPolicy | LeftFirstStage | Finished | Restarted | GivenUp | Stop
+Message: TypeAlias = Submission | AbortRequest | SwapPolicy | WorkerNews | Restarted | GivenUp | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,12 @@ class EngineReplica(BackendReplica):
         if self.watch is not None:
             self.watch.begin((self.replica.replicaset, self.replica.replica_id), step)
         self.worker.submit(step)
+
+    def copy_kv(self, copy: KvExport | KvImport) -> None:
+        """Let its worker copy KV."""
+        if self.watch is not None:
+            self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
+        self.worker.copy_kv(copy)
 
 
 @dataclass(frozen=True, slots=True)

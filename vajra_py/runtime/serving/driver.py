@@ -35,12 +35,13 @@ from vajra_py.runtime.records.input_log import (
     Restart,
     Stall,
     Swap,
+    TransferEnd,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm
-from vajra_py.runtime.serving.backend import Backend, FastForward, R
+from vajra_py.runtime.serving.backend import Backend, FastForward, R, Transfer
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.elastic import Elasticity
 from vajra_py.runtime.serving.events import EventQueue, Phase
@@ -70,6 +71,7 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
+        times_transfers: whether transfers of KV take the time that a model of the links says; False: each ends with a `TransferEnd`.
         wakes: whether policies are woken when they asked to be, and scalers are asked; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -78,6 +80,7 @@ class DriverOptions:
 
     check_every_steps: int = 0
     expires: bool = True
+    times_transfers: bool = True
     wakes: bool = True
     serves: bool = False
     isolates_policies: bool = False
@@ -94,7 +97,8 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `ADMISSION` a `Deferral`, the id of a request, or None for
+            replicaset whose scaler is asked, `TRANSFER` a `TransferEnd`, or the name of a replicaset whose links are modelled,
+            `ADMISSION` a `Deferral`, the id of a request, or None for
             all that wait for a change, `EXPIRY` a request or an id, `ABORT` an id; those of `ARRIVAL` and `POLICY` are the
             backend's.
     """
@@ -138,7 +142,7 @@ class Driver(Generic[R]):
                 one.free_at, one.is_idle = NEVER, False
         controller.on_ended = backend.on_requests_ended
         self._movements: dict[str, Movement[R]] = {
-            name: Movement(one, one.hand_off, self)
+            name: Movement(one, one.hand_off, self, times_transfers=options.times_transfers)
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
@@ -506,9 +510,15 @@ class Driver(Generic[R]):
 
     # Moves between replicas, scaling and wake-ups
 
-    def _transfers_due(self, name: str) -> None:
+    def _transfers_due(self, what: TransferEnd | str) -> None:
+        name = what if isinstance(what, str) else what.replicaset
+        movement = self._movements[name]
         try:
-            self._movements[name].transfers_due()
+            if isinstance(what, str):
+                movement.transfers_due()
+            elif movement.is_under_way(what.number):
+                self.record(what)
+                movement.transfer_ended(what.number)
         except PolicyError as error:
             self.isolate(name, error)
             return
@@ -707,9 +717,13 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         self._backend.on_placed(request, (one,))
 
-    def transfer(self, request: Request, ends: tuple[R, R]) -> None:
+    def transfer(self, transfer: Transfer[R]) -> None:
         """See `DriverServices`."""
-        self._backend.on_transfer(request, *ends)
+        self._backend.on_transfer(transfer)
+
+    def cancel_transfer(self, transfer: Transfer[R]) -> None:
+        """See `DriverServices`."""
+        self._backend.on_transfer_cancelled(transfer)
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `DriverServices`."""

@@ -219,7 +219,8 @@ class HandOffs(Generic[R]):
         one.number, self._num_started = self._num_started, self._num_started + 1
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
-        self._transfers.start(one, one.request, (one.source, target), num_moved, lambda: self._moved(one, target))
+        lacking, ends = (hit, one.num_tokens), (one.source, target)
+        self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
         """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""

@@ -147,7 +147,8 @@ class Migrations(Generic[R]):
             return
         start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
         ends = (one.source, one.target)
-        self._transfers.start(one, one.request, ends, one.num_copied - start, lambda: self._next_stage(one))
+        lacking = start, one.num_copied
+        self._transfers.start(one, one.request, ends, lacking, one.num_copied - start, lambda: self._next_stage(one))
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> bool:
         """Set blocks aside at the target for so many leading tokens."""
