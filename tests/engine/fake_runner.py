@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
@@ -174,6 +175,19 @@ class FakeRunner:
             if chunk.followers
         }
         return StepOutput([slot for slot, _ in sampled], [token for _, token in sampled], 1e-6, logprobs, scores)
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """See `KvRunner`."""
+        return 8 * self._options.block_size
+
+    def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """See `KvRunner`."""
+        buffer[:] = self._device[list(block_ids)].reshape(-1).view(np.uint8)
+
+    def import_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """See `KvRunner`."""
+        self._device[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
 
     def close(self) -> None:
         """Do nothing."""

@@ -83,7 +83,7 @@ class SharedBuffer:
 
     def send(self, pipe: Connection) -> None:
         """Give another process access to it. Raises `OSError` when that is gone."""
-        send_handle(pipe, self._descriptor, None)  # type: ignore[arg-type]  # a process id is for Windows
+        send_handle(pipe, self._descriptor, None)  # a process id is for Windows
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Map it; the mapping lives as long as the array."""

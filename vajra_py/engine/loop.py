@@ -428,9 +428,8 @@ class EngineLoop(Backend[EngineReplica]):
         if self.restarter is not None and self.restarter.lost((name, replica_id), one.worker, one.replica.num_steps):
             self._restarting.add((name, replica_id))
         self._check_failed(detail)
-        num_up = self.controller.replicasets[name].num_up
-        others = num_up > 1 or any(one == name for one, _ in self._restarting)
-        max_reruns = self._options.max_reruns if others else None
+        could_serve = self._could_serve(name)
+        max_reruns = self._options.max_reruns if could_serve else None
         # What it computed by itself, a request answers for; with others, it is suspected, and longer each time.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
@@ -438,8 +437,19 @@ class EngineLoop(Backend[EngineReplica]):
                 self._num_suspected[request] = count = self._num_suspected.get(request, 0) + 1
                 self._suspects[request] = 1 << min(count - 1, 30)
         self._events.push(self.now, Phase.FAILURE, Failure(self.now, name, replica_id, detail, max_reruns, guilty))
-        if num_up == 1:
-            self._abandon_at[name] = self.now + to_ticks(self._options.wait_s)
+        if not self.controller.replicasets[name].can_serve_with(self._up(name)):
+            until = self.now + (to_ticks(self._options.wait_s) if could_serve else 0)
+            self._abandon_at[name] = min(until, self._abandon_at.get(name, NEVER))
+
+    def _up(self, replicaset: str) -> list[int]:
+        return [
+            replica_id for (name, replica_id), one in self._replicas.items() if name == replicaset and not one.is_lost
+        ]
+
+    def _could_serve(self, name: str) -> bool:
+        """Return whether a replicaset could serve requests to their end with the replicas that are up or being started again."""
+        restarting = [replica_id for one, replica_id in self._restarting if one == name]
+        return self.controller.replicasets[name].can_serve_with([*self._up(name), *restarting])
 
     def _clear_suspects(self, result: StepResult) -> None:
         """Those that gave a token by themselves have one less to give."""
@@ -456,7 +466,9 @@ class EngineLoop(Backend[EngineReplica]):
         if one.ahead is not None:
             one.ahead.forget()
         self._restarting.discard(message.replica)
-        self._abandon_at.pop(message.replica[0], None)
+        name = message.replica[0]
+        if self.controller.replicasets[name].can_serve_with(self._up(name)):
+            self._abandon_at.pop(name, None)
         self._events.push(self.now, Phase.FAILURE, Restart(self.now, *message.replica))
 
     def _check_failed(self, detail: str) -> None:
@@ -467,7 +479,7 @@ class EngineLoop(Backend[EngineReplica]):
                 self.on_failed(detail)
 
     def _abandon_unless_some(self, name: str, detail: str) -> None:
-        if name in self._abandon_at and not any(one == name for one, _ in self._restarting):
+        if name in self._abandon_at and not self._could_serve(name):
             self._abandon(name, detail)
 
     def _abandon(self, name: str, detail: str) -> None:

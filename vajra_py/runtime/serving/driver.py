@@ -16,7 +16,7 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import PolicyError
@@ -555,7 +555,7 @@ class Driver(Generic[R]):
             self._control(what)
             return
         if isinstance(what, Abandonment):
-            self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
+            self._abandon(self.controller.replicasets[what.replicaset], what.detail)
             return
         one = self._replicas[what.replicaset][what.replica_id]
         if not self._elasticity.may_happen(what):
@@ -575,6 +575,15 @@ class Driver(Generic[R]):
                 self.isolate(what.replicaset, error)
                 return
         self._wake(one)
+
+    def _abandon(self, replicaset: Replicaset, why: str) -> None:
+        """End the requests that no replica will go on with: those of the shared queue, and without any that decodes all."""
+        self.controller.abandon(replicaset, why, self.now)
+        if replicaset.bounds.is_split and not any(
+            replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
+        ):
+            for request in [one for one in self.controller.alive() if one.replicaset == replicaset.name]:
+                self._abort_request(request, EndReason.FAILED, why)
 
     def _control(self, what: Control) -> None:
         self.interrupt(what.replicaset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -275,6 +275,11 @@ class Replicaset:
         """Replicas that take requests."""
         return len(self.replicas) - len(self.lost) - len(self.away)
 
+    def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
+        """Return True if some of these replicas compute prompts, and some go on with them."""
+        roles = {self.replicas[one].parts.role for one in replica_ids}
+        return PoolRole.MIXED in roles or len(roles) > 1
+
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
@@ -304,7 +309,11 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and not any(self._may_serve(one.replica_id) for one in holders):
+        serving = [one for one in holders if self._may_serve(one.replica_id)]
+        if self._differs and not bounds.can_serve(request, serving):
+            if serving:
+                lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
+                return f"{ALL_FAILED} that could {lacking} ({len(holders) - len(serving)} of {len(self.replicas)})"
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
         return self._refused_by_policy(holders, request, now)
 
