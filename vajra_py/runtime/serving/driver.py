@@ -741,6 +741,8 @@ class Driver(Generic[R]):
     def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
         for request, replica in placed:
+            if request.state is _ENDED:  # since it was placed
+                continue
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:

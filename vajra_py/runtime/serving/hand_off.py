@@ -16,6 +16,7 @@ from typing import Generic
 from vajra_py.contract import PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -188,7 +189,7 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens)
+            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens, to_seconds(self._driver.now))
             if hit is not None:
                 line.popleft()
                 if one.is_early:
@@ -248,11 +249,13 @@ class HandOffs(Generic[R]):
             self._reserve(target)
         self._driver.wake(target)
         self._driver.touch(source)
-        self._when_it_may(source, one.number, lambda: self._release(request, source))
+        held = source.replica.lifecycle.held.get(request)
+        if held is not None:
+            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
 
-    def _release(self, request: Request, source: R) -> None:
-        """Free the source's blocks."""
-        if request not in source.replica.lifecycle.held:
+    def _release(self, request: Request, source: R, held: Held) -> None:
+        """Free the source's blocks, unless the request has come back meanwhile."""
+        if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
         for observer in self._replicaset.observers:

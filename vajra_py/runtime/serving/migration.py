@@ -158,7 +158,7 @@ class Migrations(Generic[R]):
             return replica.memory.grow(one.request, num_tokens)
         if num_tokens < 1:
             return True
-        hit = replica.lifecycle.reserve(one.request, num_tokens)
+        hit = replica.lifecycle.reserve(one.request, num_tokens, to_seconds(self._driver.now))
         if hit is None:
             return False
         one.has_reserved, one.num_copied = True, max(one.num_copied, hit)

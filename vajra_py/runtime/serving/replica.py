@@ -134,7 +134,7 @@ class Replica:
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request that was bound to this replica."""
         request.replica_id = self.replica_id
-        self.memory.register(request, request.hashes)
+        self.lifecycle.register(request, now)
         self.queue.add(request, now)
 
     # KV comes and goes
