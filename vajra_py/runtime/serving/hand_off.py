@@ -332,8 +332,10 @@ class HandOffs(Generic[R]):
         target = one.target
         self._transfers.cancel(one)
         if request in one.source.replica.lifecycle.held:
+            self._driver.touch(one.source)
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
+            self._driver.touch(target)
             target.replica.lifecycle.unreserve(request)
         for each in (one.source, target):
             if each is not None:

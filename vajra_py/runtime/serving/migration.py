@@ -191,6 +191,7 @@ class Migrations(Generic[R]):
         self._forget(one)
         self._transfers.cancel(one)
         if one.has_reserved:
+            self._driver.touch(one.target)
             one.target.replica.lifecycle.unreserve(one.request)
         for observer in self._replicaset.observers:
             observer.on_migration_aborted(
