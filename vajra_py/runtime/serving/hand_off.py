@@ -39,6 +39,8 @@ class Stage(Enum):
     """No target takes it now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
+    STAYING = "staying"
+    """The request goes on at its source, once that is between two of its steps."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
@@ -161,10 +163,22 @@ class HandOffs(Generic[R]):
     def _stay(self, one: HandOff[R]) -> None:
         """Go on where the prompt is computed."""
         self._unplaced.pop(one.request, None)
-        del self._of[one.request]
         if one.is_early:
+            del self._of[one.request]
             self._compute_prompt(one)
-            return
+        elif one.source.num_stages == 1:
+            one.stage, one.target = Stage.STAYING, None
+            # A step in flight gives a token to each request that decodes.
+            self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
+        else:
+            one.stage = Stage.STAYING
+            self._resume(one)
+
+    def _resume(self, one: HandOff[R]) -> None:
+        """Let a request run again at its source."""
+        if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
+            return  # it has ended, or its source was lost
+        del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
