@@ -35,7 +35,7 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.supervision import Outcome, Restarted, RestartLimits
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.runtime.kv import CopyDirection
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.runtime.support.clock import NEVER
 
 T = TypeVar("T")
@@ -185,8 +185,11 @@ class FakeRunner:
         """See `KvRunner`."""
         buffer[:] = self._device[list(block_ids)].reshape(-1).view(np.uint8)
 
-    def import_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
         """See `KvRunner`."""
+        self._move(copies)
         self._device[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
 
     def close(self) -> None:
@@ -208,13 +211,16 @@ class FakeRunner:
             if update.start > len(table):
                 raise ExecutorError(f"slot {update.slot}: its block table has a hole")
             table[update.start :] = update.block_ids
-        for source, target, direction, _ in step.copies:
+        self._move(step.copies)
+        if len({*step.decodes, *(chunk.slot for chunk in step.chunks)}) != len(step.decodes) + len(step.chunks):
+            raise ExecutorError("step: names a slot twice")
+
+    def _move(self, copies: Sequence[BlockCopy]) -> None:
+        for source, target, direction, _ in copies:
             if direction is CopyDirection.TO_HOST:
                 self._host[target] = self._device[source]
             else:
                 self._device[target] = self._host[source]
-        if len({*step.decodes, *(chunk.slot for chunk in step.chunks)}) != len(step.decodes) + len(step.chunks):
-            raise ExecutorError("step: names a slot twice")
 
     def _sample(self, row: _Slot, token_ids: Sequence[int], start: int, samples: bool = True) -> int:
         size, end = self._options.block_size, start + len(token_ids)

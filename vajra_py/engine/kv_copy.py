@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.engine.compute.interface import KvRunner
+from vajra_py.runtime.kv import BlockCopy
 
 KvContent: TypeAlias = Sequence[Any]
 """Buffer of each rank: an array in this process, a `SharedBuffer`, or a reference to an object of a cluster."""
@@ -38,11 +39,17 @@ class KvExport:
 
 @dataclass(frozen=True, slots=True)
 class KvImport:
-    """Copy of another worker's KV into as many blocks of this one."""
+    """Copy of another worker's KV into as many blocks of this one.
+
+    Attributes:
+        content: what the other one has exported.
+        copies: blocks to move between device and host before: what these blocks held may have been swapped out since the last step.
+    """
 
     number: int
     block_ids: Sequence[int]
     content: KvContent
+    copies: Sequence[BlockCopy] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,9 @@ class KvTransfers:
         """Pass on what a source's worker has copied, unless nobody wants it any more."""
         one = self._under_way.get((news.replica[0], news.number))
         if one is not None:
-            one.transfer.target.copy_kv(KvImport(news.number, one.target_blocks, news.content))
+            target = one.transfer.target
+            copies = target.replica.memory.take_copies()
+            target.copy_kv(KvImport(news.number, one.target_blocks, news.content, copies))
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
         """Return the input that says that KV has arrived; None if nobody waits for it any more."""

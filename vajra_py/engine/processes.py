@@ -39,6 +39,7 @@ from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, placed, said, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
+from vajra_py.runtime.kv import BlockCopy
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _SENT_APART = True
@@ -97,14 +98,16 @@ def _export(pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence
         buffer.send(pipe)
 
 
-def _import(pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence[int]) -> None:
+def _import(
+    pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy]
+) -> None:
     """Copy the memory that comes after the message into KV blocks."""
     with closing(SharedBuffer.receive(pipe)) as buffer:
-        runner.import_kv(block_ids, buffer.array())
+        runner.import_kv(block_ids, buffer.array(), copies)
     pipe.send(RankCopy(number))
 
 
-_COPIES: Mapping[str, Callable[[Connection, KvRunner, int, Sequence[int]], None]] = {
+_COPIES: Mapping[str, Callable[..., None]] = {
     "export_kv": _export,
     "import_kv": _import,
 }
@@ -202,11 +205,12 @@ class ProcessWorker:
 
     def copy_kv(self, copy: KvExport | KvImport) -> None:
         """See `Worker`: each rank copies its part, through memory that processes share by its descriptor."""
-        name = "export_kv" if isinstance(copy, KvExport) else "import_kv"
         for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send((name, (copy.number, copy.block_ids)))
-                if isinstance(copy, KvImport):
+                if isinstance(copy, KvExport):
+                    pipe.send(("export_kv", (copy.number, copy.block_ids)))
+                else:
+                    pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
                     copy.content[rank].send(pipe)
             except OSError:
                 return  # as with a step

@@ -153,7 +153,7 @@ def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) ->
     if isinstance(copy, KvExport):
         return KvExported(replica, copy.number, [exported(runner, copy.block_ids)])
     (buffer,) = copy.content
-    runner.import_kv(copy.block_ids, buffer)
+    runner.import_kv(copy.block_ids, buffer, copy.copies)
     return KvImported(replica, copy.number)
 
 

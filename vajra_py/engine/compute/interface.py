@@ -422,8 +422,13 @@ class KvRunner(ModelRunner, Protocol):
     def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
         """Copy KV blocks into a buffer of `kv_block_bytes` each, after all steps submitted before. Raises `ExecutorError`."""
 
-    def import_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy the buffer that another runner's `export_kv` has filled into KV blocks, before all later steps. Raises `ExecutorError`."""
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
+        """Copy the buffer that another runner's `export_kv` has filled into KV blocks, before all later steps.
+
+        `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
+        """
 
 
 def forbids_tokens(sampling: SamplingParams) -> bool:

@@ -240,10 +240,13 @@ class TorchRunner:
             memory.export_blocks(block_ids, buffer)
 
     @torch.inference_mode()
-    def import_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
         """See `KvRunner`."""
         memory = self._allocated("KV copy")
         with _as_errors(self._model.device), current(self._model.device):
+            self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
 
     def _allocated(self, what: str) -> KvMemory:
