@@ -37,7 +37,7 @@ class KvTransfers:
         key = _key(transfer)
         self._under_way[key] = _UnderWay(transfer, target_blocks)
         if source_blocks:
-            source.copy_kv(KvExport(transfer.number, source_blocks))
+            source.export_kv(KvExport(transfer.number, source_blocks))
         else:
             self._tell(KvImported((key[0], target.replica.replica_id), transfer.number))
 
@@ -54,7 +54,7 @@ class KvTransfers:
         if one is not None:
             target = one.transfer.target
             copies = target.replica.memory.take_copies()
-            target.copy_kv(KvImport(news.number, one.target_blocks, news.content, copies))
+            target.import_kv(KvImport(news.number, one.target_blocks, news.content, copies))
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
         """Return the input that says that KV has arrived; None if nobody waits for it any more."""

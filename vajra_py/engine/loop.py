@@ -304,6 +304,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._events.push(self.now, Phase.STEP_END, (one, output, one.epoch), one.rank)
         elif one.num_stages == 1:
             one.submit(step.parts[0])
+            one.send_exports()
 
     def _left_first_stage(self, one: EngineReplica) -> None:
         if one.num_stale:
@@ -461,10 +462,7 @@ class EngineLoop(Backend[EngineReplica]):
                 self._suspects[request] = num_left - 1
 
     def _restore(self, one: EngineReplica, message: Restarted) -> None:
-        one.worker, one.is_lost = message.worker, False
-        one.executor.start_again()
-        if one.ahead is not None:
-            one.ahead.forget()
+        one.start_again(message.worker)
         self._restarting.discard(message.replica)
         name = message.replica[0]
         if self.controller.replicasets[name].can_serve_with(self._up(name)):

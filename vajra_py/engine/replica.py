@@ -89,15 +89,40 @@ class EngineReplica(BackendReplica):
     """Time that its steps took on the device, in all."""
     busy_ticks: int = 0
     """Time from forming them to taking their results in."""
+    exports: deque[KvExport] = field(default_factory=deque)
+    """Copies that wait until its worker has got the rest of the step in flight, which may write what they read."""
 
     def submit(self, step: StepInput | LookaheadStep) -> None:
-        """Give its worker a step."""
+        """Give its worker a step, or a part of one."""
         if self.watch is not None:
             self.watch.begin((self.replica.replicaset, self.replica.replica_id), step)
         self.worker.submit(step)
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
-        """Let its worker copy KV."""
+    def export_kv(self, copy: KvExport) -> None:
+        """Let its worker copy KV out of its memory, as it is after the steps in flight."""
+        self.exports.append(copy)
+        self.send_exports()
+
+    def send_exports(self) -> None:
+        """Pass on the copies that wait, unless parts of a step are still to be given."""
+        if self.num_stages == 1 and any(len(step.parts) > 1 for step in self.under_way):
+            return
+        while self.exports:
+            self._copy_kv(self.exports.popleft())
+
+    def import_kv(self, copy: KvImport) -> None:
+        """Let its worker copy KV into blocks that no step in flight uses."""
+        self._copy_kv(copy)
+
+    def start_again(self, worker: Worker) -> None:
+        """Compute with another worker, which knows nothing."""
+        self.worker, self.is_lost = worker, False
+        self.executor.start_again()
+        self.exports.clear()
+        if self.ahead is not None:
+            self.ahead.forget()
+
+    def _copy_kv(self, copy: KvExport | KvImport) -> None:
         if self.watch is not None:
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.copy_kv(copy)
