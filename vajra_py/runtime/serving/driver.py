@@ -633,7 +633,7 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self._wake(self._replicas[replicaset][replica_id])
+            self._wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # moves may follow
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
 
