@@ -54,10 +54,16 @@ class KvImport:
 
 @dataclass(frozen=True, slots=True)
 class RankCopy:
-    """A rank's part of a copy is done; `part` is its buffer, None for an import."""
+    """A rank's part of a copy is done.
+
+    Attributes:
+        part: the buffer of an export; None for an import.
+        is_lost: an import found that its buffer is lost with the source, and has copied nothing.
+    """
 
     number: int
     part: Any = None
+    is_lost: bool = False
 
 
 def exported(runner: KvRunner, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:

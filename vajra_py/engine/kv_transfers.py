@@ -58,9 +58,10 @@ class KvTransfers:
 
     def imported(self, news: KvImported, now: int) -> TransferEnd | None:
         """Return the input that says that KV has arrived; None if nobody waits for it any more."""
-        one = self._under_way.pop((news.replica[0], news.number), None)
-        if one is None:
+        key = news.replica[0], news.number
+        if news.is_lost or key not in self._under_way:
             return None
+        one = self._under_way.pop(key)
         return TransferEnd(now, news.replica[0], news.number, one.transfer.request.request_id)
 
 

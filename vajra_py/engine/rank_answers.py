@@ -53,7 +53,7 @@ class RankAnswers:
         if len(parts) == self._options.num_ranks:
             del self._copies[key]
             if answer.part is None:
-                yield KvImported(self._replica, answer.number)
+                yield KvImported(self._replica, answer.number, any(one.is_lost for one in parts.values()))
             else:
                 yield KvExported(self._replica, answer.number, [parts[one].part for one in range(len(parts))])
 

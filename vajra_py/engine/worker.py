@@ -67,10 +67,11 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """A worker has copied KV into its blocks."""
+    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end tells the rest."""
 
     replica: ReplicaKey
     number: int
+    is_lost: bool = False
 
 
 WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported
