@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -251,6 +252,40 @@ class _Mortal(FakeRunner):
 def runner_that_dies_on_long_prompts(options: RunnerOptions) -> FakeRunner:
     """Load a runner whose process is killed by a chunk of more than 100 tokens. Defined here since a process must import it."""
     return _Mortal(options)
+
+
+class _DiesExporting(FakeRunner):
+    def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        super().export_kv(block_ids, buffer)
+        _die_once(self._options, "exporting")
+
+
+class _DiesImporting(FakeRunner):
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
+        self._device[block_ids[0]] = _EMPTY  # half of it
+        _die_once(self._options, "importing")
+        super().import_kv(block_ids, buffer, copies)
+
+
+def _die_once(options: RunnerOptions, what: str) -> None:
+    """Kill this process, unless another one of the same model's folder has been killed for this."""
+    try:
+        (Path(options.model) / f"died {what}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def runner_that_dies_exporting(options: RunnerOptions) -> FakeRunner:
+    """Load a runner whose process is killed when KV was copied out of its memory, the first time."""
+    return _DiesExporting(options)
+
+
+def runner_that_dies_importing(options: RunnerOptions) -> FakeRunner:
+    """Load a runner whose process is killed while KV is copied into its memory, the first time."""
+    return _DiesImporting(options)
 
 
 class _Paced(FakeRunner):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.fake_runner import FakeRunner, SteppedWorld, expected_output
+from tests.engine.fake_runner import (
+    FakeRunner,
+    SteppedWorld,
+    expected_output,
+    runner_that_dies_exporting,
+    runner_that_dies_importing,
+)
 from tests.engine.test_control_replay import SINGLES, layers, settings
 from vajra_py.config import config_from_mapping
 from vajra_py.config.hand_off import PRESETS
@@ -25,9 +34,13 @@ from vajra_py.contract import (
     ReplicaLoadView,
     RequestView,
 )
+from vajra_py.engine.build import _check_transfers, _dry_controller
 from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.kv_copy import SharedBuffer
+from vajra_py.engine.services import engine_services
 from vajra_py.engine.worker import ReplicaKey
-from vajra_py.errors import ConfigError, ExecutorError
+from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
@@ -35,7 +48,8 @@ from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import Abandonment, Failure, TransferEnd, WakeUp, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import Abandonment, Failure, TransferEnd, read_inputs, read_rows
+from vajra_py.runtime.serving.build import ModelFacts
 
 POOLS = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2}}
 RECOVERS = {"max_reruns": 50, "max_restarts": 50}
@@ -79,9 +93,7 @@ class Wanderer:
 class Placer(Wanderer):
     """Decides where requests are computed and where they go on: anywhere, or nowhere else."""
 
-    def place_after_prompt(
-        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
-    ) -> int | None:
+    def place_after_prompt(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int | None:
         return self._random.choice([None, *(one.replica_id for one in replicas if one.is_up)])
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
@@ -136,7 +148,9 @@ def run_it(
         made.append(one)
         return one
 
-    run_experiment(config_from_mapping(mapping, registry=registry()), folder=folder, backend=backend, registry=registry())
+    run_experiment(
+        config_from_mapping(mapping, registry=registry()), folder=folder, backend=backend, registry=registry()
+    )
     return RunData.load(folder), made[0]
 
 
@@ -214,9 +228,7 @@ def test_a_request_may_stay_after_all(first_token: str, hollow_model: Path, tmp_
 @pytest.mark.parametrize("batcher", ["vllm_v1", {"policy": "fixed_chunk", "params": {"preemption": "swap"}}])
 def test_running_requests_move(batcher: Any, hollow_model: Path, tmp_path: Path) -> None:
     migration = {"max_stages": 3, "last_stage_max_blocks": 0, "max_per_replica": 4}
-    _, made = run_it(
-        mixed(hollow_model, "wanderer", batcher, migration=migration), tmp_path / "run", abort_rate=RARELY
-    )
+    _, made = run_it(mixed(hollow_model, "wanderer", batcher, migration=migration), tmp_path / "run", abort_rate=RARELY)
     happened = check(made, tmp_path / "run")
     assert happened["TransferEnd"] > happened["moved"] > 10  # some moved in several stages
     assert happened["WakeUp"] > 50
@@ -267,3 +279,139 @@ def test_requests_end_when_a_pool_does_not_come_back_in_time(hollow_model: Path,
     assert sum(isinstance(one, Failure | Abandonment) for one in inputs) == 2
     rejected = [row["detail"] for row in run.requests().to_pylist() if row["reason"] == "rejected"]
     assert any("could compute its prompt" in detail for detail in rejected)
+
+
+# Processes
+
+
+def on_processes(load: Callable[[RunnerOptions], FakeRunner], made: list[EngineRun]) -> Callable[[Run], Backend]:
+    def backend(run: Run) -> Backend:
+        made.append(EngineRun(run, load=load))
+        return made[0]
+
+    return backend
+
+
+@pytest.mark.parametrize("load", [runner_that_dies_exporting, runner_that_dies_importing])
+def test_a_process_killed_in_the_middle_of_a_transfer_costs_no_request(
+    load: Callable[[RunnerOptions], FakeRunner],
+    hollow_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # processes find the runner
+    model = tmp_path / "model"
+    shutil.copytree(hollow_model, model)
+    before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    engine = {"workers": "process", "recovery": {**RECOVERS, "backoff_s": 0.01}}
+    mapping = split(model, pools={"prefill": {}, "decode": {"num_replicas": 2}}, engine=engine)
+    mapping["workload"] = {**SINGLES, "slo_classes": [], "num_requests": 12, "arrivals": {"type": "at_once"}}
+    made: list[EngineRun] = []
+    run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=on_processes(load, made))
+    happened = check(made[0], tmp_path / "run")
+    assert happened["Failure"] == 1
+    assert happened["stop"] == 12
+    assert happened["moved"] > 5
+    after = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    assert not {name for name in after - before if "vajra" in name}
+
+
+def test_memory_that_nobody_takes_is_freed_with_its_last_descriptor() -> None:
+    ours, theirs = Pipe()
+    with closing(SharedBuffer.of_size(4096)) as buffer:
+        buffer.array()[:] = 7
+        buffer.send(ours)
+    with closing(SharedBuffer.receive(theirs)) as received:
+        contents = received.array()
+    assert contents.size == 4096
+    assert set(contents.tolist()) == {7}
+    descriptor = received._descriptor
+    assert descriptor == -1
+    ours.close()
+    with pytest.raises((EOFError, OSError)):
+        SharedBuffer.receive(theirs)
+    theirs.close()
+
+
+# A real model
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vajra_py.engine.tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def real(model: Path, chooser: str = "round_robin", **engine: Any) -> dict[str, Any]:
+    mapping = split(model, engine={"num_threads": 1, "random_weights": False, **engine})
+    mapping["scheduling"]["replicaset_scheduler"] = chooser
+    mapping["replica"] |= {"max_batch_tokens": 64, "max_model_len": 200}
+    mapping["replica"]["memory"]["num_blocks"] = 60
+    mapping["workload"] = {**SINGLES, "slo_classes": [], "num_requests": 16}
+    return mapping
+
+
+def tokens(folder: Path) -> dict[str, list[int]]:
+    return {row["request_id"]: row["token_ids"] for row in read_rows(folder / "outputs.jsonl.gz")}
+
+
+def num_transfers(folder: Path) -> int:
+    return sum(isinstance(one, TransferEnd) for one in read_inputs(folder / "inputs.jsonl.gz"))
+
+
+def test_a_real_model_gives_the_tokens_that_it_gives_without_pools(tiny_model: Path, tmp_path: Path) -> None:
+    one_pool = real(tiny_model)
+    del one_pool["pools"]
+    run_experiment(config_from_mapping(one_pool), folder=tmp_path / "one pool")
+    expected = tokens(tmp_path / "one pool")
+    for preset in ("distserve", "vllm-pd"):
+        run_experiment(config_from_mapping(real(tiny_model) | {"hand_off": preset}), folder=tmp_path / preset)
+        assert tokens(tmp_path / preset) == expected
+        assert num_transfers(tmp_path / preset) > 10
+        assert replay(tmp_path / preset).difference is None
+    moving = {**one_pool, "num_replicas": 2, "migration": {"last_stage_max_blocks": 0, "max_per_replica": 4}}
+    moving["scheduling"] = {**one_pool["scheduling"], "replicaset_scheduler": "wanderer"}
+    config = config_from_mapping(moving, registry=registry())
+    run_experiment(config, folder=tmp_path / "moving", registry=registry())
+    assert tokens(tmp_path / "moving") == expected
+    assert num_transfers(tmp_path / "moving") > 5
+    assert replay(tmp_path / "moving", registry()).difference is None
+
+
+def test_processes_move_a_real_models_kv(tiny_model: Path, tmp_path: Path) -> None:
+    in_processes = real(tiny_model, workers="process") | {"pools": {"prefill": {}, "decode": {}}}
+    run_experiment(config_from_mapping(in_processes), folder=tmp_path / "processes")
+    run_experiment(config_from_mapping(real(tiny_model)), folder=tmp_path / "threads")
+    assert tokens(tmp_path / "processes") == tokens(tmp_path / "threads")
+    assert num_transfers(tmp_path / "processes") > 10
+    assert replay(tmp_path / "processes").difference is None
+
+
+# What is refused
+
+
+def test_what_cannot_move_is_refused_when_the_engine_is_built(hollow_model: Path, tmp_path: Path) -> None:
+    stages = {"prefill": {"replica": {"pipeline_stages": 2}}, "decode": {}}
+    with pytest.raises(ConfigError, match="pools: KV does not move between replicas of different pipeline_stages"):
+        run_it(split(hollow_model, pools=stages), tmp_path / "stages")
+    keeps = {"memory": {"prefix_cache": {"unscheduled": "keep"}}}
+    with pytest.raises(ConfigError, match=r"pools\.decode\.replica\.memory\.prefix_cache\.unscheduled"):
+        run_it(split(hollow_model, pools={"prefill": {}, "decode": {"replica": keeps}}), tmp_path / "keeps")
+    groups = {"kv_parallel": {"groups": 2, "group_tokens": 64}, "memory": {"prefix_cache": {"enabled": False}}}
+    with pytest.raises(ConfigError, match="KV-parallel groups does not move between replicas"):
+        run_it(split(hollow_model, pools={"prefill": {}, "decode": {"replica": groups}}), tmp_path / "groups")
+
+
+def test_a_backend_that_keeps_its_kv_refuses_schedulers_that_move_it(hollow_model: Path, tmp_path: Path) -> None:
+    mapping = mixed(hollow_model, "wanderer")
+    config = config_from_mapping(mapping, registry=registry())
+    services = engine_services(config, registry(), {})
+    controller = _dry_controller(config, services, {"default": {"default": ModelFacts(lambda size, fraction: 40)}})
+    with pytest.raises(ConfigError) as error:
+        _check_transfers(controller, Stays(**config.backend.settings.model_dump()))
+    assert "scheduling.replicaset_scheduler: wanderer moves requests with their KV" in str(error.value)
+
+
+class Stays(EngineConfig):
+    can_move_kv = False
