@@ -14,14 +14,13 @@ from vajra_py.contract import (
     PoolRole,
     QueueView,
     RefusesRequests,
-    ReplicaLimits,
     ReplicaLoadView,
     ReplicasetScheduler,
     ReplicaState,
     RequestView,
 )
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -150,15 +149,6 @@ class Replicaset:
         if self.policies is not None:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
-
-    @property
-    def limits_in_common(self) -> ReplicaLimits:
-        """Limits of every replica. Raises `ConfigError` where they differ."""
-        if not self.bounds.are_equal:
-            found = ", ".join(f"{one.replica_id}: {one.limits}" for one in self.replicas)
-            problem = Problem(f"replicasets.{self.name}", f"its replicas have different limits ({found})")
-            raise ConfigError(problem)
-        return self.bounds.largest
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
