@@ -94,7 +94,7 @@ class EngineExecutor:
         self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
         """Tokens that were sampled and are no output, unless their request stays."""
 
-    # What the mechanism asks
+    # Backend of the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Number of tokens after which the request ends, if its submission states it."""
@@ -113,7 +113,7 @@ class EngineExecutor:
         if self._submissions.pop(request, None) is not None:
             self.leave(request)
 
-    # What the loop asks
+    # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
         """A request that may run here; what the worker knows of it from before is out of date."""
@@ -235,7 +235,7 @@ class EngineExecutor:
             buffer.prompt_logprobs[end - len(entries) :] = entries
         return StepResult(tokens, frozenset(stopped), failed)
 
-    # Inside
+    # Helpers
 
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step

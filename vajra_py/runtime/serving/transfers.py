@@ -16,6 +16,10 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
+REQUEST_ENDED = "the request ended"
+KV_LOST = "a replica lost its KV"
+"""Reasons for which transfers are called off, as observers are told."""
+
 
 class Transfers(Generic[R]):
     """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend says so."""
@@ -29,7 +33,7 @@ class Transfers(Generic[R]):
         self._driver = driver
         self._network = Network(rules.links) if is_timed else None
         self._num_started = 0
-        self._done: dict[Hashable, tuple[Transfer[R], Callable[[], None]]] = {}
+        self._sent: dict[Hashable, tuple[Transfer[R], Callable[[], None]]] = {}
         """Each transfer under way with its callback."""
         self._keys: dict[int, Hashable] = {}
         """Keys of the transfers under way that are not timed, by number."""
@@ -58,7 +62,7 @@ class Transfers(Generic[R]):
             observer.on_transfer(request, source, target, num_moved, to_seconds(now))
         one = Transfer(self._num_started, request, *ends, *lacking)
         self._num_started += 1
-        self._done[key] = one, done
+        self._sent[key] = one, done
         if self._network is None:
             self._keys[one.number] = key
             ends[0].replica.running_set.materialize()  # a copy names the blocks
@@ -67,9 +71,9 @@ class Transfers(Generic[R]):
             self._network.start(key, source, target, num_moved * self._rules.bytes_per_token, now)
             self._schedule(self._network)
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, key: Hashable, why: str) -> None:
         """Call a transfer off, if it is under way."""
-        entry = self._done.pop(key, None)
+        entry = self._sent.pop(key, None)
         if entry is None:
             return
         one, _ = entry
@@ -81,6 +85,7 @@ class Transfers(Generic[R]):
         else:
             self._network.cancel(key, self._driver.now)
             self._schedule(self._network)
+        self._tell_end(one, why)
 
     def is_under_way(self, number: int) -> bool:
         """Return True if a transfer that is not timed is under way."""
@@ -88,8 +93,17 @@ class Transfers(Generic[R]):
 
     def ended(self, number: int) -> None:
         """Call back for a transfer that is not timed."""
-        _, done = self._done.pop(self._keys.pop(number))
+        self._arrived(self._keys.pop(number))
+
+    def _arrived(self, key: Hashable) -> None:
+        one, done = self._sent.pop(key)
+        self._tell_end(one)
         done()
+
+    def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
+        source, target = (end.replica.replica_id for end in (one.source, one.target))
+        for observer in self._replicaset.observers:
+            observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))
 
     def due(self) -> None:
         """Call back for the timed transfers that have ended by now."""
@@ -101,8 +115,7 @@ class Transfers(Generic[R]):
         while self._ended:
             key = next(iter(self._ended))
             del self._ended[key]
-            _, done = self._done.pop(key)
-            done()
+            self._arrived(key)
         self._schedule(network)
 
     def _schedule(self, network: Network) -> None:
@@ -135,8 +148,8 @@ class Transfers(Generic[R]):
         """Drop the actions that wait for the step of a lost replica."""
         self._waiting.pop(one.replica.replica_id, None)
 
-    def clear(self) -> None:
+    def clear(self, why: str) -> None:
         """Call everything off."""
-        for key in list(self._done):
-            self.cancel(key)
+        for key in list(self._sent):
+            self.cancel(key, why)
         self._waiting.clear()
