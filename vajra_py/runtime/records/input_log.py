@@ -1,7 +1,7 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy and step that left the first of several
-pipeline stages, in the order in which they were handled. With the durations of
+One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV and step that left the
+first of several pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was flushed.
 """
@@ -240,6 +240,20 @@ class ReplicaChange:
     state: str
 
 
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """KV of a request has arrived at the replica that goes on with it, or a part of it.
+
+    Attributes:
+        number: of the transfer among those of its replicaset, from 0.
+    """
+
+    tick: int
+    replicaset: str
+    number: int
+    request_id: str
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -255,7 +269,7 @@ class StageEnd:
 
 
 _Unrequested: TypeAlias = (
-    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | Control
+    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | TransferEnd | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
 _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unrequested]] = {
@@ -272,6 +286,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "stage": StageEnd,
     "wake": WakeUp,
     "replica": ReplicaChange,
+    "transfer": TransferEnd,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,

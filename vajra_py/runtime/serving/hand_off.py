@@ -16,6 +16,7 @@ from typing import Generic
 from vajra_py.contract import PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -39,6 +40,8 @@ class Stage(Enum):
     """No target takes it now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
+    STAYING = "staying"
+    """The request goes on at its source, once that is between two of its steps."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
@@ -161,10 +164,22 @@ class HandOffs(Generic[R]):
     def _stay(self, one: HandOff[R]) -> None:
         """Go on where the prompt is computed."""
         self._unplaced.pop(one.request, None)
-        del self._of[one.request]
         if one.is_early:
+            del self._of[one.request]
             self._compute_prompt(one)
-            return
+        elif one.source.num_stages == 1:
+            one.stage, one.target = Stage.STAYING, None
+            # A step in flight gives a token to each request that decodes.
+            self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
+        else:
+            one.stage = Stage.STAYING
+            self._resume(one)
+
+    def _resume(self, one: HandOff[R]) -> None:
+        """Let a request run again at its source."""
+        if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
+            return  # it has ended, or its source was lost
+        del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
         for observer in self._replicaset.observers:
@@ -191,7 +206,7 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens)
+            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens, to_seconds(self._driver.now))
             if hit is not None:
                 line.popleft()
                 if one.is_early:
@@ -222,7 +237,8 @@ class HandOffs(Generic[R]):
         one.number, self._num_started = self._num_started, self._num_started + 1
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
-        self._transfers.start(one, one.request, (one.source, target), num_moved, lambda: self._moved(one, target))
+        lacking, ends = (hit, one.num_tokens), (one.source, target)
+        self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
         """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
@@ -250,11 +266,13 @@ class HandOffs(Generic[R]):
             self._reserve(target)
         self._driver.wake(target)
         self._driver.touch(source)
-        self._when_it_may(source, one.number, lambda: self._release(request, source))
+        held = source.replica.lifecycle.held.get(request)
+        if held is not None:
+            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
 
-    def _release(self, request: Request, source: R) -> None:
-        """Free the source's blocks."""
-        if request not in source.replica.lifecycle.held:
+    def _release(self, request: Request, source: R, held: Held) -> None:
+        """Free the source's blocks, unless the request has come back meanwhile."""
+        if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
         for observer in self._replicaset.observers:
@@ -331,8 +349,10 @@ class HandOffs(Generic[R]):
         target = one.target
         self._transfers.cancel(one, REQUEST_ENDED)
         if request in one.source.replica.lifecycle.held:
+            self._driver.touch(one.source)
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
+            self._driver.touch(target)
             target.replica.lifecycle.unreserve(request)
         for each in (one.source, target):
             if each is not None:

@@ -154,7 +154,8 @@ class Migrations(Generic[R]):
             return
         start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
         ends = (one.source, one.target)
-        self._transfers.start(one, one.request, ends, one.num_copied - start, lambda: self._next_stage(one))
+        lacking = start, one.num_copied
+        self._transfers.start(one, one.request, ends, lacking, one.num_copied - start, lambda: self._next_stage(one))
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> bool:
         """Set blocks aside at the target for so many leading tokens."""
@@ -164,7 +165,7 @@ class Migrations(Generic[R]):
             return replica.memory.grow(one.request, num_tokens)
         if num_tokens < 1:
             return True
-        hit = replica.lifecycle.reserve(one.request, num_tokens)
+        hit = replica.lifecycle.reserve(one.request, num_tokens, to_seconds(self._driver.now))
         if hit is None:
             return False
         one.has_reserved, one.num_copied = True, max(one.num_copied, hit)
@@ -200,6 +201,7 @@ class Migrations(Generic[R]):
         self._forget(one)
         self._transfers.cancel(one, why)
         if one.has_reserved:
+            self._driver.touch(one.target)
             one.target.replica.lifecycle.unreserve(one.request)
         ends = (one.source.replica.replica_id, one.target.replica.replica_id)
         for observer in self._replicaset.observers:

@@ -134,7 +134,7 @@ class Replica:
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request that was bound to this replica."""
         request.replica_id = self.replica_id
-        self.memory.register(request, request.hashes)
+        self.lifecycle.register(request, now)
         self.queue.add(request, now)
 
     # KV comes and goes
@@ -154,11 +154,15 @@ class Replica:
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
         """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
         self.lifecycle.resume_held(request)
-        if not request.num_remaining_tokens and request.add_output(now) == 1:
-            self.lifecycle.first_token(request, now)
+        result = StepResult()
+        if not request.num_remaining_tokens:
+            result = self.parts.executor.withheld_token(request)
+            self._append_tokens(result.tokens or ())
+            if request.add_output(now) == 1:
+                self.lifecycle.first_token(request, now)
         num_left = self._output_limit(request) - request.num_output_tokens
-        if num_left <= 0:
-            reason = self._end_reason(request, StepResult())
+        if num_left <= 0 or request in result.stopped:
+            reason = self._end_reason(request, result)
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
         if request.num_remaining_tokens == 1:
@@ -486,6 +490,10 @@ class Replica:
                 del running_set.partial[request]
                 running_set.pool.join(request, num_left)
         return done
+
+    def withholds_token(self, request: Request) -> bool:
+        """Return True if the token that ends a chunk of the request is no output: the request leaves, and its target samples it again."""
+        return self.hands_off and not self.gives_first_token and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""

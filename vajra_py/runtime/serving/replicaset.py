@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -14,14 +14,13 @@ from vajra_py.contract import (
     PoolRole,
     QueueView,
     RefusesRequests,
-    ReplicaLimits,
     ReplicaLoadView,
     ReplicasetScheduler,
     ReplicaState,
     RequestView,
 )
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -151,15 +150,6 @@ class Replicaset:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
 
-    @property
-    def limits_in_common(self) -> ReplicaLimits:
-        """Limits of every replica. Raises `ConfigError` where they differ."""
-        if not self.bounds.are_equal:
-            found = ", ".join(f"{one.replica_id}: {one.limits}" for one in self.replicas)
-            problem = Problem(f"replicasets.{self.name}", f"its replicas have different limits ({found})")
-            raise ConfigError(problem)
-        return self.bounds.largest
-
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
         if not self._differs:
@@ -275,6 +265,11 @@ class Replicaset:
         """Replicas that take requests."""
         return len(self.replicas) - len(self.lost) - len(self.away)
 
+    def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
+        """Return True if some of these replicas compute prompts, and some go on with them."""
+        roles = {self.replicas[one].parts.role for one in replica_ids}
+        return PoolRole.MIXED in roles or len(roles) > 1
+
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
@@ -304,7 +299,11 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and not any(self._may_serve(one.replica_id) for one in holders):
+        serving = [one for one in holders if self._may_serve(one.replica_id)]
+        if self._differs and not bounds.can_serve(request, serving):
+            if serving:
+                lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
+                return f"{ALL_FAILED} that could {lacking} ({len(holders) - len(serving)} of {len(self.replicas)})"
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
         return self._refused_by_policy(holders, request, now)
 

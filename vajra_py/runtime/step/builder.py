@@ -483,8 +483,8 @@ class Builder(PlanDraft):
         replica_id = own.replica_id
         if own.state is _ENDED or (replica_id != self._replica_id and replica_id != -1):
             raise IllegalPlan(own, "it is not one of this replica's requests")
-        if replica_id == -1 and not self._memory.is_registered(own):
-            self._memory.register(own, own.hashes)
+        if replica_id == -1 and (own in self._lifecycle.held or not self._memory.is_registered(own)):
+            self._lifecycle.register(own, self.now)
             self._looked_at.append(own)
         return own
 
