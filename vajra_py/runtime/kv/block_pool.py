@@ -48,6 +48,8 @@ class PrefixCacheOptions:
     unscheduled: Unscheduled = "withdraw"
     """Treatment of blocks that were entered while a step was formed and that a preempted request then did not compute.
     keep: they stay, as in vLLM, and whoever finds them reads what was never written; for comparison with it alone."""
+    max_pinned_fraction: float = 0.5
+    """Part of the blocks that pins may hold."""
 
     def __post_init__(self) -> None:
         """Refuse misspelt options: a wrong word must not silently mean the other choice."""
@@ -337,6 +339,10 @@ class BlockPool:
             self.removed_epoch += 1
         self.removed.append(block)
 
+    def contents(self) -> list[Hashable]:
+        """Hashes of all content that can be found, in order of entry."""
+        return list(self._entries)
+
     # Pins
 
     @property
@@ -471,5 +477,6 @@ class BlockPool:
 
 
 def require(holds: bool, otherwise: str) -> None:
+    """Raise AssertionError unless an invariant holds."""
     if not holds:
         raise AssertionError(f"BlockPool: {otherwise}")

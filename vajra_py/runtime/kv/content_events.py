@@ -1,4 +1,4 @@
-"""Record of the content of one replica's prefix cache: what can be found since when, and what no longer can.
+"""Events of the content of prefix caches: what can be found since when, and what no longer can.
 
 The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
 """
@@ -20,43 +20,38 @@ class ContentChange(Enum):
 
 
 class ContentEvent(NamedTuple):
-    """One change of what can be found."""
+    """One change of what can be found on a replica."""
 
     at: float
     """Seconds on the run's clock."""
+    replica_id: int
     change: ContentChange
     hashes: list[Hashable]
 
 
 class ContentEvents:
-    """Events that nobody has taken yet, in order of time."""
+    """Writes the events of one replica to a record, which other replicas may share."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, replica_id: int, clock: Callable[[], float], record: deque[ContentEvent]) -> None:
         """`clock` returns the present time, seconds on the run's clock."""
+        self._replica_id = replica_id
         self._clock = clock
-        self._events: deque[ContentEvent] = deque()
+        self._events = record
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
         """Content can be found that could not."""
         if hashes:
-            self._events.append(ContentEvent(self._clock(), ContentChange.STORED, list(hashes)))
+            self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.STORED, list(hashes)))
 
-    def removed(self, block_hash: Hashable, at: float | None = None) -> None:
-        """Content can no longer be found, since `at` (None: since now)."""
-        at = self._clock() if at is None else at
+    def removed(self, block_hash: Hashable) -> None:
+        """Content can no longer be found."""
+        at = self._clock()
         last = self._events[-1] if self._events else None
-        if last is not None and last.change is ContentChange.REMOVED and last.at == at:
+        if last is not None and last[:3] == (at, self._replica_id, ContentChange.REMOVED):
             last.hashes.append(block_hash)
         else:
-            self._events.append(ContentEvent(at, ContentChange.REMOVED, [block_hash]))
+            self._events.append(ContentEvent(at, self._replica_id, ContentChange.REMOVED, [block_hash]))
 
     def cleared(self) -> None:
         """No content can be found any more."""
-        self._events.append(ContentEvent(self._clock(), ContentChange.CLEARED, []))
-
-    def take(self, until: float) -> list[ContentEvent]:
-        """Return the events up to a time, each once."""
-        events, due = self._events, []
-        while events and events[0].at <= until:
-            due.append(events.popleft())
-        return due
+        self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, []))

@@ -23,6 +23,7 @@ from vajra_py.runtime.kv.interface import KvRequest
 from vajra_py.runtime.kv.pins import Pins
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 from vajra_py.runtime.kv.retained_pool import RetainedBlockPool, Retention
+from vajra_py.runtime.kv.retention_order import CachedEntry
 
 _FIRST_LOOKUP_BLOCKS = 32
 _LOOKUP_GROWTH = 4
@@ -72,6 +73,7 @@ class PagedKvMemory:
         "_reserved",
         "_retention",
         "_tables",
+        "_tell_evicted",
         "block_size",
     )
 
@@ -87,12 +89,8 @@ class PagedKvMemory:
         host_blocks: int = 0,
         records_copies: bool = False,
         retention: Retention | None = None,
-        max_pinned_fraction: float = 0.5,
     ) -> None:
-        """`retention`: the order in which idle content is given up (None: that of `prefix_cache`), at most once for one memory.
-
-        `max_pinned_fraction`: the part of the blocks that pins may hold.
-        """
+        """`retention`: the order in which idle content is given up (None: that of `prefix_cache`)."""
         if block_size < 1:
             raise ValueError(
                 f"PagedKvMemory: block_size is not a number of tokens ({block_size}). At least 1 is allowed."
@@ -101,8 +99,9 @@ class PagedKvMemory:
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
         self._retention = retention
+        self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
         self._pins = Pins()
-        self._most_pinned = int(max_pinned_fraction * num_blocks)
+        self._most_pinned = 0 if prefix_cache is None else int(prefix_cache.max_pinned_fraction * num_blocks)
         self._pool = self._new_pool(num_blocks, prefix_cache)
         self._host = HostSpace(host_blocks, records_copies)
         self._tables: dict[KvRequest, _BlockTable] = {}
@@ -111,7 +110,9 @@ class PagedKvMemory:
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
             return BlockPool(num_blocks, options)
-        return RetainedBlockPool(num_blocks, options, self._retention, self.now)
+        pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
+        pool.on_evicted = self._tell_evicted
+        return pool
 
     def now(self) -> float:
         """Present time, seconds on the run's clock; 0 without a clock."""
@@ -147,9 +148,12 @@ class PagedKvMemory:
     def repeat_headroom(self) -> int:
         """Blocks that decodes may take in steps that are applied later than they happen."""
         pool = self._pool
-        if self._events is None and self._retention is None:
-            return pool.num_free
-        return pool.num_without_content
+        return pool.num_without_content if self.is_watched else pool.num_free
+
+    @property
+    def is_watched(self) -> bool:
+        """True if a retention policy, or a record, notes when content comes and goes."""
+        return self._events is not None or self._retention is not None
 
     @property
     def next_due(self) -> float:
@@ -225,8 +229,8 @@ class PagedKvMemory:
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
-        if self.next_due <= self.now():
-            self.settle_due()
+        if isinstance(self._pool, RetainedBlockPool):
+            self._pool.expire(self.now())
         blocks: list[int] = []
         self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
         return len(blocks) * self.block_size
@@ -486,11 +490,16 @@ class PagedKvMemory:
         """Breach of the contract by the retention policy; None: there was none."""
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
 
-    def listen(self) -> ContentEvents:
-        """Record from now on what the prefix cache comes to hold and what it loses."""
-        if self._events is None:
-            self._events = self._pool.events = ContentEvents(self.now)
-        return self._events
+    def report_content(self, events: ContentEvents) -> None:
+        """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
+        self._events = self._pool.events = events
+        events.stored(self._pool.contents())
+
+    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+        """Call this from now on for each block that a retention policy gives up, before it is overwritten."""
+        self._tell_evicted = tell
+        if isinstance(self._pool, RetainedBlockPool):
+            self._pool.on_evicted = tell
 
     # Swapping
 

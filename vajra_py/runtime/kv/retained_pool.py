@@ -25,8 +25,6 @@ class Retention:
 
     policy: RetentionPolicy
     name: str
-    on_evicted: Callable[[CachedEntry, float], None] | None = None
-    """Told of each block that is about to be overwritten, by the policy's choice."""
 
 
 class RetainedBlockPool(BlockPool):
@@ -40,9 +38,9 @@ class RetainedBlockPool(BlockPool):
         "_entry_of",
         "_expiries",
         "_num_private",
-        "_on_evicted",
         "_told",
         "next_expiry",
+        "on_evicted",
         "order",
     )
 
@@ -50,7 +48,9 @@ class RetainedBlockPool(BlockPool):
         self, num_blocks: int, options: PrefixCacheOptions, retention: Retention, clock: Callable[[], float]
     ) -> None:
         super().__init__(num_blocks, options)
-        if replace(options, unscheduled="withdraw") != PrefixCacheOptions():
+        defaults = PrefixCacheOptions()
+        free = {"unscheduled": defaults.unscheduled, "max_pinned_fraction": defaults.max_pinned_fraction}
+        if replace(options, **free) != defaults:  # type: ignore[arg-type]  # fields of their own types
             raise ValueError(
                 f"prefix_cache: a retention policy orders what these options order themselves (got {options}). "
                 "Allowed: their defaults."
@@ -59,7 +59,8 @@ class RetainedBlockPool(BlockPool):
         self.next_expiry = inf
         """Time at which idle content expires next, or would if it has not been used."""
         self._clock = clock
-        self._on_evicted = retention.on_evicted
+        self.on_evicted: Callable[[CachedEntry, float], None] | None = None
+        """Told of each block that is about to be overwritten, by the policy's choice."""
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
         """Blocks in use that hold content which another block is found for."""
@@ -87,8 +88,8 @@ class RetainedBlockPool(BlockPool):
             if run is not None:
                 taken += run
                 continue
-            if self._on_evicted is not None:
-                self._on_evicted(entry, now)
+            if self.on_evicted is not None:
+                self.on_evicted(entry, now)
             taken.append(entry.block)
             self._remove(entry, now)
 
@@ -284,6 +285,8 @@ class RetainedBlockPool(BlockPool):
 
     def expire(self, now: float) -> None:
         """Drop idle content whose time has come; what others continue goes after them."""
+        if self.next_expiry > now:
+            return
         expiries = self._expiries
         while expiries and expiries[0][0] <= now:
             at, index, entry = heappop(expiries)

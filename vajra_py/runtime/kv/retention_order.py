@@ -46,7 +46,7 @@ class CachedEntry:
         self.block = block
         self.block_hash = block_hash
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_children = 0
         """Entries that continue it."""
         self.stored_at = self.last_used_at = now
