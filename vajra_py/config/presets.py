@@ -100,7 +100,7 @@ def _with_pools_completed(root: Entries, path: KeyPath, registry: Registry) -> E
 
 def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
     moved = ("pools", "hand_off", "links", "migration")
-    for key in ("scheduling", "replica", "num_replicas", "elastic", *moved, "view_interval_s"):
+    for key in ("scheduling", "replica", "num_replicas", "elastic", *moved, "view_interval_s", "kv_event_lag_s"):
         by_pool = key in ("num_replicas", "elastic") and "pools" in own
         if key not in root or by_pool or (key == "pools" and "num_replicas" in own):
             continue

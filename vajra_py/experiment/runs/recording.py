@@ -31,6 +31,7 @@ from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.requests.request import Request
@@ -112,6 +113,7 @@ class RunRecording:
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
         self._admissions: AdmissionLog | None = None
+        self._retention: RetentionLog | None = None
         self._controller: Controller | None = None
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
@@ -127,7 +129,7 @@ class RunRecording:
     def _keeps_on(self) -> bool:
         """Return whether it still records; called between events. Once stopped, its observers are removed."""
         if self.stopped and self._controller is not None:
-            kept = (self._recorder, self._decisions, self._admissions)
+            kept = (self._recorder, self._decisions, self._admissions, self._retention)
             self._controller.unwatch([one for one in kept if one is not None])
             self._controller = self._recorder = None
         return not self.stopped
@@ -138,7 +140,7 @@ class RunRecording:
     @property
     def observers(self) -> Sequence[Observer]:
         """Observers that record the run."""
-        kept = (self._recorder, self._decisions, self._admissions, self._changes)
+        kept = (self._recorder, self._decisions, self._admissions, self._retention, self._changes)
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
@@ -158,6 +160,7 @@ class RunRecording:
         )
         if has_gate:
             self._admissions = AdmissionLog(path / ADMISSIONS_FILE, self._open)
+        self._retention = RetentionLog(path / RETENTION_FILE, self._open)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
@@ -172,6 +175,8 @@ class RunRecording:
             self._outputs.flush()
             if self._admissions is not None:
                 self._admissions.flush()
+            if self._retention is not None:
+                self._retention.flush()
 
     def note(self, entry: Input) -> None:
         """Record an input of the controller."""
@@ -221,6 +226,8 @@ class RunRecording:
         self._decisions.close()
         if self._admissions is not None:
             self._admissions.close()
+        if self._retention is not None:
+            self._retention.close()
         self._inputs.close()
         self._outputs.close()
         self._raw_outputs.close()

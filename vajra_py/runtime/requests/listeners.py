@@ -15,13 +15,24 @@ Told = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Methods to call by event, in the order of the policies' layers; see `vajra_py.contract.ListensToRequests`."""
+    """Methods to call by event, in the order of the policies' layers.
+
+    See `vajra_py.contract.ListensToRequests` and `ListensToCaches`.
+    """
 
     arrivals: tuple[Told, ...] = ()
     admissions: tuple[Told, ...] = ()
     preemptions: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
+    blocks_stored: tuple[Told, ...] = ()
+    blocks_removed: tuple[Told, ...] = ()
+    caches_cleared: tuple[Told, ...] = ()
+
+    @property
+    def hear_content(self) -> bool:
+        """True if somebody listens to the content of caches."""
+        return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared)
 
 
 NOBODY = Listeners()
@@ -35,7 +46,8 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         found = ((getattr(policy, method, None), name) for policy, name in named)
         return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
 
-    return Listeners(of("on_arrivals"), of("on_admission"), of("on_preemption"), of("on_step_end"), of("on_departures"))
+    methods = ("on_arrivals", "on_admission", "on_preemption", "on_step_end", "on_departures")
+    return Listeners(*map(of, (*methods, "on_blocks_stored", "on_blocks_removed", "on_cache_cleared")))
 
 
 def _under_name(method: Told, name: str) -> Told:

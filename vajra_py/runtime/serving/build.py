@@ -338,6 +338,8 @@ def build_replicaset(
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
             replica.gives_first_token = settings.hand_off.first_token == "source"
+    replicaset.kv_event_lag_s = settings.kv_event_lag_s
+    replicaset.bind_content()
     if scaling is not None:
         scaling.attach(replicaset)
     return replicaset

@@ -736,7 +736,8 @@ class Driver(Generic[R]):
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Return True if some policy may look at running requests or loads when a request arrives."""
-    return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
+    hears = bool(replicaset.listeners.arrivals) or replicaset.feed is not None
+    return traits_of(replicaset.scheduler).reads_load or hears
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:

@@ -90,6 +90,7 @@ class Replica:
         self._view = StateView(parts.replica_id, self.running_set)
         self._step_watchers: list[Observer] = []
         self._end_watchers: list[Observer] = []
+        self._eviction_watchers: list[Observer] = []
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
@@ -130,7 +131,8 @@ class Replica:
         self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
         self.running_set.log_pool(on=bool(self._step_logs))
         self.lifecycle.observers = self.lifecycle.pinning.observers = observers
-        self.memory.report_evictions(self._show_evicted if observers else None)
+        self._eviction_watchers = [one for one in observers if type(one).on_evicted is not Observer.on_evicted]
+        self.memory.report_evictions(self._show_evicted if self._eviction_watchers else None)
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     # Arrivals and departures
@@ -351,7 +353,7 @@ class Replica:
         return plan
 
     def _show_evicted(self, block: CachedEntry, now: float) -> None:
-        for observer in self.lifecycle.observers:
+        for observer in self._eviction_watchers:
             observer.on_evicted(self.replicaset, self.replica_id, block, now)
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
