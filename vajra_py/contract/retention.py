@@ -32,7 +32,7 @@ class CachedBlock(Protocol):
 
     @property
     def last_used_at(self) -> float:
-        """Latest time at which a request held it, seconds on the run's clock; for an idle block when it became idle."""
+        """Latest time at which a request or a pin held it, seconds on the run's clock; for an idle block when it became idle."""
 
     @property
     def num_uses(self) -> int:

@@ -143,6 +143,7 @@ class RetainedBlockPool(BlockPool):
 
     def _enter_idle(self, block: int) -> None:
         entry, now = self._entry_of[block], self._clock()
+        entry.last_used_at = now
         entry.is_idle = True
         self._idle[block] = None
         self.order.number(entry)
@@ -183,8 +184,9 @@ class RetainedBlockPool(BlockPool):
                 new.append(entry)
             else:
                 entry.use(request, now)
-                self._copies.setdefault(block_hash, []).append(block)
-                self._copy_of[block] = block_hash
+                if not self._take_over(entry, block):
+                    self._copies.setdefault(block_hash, []).append(block)
+                    self._copy_of[block] = block_hash
                 known.append(entry)
             parent = entry
         self.num_cached += len(blocks)
@@ -237,15 +239,34 @@ class RetainedBlockPool(BlockPool):
         copies = self._copies.get(entry.block_hash)
         if copies is None:
             return False
-        block, block_hash = copies[0], entry.block_hash
+        block = copies[0]
         self._forget_copy(block)
-        old, entry.block = entry.block, block
+        self._move(entry, block)
+        return True
+
+    def _take_over(self, entry: CachedEntry, block: int) -> bool:
+        """Let a block in use take the place of the entry's block, if nobody uses that; False if somebody does."""
+        old = entry.block
+        if entry.is_idle:
+            self._leave_idle(old)
+        elif old in self._kept:
+            del self._kept[old]
+            self.num_free += 1
+        else:
+            return False
+        self._move(entry, block)
+        self._freed.append(old)
+        self.idle_version += 1
+        return True
+
+    def _move(self, entry: CachedEntry, block: int) -> None:
+        old, block_hash = entry.block, entry.block_hash
+        entry.block = block
         del self._entry_of[old], self._hash_of[old]
         self._entry_of[block] = entry
         self._hash_of[block] = block_hash
         self._entries[block_hash] = block
         self._note_removed(old)
-        return True
 
     def _forget_copy(self, block: int) -> None:
         block_hash = self._copy_of.pop(block, None)
