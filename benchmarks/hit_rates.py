@@ -31,12 +31,12 @@ from vajra_py.workload.read_mooncake import read_mooncake
 
 POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "slru", "arc")
 """Policies that need no facts of requests."""
-AGENTIC_SESSIONS = 120
+AGENTIC_SESSIONS = 60
 SECONDS_BETWEEN_SESSIONS = 60.0
 """Mean; the trace has no clock across sessions."""
-AGENTIC_BLOCK_TOKENS = 1024
+AGENTIC_BLOCK_TOKENS = 2048
 MOONCAKE_BLOCK_TOKENS = 512
-SIZES = (1000, 2000, 4000, 8000, 16000, 32000, 64000)
+SIZES = (500, 1000, 2000, 4000, 8000, 16000, 32000, 64000)
 """Blocks of the cache."""
 
 

@@ -240,11 +240,12 @@ class Machine(RuleBasedStateMachine):
         self.memory.check()
         assert self.memory.policy_error is None
         assert self.memory.num_pinned_blocks <= NUM_BLOCKS // 2
-        self.hear()
-        for request in self.requests:
+        found = [self.memory.lookup_prefix(one.hashes, len(one.tokens)) for one in self.requests]
+        self.hear()  # what a lookup finds expired is gone
+        for request, hit in zip(self.requests, found, strict=True):
             hashes = request.hashes.block_hashes(0, (len(request.tokens) - 1) // BLOCK_SIZE)
             held = next((index for index, one in enumerate(hashes) if one not in self.heard), len(hashes))
-            assert held * BLOCK_SIZE == self.memory.lookup_prefix(request.hashes, len(request.tokens))
+            assert held * BLOCK_SIZE == hit
 
     def teardown(self) -> None:
         """However many pins there are, everybody can be served in the end, one after the other."""

@@ -179,6 +179,13 @@ class KvMemory(Protocol):
     def next_due(self) -> float:
         """Time at which a pin ends or content expires next, seconds on the run's clock; infinite if nothing does."""
 
+    @property
+    def expires_content(self) -> bool:
+        """True if content may expire."""
+
+    def expire(self) -> None:
+        """Drop idle content whose time has come."""
+
     def settle_due(self) -> Sequence[Hashable]:
         """End the pins and drop the content whose time has come; returns the names of the pins."""
 
@@ -200,7 +207,7 @@ class KvMemory(Protocol):
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Breach of the contract by the retention policy; None: there was none."""
+        """Violation of the contract by the retention policy; None: there was none."""
 
     def report_content(self, events: ContentEvents) -> None:
         """Record what the prefix cache holds, and from now on what it comes to hold and loses."""

@@ -229,8 +229,7 @@ class PagedKvMemory:
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
-        if isinstance(self._pool, RetainedBlockPool):
-            self._pool.expire(self.now())
+        self.expire()
         blocks: list[int] = []
         self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
         return len(blocks) * self.block_size
@@ -477,17 +476,25 @@ class PagedKvMemory:
 
     def settle_due(self) -> list[Hashable]:
         """End the pins and drop the content whose time has come; returns the names of the pins."""
-        now = self.now()
-        ended = self._pins.due(now)
+        ended = self._pins.due(self.now())
         for name in ended:
             self.unpin(name)
-        if isinstance(self._pool, RetainedBlockPool):
-            self._pool.expire(now)
+        self.expire()
         return ended
 
     @property
+    def expires_content(self) -> bool:
+        """True if content may expire."""
+        return isinstance(self._pool, RetainedBlockPool) and self._pool.expires_content
+
+    def expire(self) -> None:
+        """Drop idle content whose time has come."""
+        if isinstance(self._pool, RetainedBlockPool):
+            self._pool.expire(self.now())
+
+    @property
     def policy_error(self) -> PolicyError | None:
-        """Breach of the contract by the retention policy; None: there was none."""
+        """Violation of the contract by the retention policy; None: there was none."""
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
 
     def report_content(self, events: ContentEvents) -> None:

@@ -292,6 +292,11 @@ class RetainedBlockPool(BlockPool):
 
     # Expiry
 
+    @property
+    def expires_content(self) -> bool:
+        """True if the policy says how long content lives."""
+        return self._told["expires_at"] is not None
+
     def _note_expiry(self, entry: CachedEntry, at: object) -> None:
         if at is None:
             return

@@ -87,7 +87,7 @@ class RetentionOrder(Generic[EntryT]):
         self.policy = policy
         self.name = name
         self.error: PolicyError | None = None
-        """Breach of the contract by the policy; None: there was none."""
+        """Violation of the contract by the policy; None: there was none."""
         self._segments = policy if isinstance(policy, RetainsInSegments) else None
         self._queues: dict[int, RequestQueue] = {}
         self._num_idle = 0
@@ -140,7 +140,7 @@ class RetentionOrder(Generic[EntryT]):
         return cast(EntryT, first)
 
     def ask(self, method: Callable[..., Any], *about: object) -> Any:
-        """Return a method's answer; None after a breach of the contract, this one or an earlier one."""
+        """Return a method's answer; None after a violation of the contract, this one or an earlier one."""
         if self.error is not None:
             return None
         try:
@@ -174,7 +174,7 @@ class RetentionOrder(Generic[EntryT]):
         return queue
 
     def fail(self, error: PolicyError) -> None:
-        """Note a breach of the contract, and do without the policy from now on."""
+        """Note a violation of the contract, and do without the policy from now on."""
         self.error = error
         self._segments = None
         entries = [cast(EntryT, entry) for queue in self._queues.values() for entry in queue]

@@ -206,7 +206,7 @@ class KvParallelMemory:
     # Nothing is cached, so there is nothing to pin, to expire or to hear of
 
     next_due = inf
-    is_watched = False
+    is_watched = expires_content = False
     num_pinned_blocks = 0
     policy_error = None
 
@@ -216,6 +216,9 @@ class KvParallelMemory:
         return self.growth_headroom
 
     def use_clock(self, clock: Callable[[], float]) -> None:
+        """Do nothing."""
+
+    def expire(self) -> None:
         """Do nothing."""
 
     def settle_due(self) -> Sequence[Hashable]:

@@ -29,6 +29,8 @@ class ContentFeed:
         """Content of each replica by the events that have been given out, with a lag."""
         self._listeners = Listeners()
         self._is_bound = False
+        self._expiring = [one.memory for one in replicas if one.memory.expires_content]
+        """Memories in which content goes by itself, and has to be looked after."""
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:
@@ -42,6 +44,8 @@ class ContentFeed:
 
     def deliver(self, now: float) -> None:
         """Give out what is old enough. Raises `PolicyError` when a policy that is told breaks the contract."""
+        for memory in self._expiring:
+            memory.expire()
         record, until = self._record, now - self.lag_s
         while record and record[0].at <= until:
             self._give(record.popleft())
