@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import AdmissionSpec, PolicySpec, RoutingPartSpec, ScalerSpec, hookimpl
+from vajra_py.contract import AdmissionSpec, PolicySpec, RetentionSpec, RoutingPartSpec, ScalerSpec, hookimpl
 from vajra_py.contract.hookspecs import Preset
 
 
@@ -54,6 +54,15 @@ def vajra_scalers() -> list[ScalerSpec]:
     from vajra_policies.scaling import dynamo_planner, target_utilization
 
     return [target_utilization.SPEC, dynamo_planner.SPEC]
+
+
+@hookimpl
+def vajra_retention_policies() -> list[RetentionSpec]:
+    """Orders in which idle cached content is given up; imported when asked for."""
+    from vajra_policies.retention import age, arc, frequency, recency, request_priority, session_pin, ttl
+
+    simple = [recency.LRU, frequency.LFU, age.FIFO, recency.MRU, age.FILO, frequency.SLRU]
+    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC]
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 from vajra_py.workload import Workload, build_workload
 from vajra_py.workload.fingerprint import fingerprint
@@ -111,6 +112,7 @@ class _Attempt:
         self._admissions: AdmissionLog | None = None
         if has_gate and output.decision_log:
             self._admissions = AdmissionLog(place.path / ADMISSIONS_FILE)
+        self._retention = RetentionLog(place.path / RETENTION_FILE) if output.decision_log else None
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
         self._replicas = ReplicaStates()
@@ -118,7 +120,8 @@ class _Attempt:
             self._observers.append(self._replicas)
         if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
-        self._observers += [one for one in (self._log, self._admissions, movement) if one is not None]
+        logs = (self._log, self._admissions, self._retention, movement)
+        self._observers += [one for one in logs if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
         controller.diary.emitted.is_kept = True
@@ -164,6 +167,8 @@ class _Attempt:
         recorder.record_unfinished(self._backend.controller.alive())
         if self._admissions is not None:
             self._admissions.close()
+        if self._retention is not None:
+            self._retention.close()
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         replicas = self._replicas.table(seconds)

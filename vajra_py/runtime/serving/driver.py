@@ -55,7 +55,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import Start
 from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
@@ -137,6 +137,7 @@ class Driver(Generic[R]):
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
+            one.replica.memory.use_clock(self._seconds)
             self._replicas[name].append(one)
             if controller.replicasets[name].computes(one.replica.replica_id):
                 self._idle[name][one.replica.replica_id] = one
@@ -160,6 +161,9 @@ class Driver(Generic[R]):
         if options.wakes:
             controller.alarms.connect(self._set_alarm)
         self._read_declarations()
+
+    def _seconds(self) -> float:
+        return to_seconds(self.now)
 
     def use(self, fast_forward: FastForward[R]) -> None:
         """Let the backend launch several steps at once; their changes are applied before anything reads them."""
@@ -793,7 +797,8 @@ class Driver(Generic[R]):
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Return True if some policy may look at running requests or loads when a request arrives."""
-    return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
+    hears = bool(replicaset.listeners.arrivals) or replicaset.feed is not None
+    return traits_of(replicaset.scheduler).reads_load or hears
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:

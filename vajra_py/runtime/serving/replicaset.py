@@ -28,6 +28,7 @@ from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -59,6 +60,10 @@ class Replicaset:
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
+        self.kv_event_lag_s = 0.0
+        """Age that an event of a cache must have before policies know of it, seconds."""
+        self.feed: ContentFeed | None = None
+        """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
         self._views: LiveLoads | list[SnapshotLoad] = self._live
         self._queued_by_id: dict[str, Request] = {}
@@ -103,6 +108,15 @@ class Replicaset:
         self._live.add(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
+
+    def bind_content(self) -> None:
+        """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
+        if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.hear_content):
+            self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
+            for load in self._live:
+                load.feed = self.feed if self.kv_event_lag_s > 0 else None
+        if self.feed is not None:
+            self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
         """Replace the shared queue."""
@@ -414,6 +428,8 @@ class Replicaset:
         return self._views
 
     def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             return call(request, views, now)
         except VajraError:
@@ -448,6 +464,8 @@ class Replicaset:
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
         """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
                 request = self._queued_by_id.get(request_id)
