@@ -14,6 +14,7 @@ from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
     LocalReplicaView,
+    Move,
     PoolView,
     PriorityKey,
     QueueView,
@@ -34,6 +35,7 @@ _METHODS = (
     "assign",
     "pull",
     "place_after_prompt",
+    "moves",
     "schedule",
     "solo_chunk_size",
     "refuses",
@@ -106,6 +108,10 @@ class StrictViews:
             views = [StrictReplicaView(self, replica) for replica in replicas]
             return policy.place_after_prompt(self.request(request), views, now)
 
+        def moves(replicas: Sequence[ReplicaLoadView], now: float) -> Any:
+            found = policy.moves([StrictReplicaView(self, replica) for replica in replicas], now)
+            return [replace(one, request=self.real(one.request)) if isinstance(one, Move) else one for one in found]
+
         def pull(replica: ReplicaLoadView, queued: QueueView, now: float) -> Any:
             return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
 
@@ -129,6 +135,7 @@ class StrictViews:
                 "assign": assign,
                 "pull": pull,
                 "place_after_prompt": place_after_prompt,
+                "moves": moves,
                 "schedule": schedule,
                 "refuses": lambda request, replica, now: policy.refuses(
                     self.request(request), StrictReplicaView(self, replica), now
