@@ -174,9 +174,9 @@ class Counts(Observer):
         self.ttft.append(now - request.arrived_at)
 
 
-def serve(seed: int, rate: float, longest: int, *, migrates: bool) -> Counts:
-    """600 requests with power-law lengths on eight replicas of 600 blocks."""
-    mapping = settings(hand_off={"kv_bytes_per_token": 131_072}, links={"bandwidth_gb_s": 25.0}, num_replicas=8)
+def serve(seed: int, rate: float, prompt: int, *, migrates: bool) -> Counts:
+    """600 requests with long outputs on twelve replicas of 9,600 tokens; lengths are log-normal with these medians."""
+    mapping = settings(hand_off={"kv_bytes_per_token": 131_072}, links={"bandwidth_gb_s": 25.0}, num_replicas=12)
     del mapping["pools"]
     mapping["preset"] = "llumnix"
     mapping["scheduling"] = {"replicaset_scheduler": {"policy": "llumnix", "params": {"migrates": migrates}}}
@@ -186,19 +186,23 @@ def serve(seed: int, rate: float, longest: int, *, migrates: bool) -> Counts:
     run.controller.watch((counts,))
     draw = np.random.default_rng(seed)
     times = np.cumsum(draw.exponential(1 / rate, 600))
-    outputs, prompts = (np.minimum(longest, (draw.pareto(1.2, 600) + 1) * 100).astype(int) for _ in range(2))
+    prompts, outputs = (np.minimum(3000, draw.lognormal(np.log(one), 1.0, 600)).astype(int) + 1 for one in (prompt, 300))
     rows = enumerate(zip(times, prompts, outputs, strict=True))
-    simulator.run([RequestSpec(f"r{one}", float(at), int(prompt), int(output)) for one, (at, prompt, output) in rows])
+    simulator.run([RequestSpec(f"r{one}", float(at), int(long), int(output)) for one, (at, long, output) in rows])
     assert len(counts.ttft) == 600
     return counts
 
 
-def test_preemptions_and_late_first_tokens_fall_under_migration() -> None:
-    """The paper's claims on paired seeds: at 0.8 of the load less than half of the preemptions are left; beyond it the P99 falls."""
-    plain, live = ([serve(seed, 14.0, 2500, migrates=one) for seed in (0, 2)] for one in (False, True))
+def test_preemptions_fall_under_migration() -> None:
+    """Less than half of them are left (the paper's claim) where memory is short here and there; on paired seeds."""
+    plain, live = ([serve(seed, 32.0, 100, migrates=one) for seed in (0, 1)] for one in (False, True))
     assert sum(one.moved for one in live) > 50
+    assert sum(one.preempted for one in plain) > 20
     assert sum(one.preempted for one in live) < 0.5 * sum(one.preempted for one in plain)
-    plain, live = ([serve(seed, 18.0, 3000, migrates=one) for seed in (0, 2)] for one in (False, True))
-    before, after = (np.quantile(np.concatenate([one.ttft for one in each]), 0.99) for each in (plain, live))
-    assert after < 0.7 * before
-    assert sum(one.preempted for one in live) < sum(one.preempted for one in plain)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_p99_of_prefill_latency_falls_under_migration(seed: int) -> None:
+    """Prompts wait for a replica that has room for them; migration makes room."""
+    plain, live = (np.quantile(serve(seed, 18.0, 400, migrates=one).ttft, 0.99) for one in (False, True))
+    assert live < 0.85 * plain
