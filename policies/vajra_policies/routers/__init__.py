@@ -11,6 +11,7 @@ from vajra_policies.routers import (
     llumnix,
     preble_e2,
     sglang_cache_aware,
+    splitwise_mixed_pool,
 )
 from vajra_py.contract import PolicySpec, RoutingPartSpec
 
@@ -20,6 +21,7 @@ POLICIES: tuple[PolicySpec, ...] = (
     sglang_cache_aware.SPEC,
     preble_e2.SPEC,
     llumnix.SPEC,
+    splitwise_mixed_pool.SPEC,
 )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from tests.golden.readers.policies import BindsOnArrival
+from vajra_policies.routers.splitwise_mixed_pool import MixedPool, MixedPoolConfig
 from vajra_py.contract import (
     BatchBuilder,
     EndedStep,
@@ -39,6 +40,10 @@ class Placed:
     prompt_at: ReplicaId
     token_at: ReplicaId
     loads: Sequence[Load]
+    memory: Sequence[int] = ()
+    """Tokens that requests were given at each replica, where that is counted."""
+    mixed: Sequence[ReplicaId] = ()
+    """Replicas of the mixed pool after it."""
 
 
 Seen = dict[str, Placed]
@@ -117,6 +122,10 @@ class Instance:
             self._choose(batch.free_blocks)
         for task in self._batch:
             self._run(task, batch, now)
+
+    def has_waiting(self, num_arriving: int) -> bool:
+        """True if a task waits: of a request that has just come, one that was not in a batch yet, or one that was left out."""
+        return bool(num_arriving > len([one for one in self._tasks if not one.is_resident]) or self._queue)
 
     def _kinds(self, request: RequestView) -> Sequence[bool]:
         """Tasks of a request that run here, prompts as True."""
@@ -229,6 +238,29 @@ class _Choice:
         return True
 
 
+class LendingRouter(MixedPool):
+    """`splitwise_mixed_pool`; whether a queue is empty is known to the instance alone, whose tasks wait one by one."""
+
+    def __init__(self, config: MixedPoolConfig, context: PolicyContext, seen: Seen, instances: Sequence[Instance]) -> None:
+        super().__init__(config, context)
+        self._seen, self._instances = seen, instances
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The instance of the prompt."""
+        self._see(replicas)
+        before = [self._scheduled[one.replica_id] for one in replicas]
+        loads = [(number, len(one.here), one.pending) for number, one in enumerate(before)]
+        memory = [one.memory for one in before]
+        prompt_at = super().assign(request, replicas, now)
+        placed = self._placed[request]
+        mixed = list(self._mixed)
+        self._seen[request.request_id] = Placed(placed.prompt_at, placed.token_at, loads, memory, mixed)
+        return prompt_at
+
+    def _has_waiting(self, replica: ReplicaLoadView) -> bool:
+        return self._instances[replica.replica_id].has_waiting(replica.num_waiting)
+
+
 class RouterConfig(PolicyConfig):
     """Parameters of the placement."""
 
@@ -286,12 +318,25 @@ class Router(BindsOnArrival):
 
 def specs(seen: Seen) -> Sequence[PolicySpec]:
     """The policies of one run; the router writes down what it saw."""
+    instances: list[Instance] = []
+
+    def instance(config: InstanceConfig, context: PolicyContext) -> Instance:
+        instances.append(Instance(config, context, seen))
+        return instances[-1]
+
     return [
+        PolicySpec(
+            name="splitwise_lending_router",
+            layer=Layer.REPLICASET_SCHEDULER,
+            config=MixedPoolConfig,
+            build=lambda config, context: LendingRouter(config, context, seen, instances),
+            summary="Placement of splitwise-sim with a mixed pool.",
+        ),
         PolicySpec(
             name="splitwise_instance",
             layer=Layer.REPLICA_SCHEDULER,
             config=InstanceConfig,
-            build=lambda config, context: Instance(config, context, seen),
+            build=instance,
             summary="An instance of splitwise-sim.",
         ),
         PolicySpec(

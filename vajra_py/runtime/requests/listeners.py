@@ -20,6 +20,7 @@ class Listeners:
     arrivals: tuple[Told, ...] = ()
     admissions: tuple[Told, ...] = ()
     preemptions: tuple[Told, ...] = ()
+    moves: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
 
@@ -35,7 +36,14 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         found = ((getattr(policy, method, None), name) for policy, name in named)
         return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
 
-    return Listeners(of("on_arrivals"), of("on_admission"), of("on_preemption"), of("on_step_end"), of("on_departures"))
+    return Listeners(
+        of("on_arrivals"),
+        of("on_admission"),
+        of("on_preemption"),
+        of("on_moved"),
+        of("on_step_end"),
+        of("on_departures"),
+    )
 
 
 def _under_name(method: Told, name: str) -> Told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Hashable
+from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Generic
 
@@ -14,7 +15,7 @@ from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.support.clock import to_seconds
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 
 class Transfers(Generic[R]):
@@ -29,6 +30,9 @@ class Transfers(Generic[R]):
         """Callback of each transfer under way."""
         self._ended: dict[Hashable, None] = {}
         """Transfers that have ended now and were not called back yet."""
+        self._timers: list[tuple[int, int, Callable[[], None]]] = []
+        """(tick, number, action) of what happens at a time."""
+        self._num_timers = 0
         self._scheduled_at: int | None = None
         self._waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
         """Actions by replica, in order of number."""
@@ -66,7 +70,16 @@ class Transfers(Generic[R]):
             key = next(iter(self._ended))
             del self._ended[key]
             self._done.pop(key)()
+        while self._timers and self._timers[0][0] <= now:
+            heappop(self._timers)[2]()
         self._schedule()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Call `action` after so many seconds, when transfers that end then have ended."""
+        tick = self._driver.now + to_ticks(delay_s)
+        heappush(self._timers, (tick, self._num_timers, action))
+        self._num_timers += 1
+        self._driver.events.push(tick, Phase.TRANSFER, self._replicaset.name)
 
     def _schedule(self) -> None:
         tick = self._network.next_change()
@@ -103,3 +116,4 @@ class Transfers(Generic[R]):
         for key in list(self._done):
             self.cancel(key)
         self._waiting.clear()
+        self._timers.clear()
