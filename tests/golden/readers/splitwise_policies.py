@@ -108,20 +108,52 @@ class Instance:
         self._batch_tokens = 0
         self._steps_left = 0
         self._is_cut = False
+        self._replica_id = -1
+        self._came: dict[RequestView, int] = {}
+        """By request: when it came, or its KV."""
+        self._num_came = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Go on with the batch, or choose another."""
-        for request in replica.waiting():
-            if request not in self._tasks:
-                self._tasks[request] = []
-                for is_prompt in self._kinds(request):
-                    self._arrive(Task(request, is_prompt))
+        self._replica_id = replica.replica_id
+        new = [one for one in replica.waiting() if one not in self._tasks]
+        for request in sorted(new, key=self._came.__getitem__):
+            self._tasks[request] = []
+            for is_prompt in self._kinds(request):
+                self._arrive(Task(request, is_prompt))
         self._steps_left -= 1
         if self._steps_left <= 0 or self._is_cut:
             self._finish_tasks()
             self._choose(batch.free_blocks)
         for task in self._batch:
             self._run(task, batch, now)
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Tasks are queued in the order in which they come to an instance."""
+        for request in requests:
+            self._note(request)
+
+    def _note(self, request: RequestView) -> None:
+        self._came[request] = self._num_came
+        self._num_came += 1
+
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The instance that has sent KV looks at its queue again when that has arrived."""
+        self._note(request)
+        has_room = len(self._batch) < self._max_size and self._batch_tokens < self._max_tokens
+        if source == self._replica_id and has_room and not any(one.is_prompt for one in self._batch):
+            self._is_cut = self._is_cut or bool(self._queue) or any(map(self._has_come_since, self._came))
+
+    def _has_come_since(self, request: RequestView) -> bool:
+        """True if a request's prompt waits here since the last step was formed."""
+        placed = self._seen.get(request.request_id)
+        is_here = placed is not None and placed.prompt_at == self._replica_id
+        return is_here and request not in self._tasks and not request.num_output_tokens
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """They come no more."""
+        for request in requests:
+            self._came.pop(request, None)
 
     def has_waiting(self, num_arriving: int) -> bool:
         """True if a task waits: of a request that has just come, one that was not in a batch yet, or one that was left out."""
