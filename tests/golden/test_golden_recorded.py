@@ -69,7 +69,13 @@ POOLS: Mapping[str, tuple[Compare, tuple[str, ...]]] = {
         splitwise.compare,
         (
             *("kv_jsq_2p2d", "kv_jsq_3p1d_slow", "kv_jsq_db_2p2d", "kv_round_robin_1p3d", "kv_token_jsq_2p2d"),
-            *("overlap_kv_jsq_2p2d", "mixed_pool_1p1d_loaded", "mixed_pool_2p2d", "mixed_pool_3p1d", "mixed_pool_preempt"),
+            *(
+                "overlap_kv_jsq_2p2d",
+                "mixed_pool_1p1d_loaded",
+                "mixed_pool_2p2d",
+                "mixed_pool_3p1d",
+                "mixed_pool_preempt",
+            ),
         ),
     ),
 }
@@ -119,7 +125,9 @@ def test_other_settings_of_a_mixed_pool_are_noticed(recorded_dir: Path, name: st
 
 def test_a_full_target_is_looked_at_again_once_a_second(recorded_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = read(recorded_dir, "splitwise", "mixed_pool_2p2d")
-    late = [one for one in trace["requests"] if one["kv_start"] is not None and one["kv_start"] > one["prompt_end"] + 0.5]
+    late = [
+        one for one in trace["requests"] if one["kv_start"] is not None and one["kv_start"] > one["prompt_end"] + 0.5
+    ]
     assert late
     whole = [one["kv_start"] - one["prompt_end"] for one in late]
     assert whole == pytest.approx([round(one) for one in whole])

@@ -82,7 +82,13 @@ def test_requests_of_high_priority_count_as_if_they_used_more() -> None:
 def test_the_freest_gets_the_request() -> None:
     made = llumnix()
     views = [View(0, free_blocks=30, num_running=3), View(1, free_blocks=11, num_running=1), View(2, is_up=False)]
-    assert [made.assign(Asked(160), views, 0.0) for _ in range(5)] == [1, 0, 0, 0, 1]  # 11 steps, then 0.5; 10, 5, 2 and 0
+    assert [made.assign(Asked(160), views, 0.0) for _ in range(5)] == [
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]  # 11 steps, then 0.5; 10, 5, 2 and 0
     assert made.assign(Asked(16), [View(2, is_up=False)], 0.0) is None
 
 
@@ -135,7 +141,13 @@ def test_a_draining_replica_gives_all_that_it_has() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "expected"),
-    [("shortest", [2]), ("longest", [1]), ("last", [0]), ("first_waiting", [3]), ("first_waiting_and_shortest", [3, 2])],
+    [
+        ("shortest", [2]),
+        ("longest", [1]),
+        ("last", [0]),
+        ("first_waiting", [3]),
+        ("first_waiting_and_shortest", [3, 2]),
+    ],
 )
 def test_which_request_is_moved(choice: str, expected: Sequence[int]) -> None:
     made = llumnix(moved=choice)
@@ -154,7 +166,9 @@ def test_balanced_pairs_even_out_and_no_more() -> None:
     source = View(0, free_blocks=2, num_running=2)
     assert moved(made, [source, View(1, free_blocks=60, num_running=1)]) == [(one, 1)]  # 1 and 60; then 12 and 25
     assert moved(made, [source, View(1, free_blocks=16, num_running=1)]) == [], "the target would fall to 3"
-    assert moved(made, [source, View(1, free_blocks=30, num_running=1)]) == [], "the target would have less than the source"
+    assert moved(made, [source, View(1, free_blocks=30, num_running=1)]) == [], (
+        "the target would have less than the source"
+    )
 
 
 class Counts(Observer):
@@ -186,7 +200,9 @@ def serve(seed: int, rate: float, prompt: int, *, migrates: bool) -> Counts:
     run.controller.watch((counts,))
     draw = np.random.default_rng(seed)
     times = np.cumsum(draw.exponential(1 / rate, 600))
-    prompts, outputs = (np.minimum(3000, draw.lognormal(np.log(one), 1.0, 600)).astype(int) + 1 for one in (prompt, 300))
+    prompts, outputs = (
+        np.minimum(3000, draw.lognormal(np.log(one), 1.0, 600)).astype(int) + 1 for one in (prompt, 300)
+    )
     rows = enumerate(zip(times, prompts, outputs, strict=True))
     simulator.run([RequestSpec(f"r{one}", float(at), int(long), int(output)) for one, (at, long, output) in rows])
     assert len(counts.ttft) == 600

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.sim.scaled import Scaled, Scripted, requests, scaled
-from vajra_py.contract import PolicyContext
 from vajra_py.contract.observer import Observer
 from vajra_py.runtime.records.input_log import Failure
 from vajra_py.runtime.serving.events import Phase
@@ -104,7 +103,7 @@ def test_requests_that_wait_or_were_preempted_are_placed_anew() -> None:
 
 def test_a_replica_that_is_lost_while_its_requests_leave_loses_none_of_them() -> None:
     for lost in (0, 1):
-        world, moved = draining("migrate", {0.5: 2}, 3, links={"bandwidth_gb_s": 0.1})
+        world, _ = draining("migrate", {0.5: 2}, 3, links={"bandwidth_gb_s": 0.1})
         tick = to_ticks(0.61)  # a migration takes 0.2 s and more
         world.simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", lost, "pulled the plug", 3))
         seen = world.run(requests(9, output=150))

@@ -52,8 +52,7 @@ HAND_OFF = st.fixed_dictionaries(
         "moves": st.sampled_from(["missing", "whole_prompt"]),
     }
 ).filter(
-    lambda one: one["when_full"] != "retry"
-    or (one["takes_effect"], one["reservations"]) == ("at_once", "all_that_fit")
+    lambda one: one["when_full"] != "retry" or (one["takes_effect"], one["reservations"]) == ("at_once", "all_that_fit")
 )
 LINKS = st.fixed_dictionaries(
     {

@@ -158,9 +158,7 @@ class Llumnix:
     def _has_preempted(self, replica: ReplicaLoadView) -> bool:
         return any(one.preempted_index > 0 for one in self._waiting.get(replica.replica_id, ()))
 
-    def _balances(
-        self, source: ReplicaLoadView, target: ReplicaLoadView, freeness: Mapping[ReplicaId, float]
-    ) -> bool:
+    def _balances(self, source: ReplicaLoadView, target: ReplicaLoadView, freeness: Mapping[ReplicaId, float]) -> bool:
         chosen = (choose(self, source) for choose in _CHOICES[self._config.moved])
         request = next((one for one in chosen if one is not None), None)
         if request is None:

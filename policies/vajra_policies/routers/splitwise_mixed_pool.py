@@ -30,7 +30,9 @@ class MixedPoolConfig(PolicyConfig):
     prompt_pool: str = Field("prompt", description="Pool whose replicas compute prompts, of role `mixed`.")
     token_pool: str = Field("token", description="Pool whose replicas decode, of role `mixed`.")
     max_pending_prompt_tokens: int = Field(
-        8192, ge=1, description="Pending tokens beyond which a replica on which requests wait takes no more prompts, tokens."
+        8192,
+        ge=1,
+        description="Pending tokens beyond which a replica on which requests wait takes no more prompts, tokens.",
     )
 
 
@@ -175,10 +177,10 @@ class MixedPool:
 
     def _return_if_idle(self, replica_id: ReplicaId) -> None:
         home = self._home.get(replica_id)
-        if home is not None and home is not self._mixed and replica_id in self._mixed:
-            if not self._scheduled[replica_id].here:
-                del self._mixed[replica_id]
-                home[replica_id] = None
+        is_lent = home is not None and home is not self._mixed and replica_id in self._mixed
+        if home is not None and is_lent and not self._scheduled[replica_id].here:
+            del self._mixed[replica_id]
+            home[replica_id] = None
 
     # What has been done
 

@@ -273,7 +273,9 @@ class _Choice:
 class LendingRouter(MixedPool):
     """`splitwise_mixed_pool`; whether a queue is empty is known to the instance alone, whose tasks wait one by one."""
 
-    def __init__(self, config: MixedPoolConfig, context: PolicyContext, seen: Seen, instances: Sequence[Instance]) -> None:
+    def __init__(
+        self, config: MixedPoolConfig, context: PolicyContext, seen: Seen, instances: Sequence[Instance]
+    ) -> None:
         super().__init__(config, context)
         self._seen, self._instances = seen, instances
 
