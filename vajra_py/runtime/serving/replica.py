@@ -240,6 +240,11 @@ class Replica:
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
+    def has_room_for(self, request: Request) -> bool:
+        """Return whether there is a free place in the batch, and free blocks for what is known of a request."""
+        is_free = self.running_set.num_running < self.limits.max_batch_size
+        return is_free and self.memory.blocks_for(request.num_known_tokens) <= self.memory.free_blocks
+
     @property
     def num_pending_tokens(self) -> int:
         """Tokens left to prefill, waiting and running."""

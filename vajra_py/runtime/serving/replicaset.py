@@ -422,6 +422,21 @@ class Replicaset:
         chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
         return None if chosen is None else self._checked(chosen, candidates, request, self._place_method)
 
+    def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
+        """Return that of these replicas, which are up, where a running request is to go on; None: it stays.
+
+        A scheduler that binds late leaves the choice to the mechanism: the replica with the most free blocks.
+        """
+        if not candidates:
+            return None
+        views = self._views_at(now)
+        chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
+        if chosen is not None:
+            return self._checked(chosen, candidates, request, self._place_method)
+        if self.places_itself:
+            return None
+        return max(candidates, key=lambda one: (one.memory.free_blocks, -one.replica_id)).replica_id
+
     def _views_at(self, now: float) -> Sequence[ReplicaLoadView]:
         if self._view_interval_s > 0:
             return [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
