@@ -118,6 +118,7 @@ class Driver(Generic[R]):
         """Forms a replica's next step; see `form_through`."""
         self._backend = backend
         self._options = options
+        self._every = options.check_every_steps
         self._note = note
         self._replicas: dict[str, list[R]] = {name: [] for name in controller.replicasets}
         self._idle: dict[str, SortedDict[int, R]] = {name: SortedDict() for name in controller.replicasets}
@@ -192,6 +193,9 @@ class Driver(Generic[R]):
             elif phase is _FORM:
                 self.now = tick
                 self._form(payload)
+            elif phase is _ARRIVAL:
+                self.now = tick
+                self._backend.on_arrival(payload)
             elif not _is_void(phase, payload) and not (phase in _OF_POLICIES and self._is_over()):
                 self.now = tick
                 self._dispatch(phase, payload)
@@ -204,9 +208,7 @@ class Driver(Generic[R]):
         return NEVER if not heap or self._is_over() else heap[0][0]
 
     def _dispatch(self, phase: Phase, payload: Any) -> None:
-        if phase is _ARRIVAL:
-            self._backend.on_arrival(payload)
-        elif phase is Phase.STAGE_END:
+        if phase is Phase.STAGE_END:
             self._stage_ended(*payload)
         elif phase is Phase.FAILURE:
             self._fail(payload)
@@ -378,10 +380,12 @@ class Driver(Generic[R]):
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica, movements = one.replica, self._movements
-        outer = self._completing
-        if movements and (at_once or outer >= 0):
-            self._completing = one.rank
+        replica = one.replica
+        movements = self._movements
+        if movements:
+            outer = self._completing
+            if at_once or outer >= 0:
+                self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
             self.fast_forward.sync_before(one)
         try:
@@ -392,11 +396,11 @@ class Driver(Generic[R]):
                 self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
-            self._completing = outer
             return
-        self._completing = outer
-        every = self._options.check_every_steps
-        if every and self.num_steps % every == 0:
+        finally:
+            if movements:
+                self._completing = outer
+        if self._every and self.num_steps % self._every == 0:
             self.controller.check_conservation()
         if self._draining and self._elasticity.goes_down(one):
             return
@@ -466,15 +470,16 @@ class Driver(Generic[R]):
 
     def _start(self, one: R) -> None:
         self._formed_at = self.now
+        movements = self._movements
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)
-                if self._movements and (movement := self._movements.get(one.replica.replicaset)) is not None:
-                    movement.requests_ended(dropped)
-            if one.replica.builder.loads:
-                self._movements[one.replica.replicaset].hand_offs.load(one)
+                if one.replica.replicaset in movements:
+                    movements[one.replica.replicaset].requests_ended(dropped)
+            if movements and one.replica.builder.loads:
+                movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
             self.isolate(one.replica.replicaset, error)
             return
@@ -485,7 +490,7 @@ class Driver(Generic[R]):
                 return
             if one.replica.builder.idle_at is not None and self._options.wakes:
                 self._waker.leave_idle(one, one.replica.builder.idle_at)
-            movement = self._movements.get(one.replica.replicaset) if self._movements else None
+            movement = movements.get(one.replica.replicaset)
             if movement is not None and movement.hand_offs.nothing_ran(one):
                 self.wake(one)
             return

@@ -32,6 +32,7 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
+_PREFILL = PoolRole.PREFILL
 
 
 MAX_EMPTY_STEPS = 1000
@@ -90,7 +91,7 @@ class Replica:
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
-        self.hands_off = parts.role is PoolRole.PREFILL
+        self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
         """True if clients get the token that the last step of a prompt samples where the request leaves."""
@@ -226,7 +227,7 @@ class Replica:
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is PoolRole.PREFILL:  # which leaves before it grows
+        if self.parts.role is _PREFILL:  # which leaves before it grows
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 

@@ -41,6 +41,41 @@ from vajra_py.runtime.support.clock import to_seconds
 class Replicaset:
     """Replicas of one model behind one prioritizer and one replicaset scheduler."""
 
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_assign_call",
+        "_differs",
+        "_eligible",
+        "_live",
+        "_place_call",
+        "_place_method",
+        "_queued_by_id",
+        "_shared_accesses",
+        "_view_interval_s",
+        "_views",
+        "admission",
+        "around",
+        "away",
+        "bounds",
+        "hand_off",
+        "held_back",
+        "listeners",
+        "lost",
+        "may_refuse",
+        "moves_requests",
+        "name",
+        "newly_held_back",
+        "observers",
+        "out_of_service",
+        "places_itself",
+        "policies",
+        "replicas",
+        "scaling",
+        "scheduler",
+        "scheduler_name",
+        "shared",
+        "sync",
+    )
+
     def __init__(
         self,
         name: str,
