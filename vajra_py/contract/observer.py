@@ -133,7 +133,7 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Blocks of the target are set aside, and KV of so many tokens is on its way to them."""
+        """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them."""
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The target has the KV of a request, which waits there to run."""
@@ -142,7 +142,7 @@ class Observer:
         """The source of a request has given back the blocks that it held for it."""
 
     def on_migration_aborted(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """A running request does not move after all; it goes on at its source, unless it has ended or was preempted."""
+        """A running request does not move after all; it continues at its source, unless it has ended or was preempted."""
 
     def on_first_token(self, request: RequestView, now: float) -> None:
         """A request's client saw its first token."""

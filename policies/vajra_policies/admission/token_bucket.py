@@ -1,4 +1,4 @@
-"""Token buckets: each tenant, or class of service, may use so much a second, and so much at once."""
+"""Token buckets: each tenant, or class of service, has a rate and a burst."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Bucket:
     """Time at which the turn of each deferred request comes."""
 
     def fill(self, now: float) -> None:
-        """Add what has come since the last time."""
+        """Add the tokens of the time since the last call."""
         self.level = min(self.capacity, self.level + (now - self.filled_at) * self.refill_per_s)
         self.filled_at = now
 

@@ -19,7 +19,7 @@ _EMITTED, _NOTES = "emitted.arrow", "notes.json"
 def write_part(
     path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
 ) -> None:
-    """Write what `take_part` reads; arguments as of `write_results`, in whose place it is called."""
+    """Write the tables that `take_part` reads; called instead of `write_results`, with its arguments."""
     for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
         _write(path / name, builder)
     if tables.emitted is not None:
@@ -32,7 +32,7 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
     """Add a part's rows to these tables, and return where its step times come from."""
     tables.requests.take(_read(path / _REQUESTS))
     tables.steps.extend(_read(path / _STEPS))
-    for batch in _read(path / _TBT).to_batches():  # each of one replicaset and class
+    for batch in _read(path / _TBT).to_batches():  # each batch is of one replicaset and class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
         gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
     step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())

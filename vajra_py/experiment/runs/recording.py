@@ -116,7 +116,7 @@ class RunRecording:
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
         self.stopped = ""
-        """Reason that recording has stopped; empty while it goes on."""
+        """Reason that recording has stopped; empty while it records."""
 
     def _stop(self, error: Exception) -> None:
         """Stop recording after an error."""

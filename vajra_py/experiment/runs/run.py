@@ -1,4 +1,4 @@
-"""Run one experiment into a folder of results; whatever happens, what was reached is written."""
+"""Run one experiment into a folder of results; a run that fails writes the results that it has."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
+        if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
         self._observers += [one for one in (self._log, self._admissions) if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]

@@ -47,7 +47,7 @@ def write_report(
     if target.is_dir():
         raise RunError(f"report {target}: is a folder. Name a file, such as {target / 'report.html'}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    is_device = target.exists() and not target.is_file()  # such as /dev/stdout, which nothing may take the place of
+    is_device = target.exists() and not target.is_file()  # such as /dev/stdout, which must not be replaced by a file
     written = target if is_device else target.with_name(target.name + ".partial")
     written.write_text(render_report(runs, title, metrics), encoding="utf-8")
     if not is_device:

@@ -60,7 +60,7 @@ class TimelineOptions:
 
     start_at: float = -math.inf
     end_at: float = math.inf
-    """Only what overlaps this stretch, seconds on the run's clock."""
+    """End of the interval to show, seconds on the run's clock."""
     max_requests: int = 5000
     """Lines of requests, in order of arrival; viewers grow slow beyond some thousands. 0 leaves requests out."""
 

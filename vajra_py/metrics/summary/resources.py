@@ -28,7 +28,7 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
     measured = held & steady.holds(formed_at)
     if not measured.any():
         measured, steady = held, window
-    counted, inside = (slice(None) if own.all() else own for own in (held, measured))  # all of them need no copy
+    counted, inside = (slice(None) if own.all() else own for own in (held, measured))  # no copy if all are kept
     weight = duration_s[inside]
     section: dict[str, Any] = {
         "num_steps": int(held.sum()),

@@ -119,7 +119,7 @@ class Recorder(StepLog):
 
 
 def _admission_columns(requests: Sequence[Request]) -> dict[str, Sequence[Any]]:
-    """Return what the admission policy decided on each request."""
+    """Return the admission policy's decision on each request."""
     rows = [(one.admission or _NOT_ASKED, one.ended_at is None) for one in requests]
     return {
         "admission": [row.outcome for row, _ in rows],

@@ -22,7 +22,7 @@ _NAMES = {Accept: "accept", Refuse: "refuse", Defer: "defer"}
 
 
 class AdmissionLog(Observer):
-    """Writes `admissions.jsonl.gz` while a run goes on."""
+    """Writes `admissions.jsonl.gz` during a run."""
 
     wants_step_ends = False
 

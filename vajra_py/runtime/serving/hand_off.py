@@ -403,7 +403,7 @@ class HandOffs(Generic[R]):
         """Find targets for those that have none."""
         self.hold_back()
         for one in list(self._unplaced.values()):
-            if self._unplaced.get(one.request) is one:  # what came of others may have ended it
+            if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)
 
     def clear(self) -> None:

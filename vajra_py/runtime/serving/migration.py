@@ -91,7 +91,9 @@ class Migrations(Generic[R]):
 
     def _check_target(self, request: Request, target: object) -> None:
         up = [
-            one.replica_id for one in self._replicaset.bounds.holders(request) if self._replicaset.is_up(one.replica_id)
+            one.replica_id
+            for one in self._replicaset.bounds.holders(request).all
+            if self._replicaset.is_up(one.replica_id)
         ]
         if target not in up:
             raise self._wrong(
