@@ -523,9 +523,11 @@ class Driver(Generic[R]):
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
         """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
-        movement.requests_ended(ended)
+        if ended:
+            movement.requests_ended(ended)
         movement.step_ended(one, has_freed=has_freed)
-        self._elasticity.end_drains(one.replica.replicaset)
+        if self._draining:
+            self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
         """True if nothing but wake-ups of policies is left, with no request to serve and none to come."""
