@@ -27,7 +27,7 @@ from vajra_py.contract import (
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.workload import RequestSpec
 
-TOKEN_S = 0.0001
+TOKEN_S = 0.001
 NUM_REQUESTS = 3000
 SINGLE = {"max_batch_size": 1, "max_batch_tokens": 20_000, "max_model_len": 20_000, "memory": {"num_blocks": 100_000}}
 
@@ -115,7 +115,7 @@ def run_tandem(rate: float, means_s: tuple[float, float], num_servers: int = 1, 
 
 def _times(ways: Ways, specs: Sequence[RequestSpec]) -> tuple[np.ndarray, np.ndarray]:
     found = [ways.of[spec.request_id] for spec in specs]
-    return np.array([way.held for way in found], dtype=float), np.array([way.ended for way in found], dtype=float)
+    return np.array([way.arrived for way in found], dtype=float), np.array([way.ended for way in found], dtype=float)
 
 
 def correlation(left: np.ndarray, right: np.ndarray) -> float:

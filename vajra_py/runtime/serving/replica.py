@@ -19,7 +19,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
-from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet, StateView
@@ -464,7 +464,7 @@ class Replica:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, _ in plan.chunks:
+        for request, num_tokens, computed_before, kind in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
@@ -474,7 +474,12 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if self.hands_off and request not in self._to_abort and request not in result.stopped:
+            if (
+                self.hands_off
+                and kind != MOVED  # a request that has just come with its KV stays
+                and request not in self._to_abort
+                and request not in result.stopped
+            ):
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)

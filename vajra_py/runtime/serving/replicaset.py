@@ -139,7 +139,7 @@ class Replicaset:
         load = LiveLoad(replica)
         access.view = load
         self.replicas.append(replica)
-        replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+        replica.hands_off = self._hands_off(replica)
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.add(load)
@@ -176,8 +176,13 @@ class Replicaset:
         self._place_method = place
         self._place_call = place if around is None else around(self.name, layer, name, place)
         for replica in self.replicas:
-            replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+            replica.hands_off = self._hands_off(replica)
         self._eligible.clear()
+
+    def _hands_off(self, replica: Replica) -> bool:
+        """Return True if requests leave a replica, or may leave it, when their prompt is computed."""
+        role = replica.parts.role
+        return role is PoolRole.PREFILL or (self.places_itself and role is not PoolRole.DECODE)
 
     def on_schedulers_bound(self) -> None:
         """Read from the replica schedulers in force which of them are asked about arriving requests."""
