@@ -342,6 +342,18 @@ class HandOffs(Generic[R]):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
                 self._forget(one)
 
+    def recall_prompt(self, request: Request) -> None:
+        """Forget what is planned for one prompt that is not computed; blocks that are set aside for it are free for others."""
+        one = self._of.get(request)
+        if one is None or not one.is_early:
+            return
+        target = one.target
+        if target is not None:
+            self._driver.touch(target)
+        self._forget(one)
+        if target is not None:
+            self._reserve(target)
+
     def recall(self) -> None:
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
