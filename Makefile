@@ -16,6 +16,7 @@ PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
 COUNT ?= 2000
+STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
 SEED ?= $(shell date +%s)
@@ -33,7 +34,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random mutants bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random worlds mutants bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +75,9 @@ test-fast: install ## the tests that take seconds
 
 test-random: install ## every test in random order, each failing for what it leaks itself (SEED=n repeats an order)
 	VAJRA_TEST_ORDER=$(SEED) $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+worlds: install ## random worlds of pools, moves, losses, scaling and admission at once, each checked at every step: STEPS=1000000 SEED=first (an hour)
+	nice -n 10 $(PY) -m tests.sim.run_worlds --first $(if $(filter file,$(origin SEED)),0,$(SEED)) --steps $(STEPS)
 
 mutants: install ## change the source of contract, runtime, simulator and policies in small ways and list what no test notices: COUNT=400 SEED=0 (hours)
 	nice -n 15 $(PY) benchmarks/mutants.py --count $(if $(filter file,$(origin COUNT)),400,$(COUNT)) --seed $(if $(filter file,$(origin SEED)),0,$(SEED)) --workers $(if $(filter file,$(origin WORKERS)),1,$(WORKERS))

@@ -208,7 +208,9 @@ class World:
                     "Decides by chance.",
                 ),
                 AdmissionSpec("moody", PolicyConfig, lambda config, context: Moody(context, chance), "By chance."),
-                ScalerSpec("fickle", PolicyConfig, lambda config, context: Scaler(context, chance, self.most), "By chance."),
+                ScalerSpec(
+                    "fickle", PolicyConfig, lambda config, context: Scaler(context, chance, self.most), "By chance."
+                ),
             ]
         )
 
@@ -222,9 +224,16 @@ def drawn_world(seed: int, num_requests: int = 40) -> World:
     pools: dict[str, Any] = {}
     for name in names:
         blocks = draw.choice([24, 40, 200])
-        pools[name] = {"num_replicas": most[name], "replica": {"memory": {"num_blocks": blocks, "watermark_fraction": 0.0}}}
+        pools[name] = {
+            "num_replicas": most[name],
+            "replica": {"memory": {"num_blocks": blocks, "watermark_fraction": 0.0}},
+        }
         if elastic:
-            pools[name]["elastic"] = {"min_replicas": 1, "max_replicas": most[name], "startup_s": draw.choice([0.0, 0.1])}
+            pools[name]["elastic"] = {
+                "min_replicas": 1,
+                "max_replicas": most[name],
+                "startup_s": draw.choice([0.0, 0.1]),
+            }
     scheduling = {
         "request_prioritizer": draw.choice(["fcfs", "priority"]),
         "replicaset_scheduler": "restless",
@@ -309,7 +318,10 @@ def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) ->
 def check_world(seed: int, num_requests: int = 40) -> int:
     """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
     world = drawn_world(seed, num_requests)
-    runs = [run_world(world, steps_alone=alone, check_every_steps=every) for alone, every in ((False, 1), (True, 1), (True, 7))]
+    runs = [
+        run_world(world, steps_alone=alone, check_every_steps=every)
+        for alone, every in ((False, 1), (True, 1), (True, 7))
+    ]
     (first, steps), *others = runs
     for other, other_steps in others:
         assert other.order == first.order

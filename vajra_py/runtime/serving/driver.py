@@ -457,7 +457,8 @@ class Driver(Generic[R]):
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            self._start(what)
+            if what.free_at <= self.now:  # otherwise it went down in this tick
+                self._start(what)
             return
         self._offers.discard(what)
         shared = self.controller.replicasets[what].shared

@@ -109,10 +109,7 @@ class Elasticity(Generic[R]):
     def _take_up(self, one: R) -> None:
         """Let a replica that is up take requests. Raises `PolicyError`."""
         name = one.replica.replicaset
-        if one.rank in self.draining:  # its steps go on
-            self.draining.discard(one.rank)
-        else:
-            self._driver.call_off(one)
+        self._driver.call_off(one)
         movement = self._movements.get(name)
         if movement is not None:
             movement.step_ended(one)
