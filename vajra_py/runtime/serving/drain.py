@@ -70,7 +70,7 @@ class Drains(Generic[R]):
         if self._migrations.is_moving(request):
             return
         able = []
-        for replica in self._replicaset.bounds.decoders(request):
+        for replica in self._replicaset.bounds.holders(request).of_decodes:
             if self._replicaset.is_up(replica.replica_id) and self._migrations.has_slot(replica.replica_id):
                 self._driver.touch(self._driver.replica(self._replicaset.name, replica.replica_id))
                 if replica.has_room_for(request):

@@ -406,6 +406,18 @@ class HandOffs(Generic[R]):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
                 self._forget(one, _PLACED_ANEW)
 
+    def recall_prompt(self, request: Request) -> None:
+        """Forget what is planned for one prompt that is not computed; blocks that are set aside for it are free for others."""
+        one = self._of.get(request)
+        if one is None or not one.is_early:
+            return
+        target = one.target
+        if target is not None:
+            self._driver.touch(target)
+        self._forget(one, _PLACED_ANEW)
+        if target is not None:
+            self._reserve(target)
+
     def recall(self) -> None:
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
@@ -465,7 +477,8 @@ class HandOffs(Generic[R]):
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
-        self.hold_back()
+        if self._replicaset.newly_held_back:
+            self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)

@@ -88,16 +88,17 @@ class Migrations(Generic[R]):
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
             self.begin(request, move.target, move.reason)
-        elif move.target is None:
+        elif move.target is None and request not in self._replicaset.held_back:
             raise self._wrong(request, f"calls back a request that does not wait ({request.state.value})")
 
     def _wrong(self, request: Request, message: str) -> PolicyError:
         return PolicyError(self._replicaset.scheduler_name, message, request_id=request.request_id)
 
     def _check_target(self, request: Request, target: object) -> None:
-        up = [
-            one.replica_id for one in self._replicaset.bounds.holders(request) if self._replicaset.is_up(one.replica_id)
-        ]
+        holders = self._replicaset.bounds.holders(request)
+        is_decode = request.state is RequestState.RUNNING and request.num_output_tokens > 0
+        candidates = holders.of_decodes if is_decode else holders.all
+        up = [one.replica_id for one in candidates if self._replicaset.is_up(one.replica_id)]
         if target not in up:
             raise self._wrong(
                 request, f"moves a request to replica {target!r}. Replicas that are up and can run it: {up}"
@@ -108,6 +109,7 @@ class Migrations(Generic[R]):
     def _move_waiting(self, request: Request, target: int | None, reason: str) -> None:
         replicaset, now = self._replicaset, to_seconds(self._driver.now)
         source_id = None
+        self._hand_offs.recall_prompt(request)
         if request in replicaset.shared:
             if target is None:
                 return

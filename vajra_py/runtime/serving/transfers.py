@@ -148,7 +148,7 @@ class Transfers(Generic[R]):
 
     def step_ended(self, one: R) -> None:
         """Call the actions that waited for the replica's step."""
-        waiting = self._waiting.get(one.replica.replica_id)
+        waiting = self._waiting.get(one.replica.replica_id) if self._waiting else None
         while waiting and not one.replica.num_in_flight:
             _, action = waiting.pop(0)
             action()

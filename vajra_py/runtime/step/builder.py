@@ -255,8 +255,10 @@ class Builder(PlanDraft):
                 if not running_set.skipped:
                     return None
                 self._go_through(sorted(running_set.skipped, key=by_admission), of_decodes=True)
-            else:
+            elif running_set.pool.members or running_set.skipped:
                 self._go_through(running_set.decodes(), of_decodes=True)
+            else:
+                return None
         return self._add_in_order(None)
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
