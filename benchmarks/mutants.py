@@ -31,6 +31,8 @@ from mutant_copies import Copy, Job, Plan, run_tests, side_by_side
 from mutations import EQUIVALENT, Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTROL_S = 60.0
+"""Processor time that a test which has caught a mutant may take without one, seconds."""
 FIRST_TESTS = 40
 """Tests of a mutant that run before all others."""
 
@@ -206,6 +208,8 @@ class _Trial:
     digests: dict[str, dict[str, str]]
     screen: int
     """File descriptor for messages."""
+    sound: set[str] = field(default_factory=set)
+    """Tests that have caught mutants, and pass without one."""
 
     def warm(self, mutants: Sequence[Mutant], place: Copy) -> int:
         """Try mutants in forks of a process that has imported the source and the tests."""
@@ -228,8 +232,15 @@ class _Trial:
         tests = self.recording.tests_of(mutant)
         job = place.try_mutant(mutant, _stages(tests, self.recording, catches, self.budget_s), run_tests)
         [(_, (result, output))] = side_by_side([place], [("", lambda _: job)])
+        by = _first_failure(output)
+        if by and by not in self.sound:
+            # What fails by itself, for being run in a fork beside others, catches nothing.
+            [(_, control)] = side_by_side([place], [("", lambda _: place.run(partial(run_tests, [by]), CONTROL_S))])
+            if control[0] != "passed":
+                sys.exit(f"mutants: {by} fails without a mutant.\n{control[1]}")
+            self.sound.add(by)
         facts = {name: getattr(mutant, name) for name in ("key", "file", "function", "line", "before", "after")}
-        found = {"result": result, "by": _first_failure(output), "num_tests": len(tests), "budget_s": self.budget_s}
+        found = {"result": result, "by": by, "num_tests": len(tests), "budget_s": self.budget_s}
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(facts | found | self.digests[mutant.key]) + "\n")
         os.write(self.screen, f"{result:8}{mutant.file}:{mutant.line} {mutant.function}\n".encode())
