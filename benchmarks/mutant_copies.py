@@ -70,6 +70,7 @@ class Copy:
             return made | (LEFT_OUT if Path(place) == plan.root else set())
 
         shutil.copytree(plan.root, self.tree, ignore=left_out)
+        self._names = frozenset(os.listdir(self.tree))
         self._site.mkdir()
         for name, place in plan.packages.items():
             (self._site / name).symlink_to(self.tree / place)
@@ -204,7 +205,17 @@ class Copy:
         finally:
             path.write_bytes(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            self._tidy_up()
         return outcome
+
+    def _tidy_up(self) -> None:
+        """Remove what tests left in their working folder, where a mutant lets them run what otherwise is refused."""
+        for name in set(os.listdir(self.tree)) - self._names:
+            place = self.tree / name
+            if place.is_dir():
+                shutil.rmtree(place)
+            else:
+                place.unlink()
 
 
 def _functions(tree: Path) -> dict[str, list[FunctionType]]:

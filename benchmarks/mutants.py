@@ -90,11 +90,12 @@ class Recording:
         )
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that execute the mutant, quickest first; if importing does, those that execute its file."""
-        found = self._executing(mutant)
+        """Return the tests that execute the mutant, quickest first; if importing does, those of its file, and all others."""
+        found, others = self._executing(mutant), set[str]()
         if self.is_imported(mutant):
-            found = set().union(*self.lines.get(mutant.file, {}).values()) or set(self.seconds)
-        return sorted(found, key=lambda test: (self.seconds[test], test))
+            found = set().union(*self.lines.get(mutant.file, {}).values())
+            others = self.seconds.keys() - found
+        return [test for some in (found, others) for test in sorted(some, key=lambda test: (self.seconds[test], test))]
 
     def _executing(self, mutant: Mutant) -> set[str]:
         lines = self.lines.get(mutant.file, {})
@@ -248,6 +249,9 @@ class _Trial:
 
 def run(plan: Plan, mutants: Sequence[Mutant], results: Path, workers: int, budget_s: float) -> list[dict[str, Any]]:
     """Try the mutants that are not in the results yet, append what comes out, and return the records of all."""
+    # What Python compiles is kept in each copy, whatever the user's settings.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         copies = [Copy(plan, Path(temporary) / str(number)) for number in range(workers)]
         for name in plan.libraries:

@@ -16,6 +16,7 @@ from tests.policies.routing_views import Replica, Request, context, prompt, repl
 from tests.sim.split_pools import settings, simulate
 from vajra_policies.routers import figures
 from vajra_policies.routers.endpoint_picker import EndpointPickerPolicyConfig
+from vajra_policies.routers.pickers import MaxScorePicker
 from vajra_policies.routers.picking import EndpointPicker, build
 from vajra_py.contract import (
     Layer,
@@ -481,3 +482,11 @@ def test_figures_are_right_whoever_is_down() -> None:
         for read in (figures.ids, figures.waiting, figures.running, figures.kv_usage, figures.pending_tokens):
             assert read(fast).tolist() == read(plain).tolist()
         assert len(set(figures.waiting(fast).tolist())) > 1
+
+
+def test_of_two_equally_good_replicas_each_is_drawn() -> None:
+    picker = MaxScorePicker(seeded())
+    views: Any = [Replica(number) for number in range(3)]
+    request: Any = Request()
+    assert {picker.pick(request, views, [1.0, 2.0, 2.0], 0.0) for _ in range(40)} == {1, 2}
+    assert {picker.pick(request, views, [1.0, 2.0, 0.0], 0.0) for _ in range(5)} == {1}

@@ -459,3 +459,39 @@ def test_partial_prefills_give_way_until_the_most_urgent_has_room() -> None:
 def test_wrong_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(params))):
         Harness("fcfs", "round_robin", ("fixed_chunk", params))
+
+
+def test_the_last_place_and_the_last_token_are_given() -> None:
+    class Replica(CountingReplica):
+        num_waiting = 4
+
+        def waiting(self) -> Iterator[Any]:
+            return iter([SimpleNamespace(name=name) for name in "abcd"])
+
+        def partial_prefills(self) -> Any:
+            return []
+
+        def urgency(self, request: Any) -> tuple[int]:
+            return (0,)
+
+    class Batch(FakeBatch):
+        def __contains__(self, request: object) -> bool:
+            return False
+
+        def add(self, request: Any, num_tokens: int) -> Refusal | None:
+            added.append(request.name)
+            self.slots_left -= 1
+            self.tokens_left -= num_tokens
+            return None
+
+    replica: Any = Replica()
+    for slots, tokens in ((3, 100), (10, 6)):
+        added: list[str] = []
+        batch: Any = Batch(slots_left=slots)
+        batch.free_blocks, batch.tokens_left = 9, tokens
+        fill(replica, batch, lambda request, batch, replica: min(2, batch.tokens_left))
+        assert added == ["a", "b", "c"]
+        added.clear()
+        batch.slots_left, batch.tokens_left = slots, 1 if tokens == 6 else tokens
+        fill(replica, batch, lambda request, batch, replica: min(2, batch.tokens_left))
+        assert added == (["a"] if tokens == 6 else ["a", "b", "c"])

@@ -1,6 +1,6 @@
-"""Defaults and limits of the parameters of built-in policies: experiments that state none of them rely on each.
+"""Defaults and limits of the parameters of built-in policies, and presets: experiments that state nothing rely on each.
 
-`parameters.json` holds them, by class of parameters; a new class is added, and an old one changes, with
+`parameters.json` holds them, by class of parameters, and `presets.json` by preset; a new class is added, and an old one changes, with
 `python -m tests.policies.test_parameter_limits`.
 """
 
@@ -18,7 +18,7 @@ import pytest
 import vajra_policies
 from vajra_py.contract import PolicyConfig
 
-FILE = Path(__file__).with_name("parameters.json")
+FILE, PRESETS_FILE = (Path(__file__).with_name(f"{name}.json") for name in ("parameters", "presets"))
 KEPT = ("default", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minLength", "minItems", "maxItems")
 
 
@@ -56,7 +56,22 @@ def test_every_default_may_be_stated(name: str) -> None:
         assert config.model_validate(stated) == config()
 
 
+PRESETS: dict[str, Any] = json.loads(PRESETS_FILE.read_text(encoding="utf-8")) if PRESETS_FILE.exists() else {}
+
+
+def settings_of_presets() -> dict[str, Any]:
+    found = {one.name: {"scheduling": one.scheduling, "replica": one.replica} for one in vajra_policies.vajra_presets()}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=dict))
+    return plain
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_as_recorded(name: str) -> None:
+    assert settings_of_presets()[name] == PRESETS[name]
+
+
 if __name__ == "__main__":
+    PRESETS_FILE.write_text(json.dumps(settings_of_presets(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     classes = []
     for name, config in sorted(found_classes().items()):
         lines = [f"  {json.dumps(field)}: {json.dumps(facts)}" for field, facts in facts_of(config).items()]

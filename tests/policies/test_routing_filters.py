@@ -175,6 +175,7 @@ def test_by_length_where_that_is_switched_on() -> None:
         ({0: 90}, {0: 100.0, 1: 50.0}, {}, {"ttft_source": "latencyPredictor", "max_ttft_penalty_ms": 5000}, [0]),
         ({0: 80}, {}, {}, {}, [0]),
         ({0: 79}, {}, {}, {}, [0, 1]),
+        ({0: 90}, {0: 150.0, 1: 50.0}, {}, {"ttft_source": "latencyPredictor", "max_ttft_penalty_ms": 100}, [0]),
         ({0: 90}, {0: 500.0, 1: 50.0}, {}, {"ttft_source": "latencyPredictor", "max_ttft_penalty_ms": 100}, [0, 1]),
         ({0: 90}, {}, {0: 500, 1: 50}, {"max_ttft_penalty_ms": 100, "peak_prefill_throughput": 1000}, [0, 1]),
         ({0: 90}, {}, {0: 500, 1: 50}, {"max_ttft_penalty_ms": 1000, "peak_prefill_throughput": 1000}, [0]),

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from vajra_policies.scaling.device_budget import Budget, PairBudget, guard_one
 from vajra_policies.scaling.dynamo_planner import SPEC, DynamoPlannerConfig
 from vajra_policies.scaling.engine_predictions import EnginePredictions
-from vajra_policies.scaling.planner import Promises, Traffic
-from vajra_policies.scaling.planner_rules import DECODE_THRESHOLDS, PREFILL_THRESHOLDS, by_thresholds
+from vajra_policies.scaling.planner import PlannerRules, PoolRules, PoolState, Traffic, decide_by_load
+from vajra_policies.scaling.planner_rules import (
+    DECODE_THRESHOLDS,
+    PREFILL_THRESHOLDS,
+    EngineLoad,
+    Promises,
+    by_prompts,
+    by_thresholds,
+)
 from vajra_policies.scaling.target_utilization import TargetUtilization, TargetUtilizationConfig
 from vajra_py.contract import EndReason, PoolRole, ReplicaState
 from vajra_py.latency import ConstantModel
@@ -328,3 +335,43 @@ def test_the_largest_batch_keeps_its_promise_to_the_letter(itl_s: float, num_dec
     model = EnginePredictions(context, Promises(ttft_s=1.0, itl_s=itl_s, sensitivity=1.0), 100.0)
     rate = model.requests_per_s(PoolRole.DECODE, Traffic(1.0, 100.0, 10.0))
     assert rate == pytest.approx(num_decodes / (10 * 0.02))
+
+
+class OneLatency:
+    """Predicts one latency, and keeps what it was asked."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.kv_scales: list[float | None] = []
+
+    def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
+        self.kv_scales.append(kv_scale)
+        return self.seconds * queue_scale
+
+    def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "floor", "counts", "reason"),
+    [
+        (0.001, 1, (2,), "scale_down"),
+        (0.001, 3, None, "scale_down_capped_by_throughput"),
+        (0.5, 3, None, "scale_down_refused_consolidation"),
+        (9.0, 3, (4,), "scale_up"),
+    ],
+)
+def test_a_mixed_pool_goes_down_as_far_as_throughput_lets_it(
+    seconds: float, floor: int, counts: tuple[int, ...] | None, reason: str
+) -> None:
+    rules = PlannerRules("sla", Promises(ttft_s=1.0, itl_s=1.0, sensitivity=0.5), scales_by_throughput=True)
+    pool = PoolState(PoolRules(PoolRole.MIXED), 3, [EngineLoad(num_decodes=1)] * 3, floor=floor)
+    decided = decide_by_load(rules, [pool], OneLatency(seconds))
+    assert (decided.counts, decided.reason) == (counts, reason)
+
+
+@pytest.mark.parametrize("role", [PoolRole.PREFILL, PoolRole.MIXED])
+def test_what_decodes_beside_prompts_counts_where_one_pool_does_both(role: PoolRole) -> None:
+    model = OneLatency(0.001)
+    by_prompts([EngineLoad()] * 3, model, Promises(1.0, 1.0, 1.0), (3, 1), role)
+    assert set(model.kv_scales) == ({None, 1.5} if role is PoolRole.MIXED else {None})

@@ -546,3 +546,23 @@ def test_no_request_vanishes_and_two_runs_are_equal(data: dict[str, Any]) -> Non
     first = erratic_run(data, fast_forward=True)
     assert first == erratic_run(data, fast_forward=True)
     assert first == erratic_run(data, fast_forward=False)
+
+
+def test_observers_hear_of_decisions_that_change_something() -> None:
+    class Hears(Observer):
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, str]] = []
+
+        def on_admission_decision(self, request: Any, policy: str, decision: Any, now: float) -> None:
+            self.heard.append((request.request_id, type(decision).__name__))
+
+    answers: dict[str, list[AdmissionDecision]] = {
+        "r0": [ACCEPT],
+        "r1": [Accept(max_tokens=3)],
+        "r2": [Defer(0.5), ACCEPT],
+        "r3": [Refuse("no")],
+    }
+    tried, hears = harness(lambda request, *_: answers[request.request_id].pop(0)), Hears()
+    tried.controller.watch((hears, *tried.controller._observers))
+    tried.run(specs(0.0, 0.0, 0.0, 0.0))
+    assert sorted(hears.heard) == [("r1", "Accept"), ("r2", "Accept"), ("r2", "Defer"), ("r3", "Refuse")]

@@ -11,6 +11,7 @@ import pytest
 from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, PreemptionMode, Refusal
 from vajra_py.contract.observer import Observer, StepEnd
 from vajra_py.errors import PolicyError
+from vajra_py.latency import AffineModel
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import RequestState
 from vajra_py.runtime.step.plan import StepResult
@@ -425,3 +426,47 @@ def test_reasons_are_kept_for_those_who_watch() -> None:
     plan = bench.replica.next_plan(10**12)
     assert plan is not None
     assert plan.notes == {}
+
+
+@pytest.mark.parametrize("num_prompt", [1, 9])
+def test_a_prompt_of_one_token_is_predicted_as_a_prompt(num_prompt: int) -> None:
+    latency = AffineModel(base_s=0.01, per_token_s=0.001, per_decode_context_token_s=0.1)
+    bench = Bench(replace(OPTIONS, latency=latency))
+    bench.submit("old", 6)
+    bench.step()
+    new = bench.submit("new", num_prompt)
+
+    def times(replica: LocalReplicaView, batch: BatchBuilder) -> tuple[float, float, float]:
+        before = batch.predicted_time_with(new, 1)
+        assert batch.add(new, 1) is None
+        return before, batch.predicted_time(), batch.predicted_time_with(next(iter(replica.decodes())), 1)
+
+    before, after, with_decode = bench.ask(times)
+    assert before == pytest.approx(after) == pytest.approx(0.011)
+    assert with_decode > after + 0.1 * 6
+
+
+def test_a_chunk_that_fits_what_is_left_may_be_too_long_for_its_group() -> None:
+    bench = Bench(replace(OPTIONS, kv_parallel_groups=2, kv_group_tokens=16, num_blocks=16, max_batch_tokens=100))
+    request = bench.submit("long", 30)
+    bench.step(lambda replica, batch: batch.add(request, 10))
+    with pytest.raises(PolicyError, match=r"cannot add 20 tokens. Its next chunk may have at most 6"):
+        bench.step(lambda replica, batch: batch.add(request, 20))
+
+
+def test_decodes_are_added_once_however_often_one_asks() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.submit(name, 3)
+    bench.step()
+
+    def twice(replica: LocalReplicaView, batch: BatchBuilder) -> tuple[int, int, int]:
+        batch.add_decodes()
+        first = batch.num_tokens
+        batch.add_decodes()
+        return first, batch.num_tokens, batch.slots_left
+
+    step = bench.step(twice)
+    assert bench.result == (2, 2, 2)
+    assert step is not None
+    assert step.tokens == {"a": 1, "b": 1}

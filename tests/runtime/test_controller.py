@@ -218,3 +218,20 @@ def test_a_listener_that_fails_is_named() -> None:
     bench.submit("a", 4, 1)
     with pytest.raises(PolicyError, match=r"policy forgetful, request a: LookupError: who\?"):
         bench.step()
+
+
+def test_observers_that_watch_no_longer_hear_nothing_and_the_others_go_on() -> None:
+    class Hears(Observer):
+        def __init__(self) -> None:
+            self.ended: list[str] = []
+
+        def on_ended(self, request: Any, reason: Any, detail: str, now: float) -> None:
+            self.ended.append(request.request_id)
+
+    bench, leaves, stays = Harness("fcfs", "round_robin", "fixed_chunk"), Hears(), Hears()
+    bench.controller.watch((leaves, stays, *bench.controller._observers))
+    for name in ("a", "b"):
+        bench.submit(name, 4, 2)
+        bench.steps_until_idle()
+        bench.controller.unwatch((leaves,))
+    assert (leaves.ended, stays.ended) == (["a"], ["a", "b"])

@@ -436,3 +436,10 @@ def test_the_section_of_a_file_makes_the_options() -> None:
 def test_a_section_that_makes_no_sense_is_refused(given_: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(given_))):
         LinksConfig.model_validate(given_)
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "shared_bandwidth"])
+@pytest.mark.parametrize("value", [0, 0.5, -1, float("inf"), float("nan")])
+def test_what_is_no_bandwidth_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}: not a bandwidth"):
+        LinkOptions(**{name: value})

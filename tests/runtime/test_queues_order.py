@@ -267,3 +267,15 @@ def test_the_second_of_few_ranks_is_known_though_others_were_removed() -> None:
         assert second is made[position + 1]
         blocks.remove(rank)
     assert blocks.first_two() == (made[-1], None)
+
+
+def test_a_walk_goes_on_where_it_was_though_ranks_come_and_go() -> None:
+    sorted_ranks = ranks.SortedRanks()
+    made: Any = [(float(key), 0.0, key, key, None, 0.0, 1) for key in range(12)]
+    for rank in made[:10]:
+        sorted_ranks.add(rank)
+    walked = sorted_ranks.walk()
+    assert [next(walked) for _ in range(4)] == made[:4]
+    sorted_ranks.add(made[10])
+    sorted_ranks.remove(made[1])
+    assert list(walked) == made[4:11]

@@ -399,3 +399,14 @@ def test_a_run_ends_before_blocks_are_lacking() -> None:
     bench.complete(plan)
     victim = bench.form()
     assert [request.request_id for request, _ in victim.preempted] == ["b"], "the step after the run needs a victim"
+
+
+def test_nothing_is_computed_of_what_a_lost_replica_had() -> None:
+    bench = Bench()
+    a, waits = bench.submit("a", 6, 9), bench.submit("waits", 70, 9)
+    bench.step(lambda replica, batch: batch.add(a, 6))
+    bench.step(lambda replica, batch: batch.add_decodes())
+    assert a.num_computed_tokens > 0
+    for request in (a, waits):
+        bench.replica.lifecycle.requeue(request)
+        assert (request.num_computed_tokens, request.replica_id, request.preempted_index) == (0, -1, 0)
