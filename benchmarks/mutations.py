@@ -50,7 +50,12 @@ EQUIVALENT: dict[str, str] = {
     "(wanted[0] > self.least[0]) #0": "The search that follows finds what is wanted too, at distance 0.",
     "vajra_py/runtime/requests/running_set.py::RunningSet.__init__ 0 -> 1 #2": "A counter whose values are compared with each other alone.",
     "vajra_py/runtime/serving/driver.py::Driver._wake True -> False #0": "A step is then formed by an event of the same tick instead of at once, with the same result.",
-    "vajra_py/runtime/kv/prefix_lookup.py::PrefixLookup.__init__ 1 -> 2 #0": "Any number below 0 says that nothing was looked up.",
+    "vajra_py/runtime/kv/prefix_lookup.py::PrefixLookup.__init__ 1 -> 2 #3": "Any number below 0 is none of the pool's versions.",
+    "vajra_py/runtime/kv/prefix_lookup.py::PrefixLookup.__init__ 0 -> 1 #1": "It is counted before it is read.",
+    "vajra_py/runtime/kv/paged.py::PagedKvMemory._found lookup.num_cached < 0 -> (lookup.num_cached > 0) #0": (
+        "More or fewer hashes are asked for at first, with the same result."
+    ),
+    "vajra_py/runtime/queues/ranks.py::SortedRanks._mark 1 -> 2 #1": "Any other version ends a walk's read.",
     "vajra_py/runtime/kv/block_pool.py::BlockPool._note_removed len(self.removed) >= _REMOVED_LOG_BLOCKS -> (len(self.removed) > _REMOVED_LOG_BLOCKS) #0": "The log is begun anew one block later.",
     "vajra_py/runtime/kv/block_pool.py:: 1 -> 2 #0": "The log is begun anew later.",
     "vajra_py/runtime/step/fast_forward.py::Repeats.num_alike most <= free -> (most < free) #0": "Where both are equal, the steps are counted one by one, with the same result.",

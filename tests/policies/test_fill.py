@@ -485,13 +485,13 @@ def test_the_last_place_and_the_last_token_are_given() -> None:
             return None
 
     replica: Any = Replica()
-    for slots, tokens in ((3, 100), (10, 6)):
+    for slots, tokens in ((3, 100), (10, 5)):
         added: list[str] = []
         batch: Any = Batch(slots_left=slots)
         batch.free_blocks, batch.tokens_left = 9, tokens
         fill(replica, batch, lambda request, batch, replica: min(2, batch.tokens_left))
         assert added == ["a", "b", "c"]
         added.clear()
-        batch.slots_left, batch.tokens_left = slots, 1 if tokens == 6 else tokens
+        batch.slots_left, batch.tokens_left = slots, 1 if tokens == 5 else tokens
         fill(replica, batch, lambda request, batch, replica: min(2, batch.tokens_left))
-        assert added == (["a"] if tokens == 6 else ["a", "b", "c"])
+        assert added == (["a"] if tokens == 5 else ["a", "b", "c"])

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from vajra_policies.scaling.device_budget import Budget, PairBudget, guard_one
 from vajra_policies.scaling.dynamo_planner import SPEC, DynamoPlannerConfig
 from vajra_policies.scaling.engine_predictions import EnginePredictions
-from vajra_policies.scaling.planner import PlannerRules, PoolRules, PoolState, Traffic, decide_by_load
+from vajra_policies.scaling.planner import (
+    PlannerRules,
+    PoolRules,
+    PoolState,
+    Traffic,
+    decide_by_load,
+    decide_by_throughput,
+)
 from vajra_policies.scaling.planner_rules import (
     DECODE_THRESHOLDS,
     PREFILL_THRESHOLDS,
@@ -375,3 +382,25 @@ def test_what_decodes_beside_prompts_counts_where_one_pool_does_both(role: PoolR
     model = OneLatency(0.001)
     by_prompts([EngineLoad()] * 3, model, Promises(1.0, 1.0, 1.0), (3, 1), role)
     assert set(model.kv_scales) == ({None, 1.5} if role is PoolRole.MIXED else {None})
+
+
+class OneRate(OneLatency):
+    """Each replica takes ten requests a second."""
+
+    def requests_per_s(self, role: PoolRole, traffic: Traffic) -> float:
+        return 10.0
+
+
+@pytest.mark.parametrize(
+    ("rate", "by_load", "expected"),
+    [
+        (30.0, False, (None, None, "no_change")),
+        (45.0, False, ((5, 5), None, "scale")),
+        (30.0, True, (None, (3, 3), "set_lower_bound")),
+    ],
+)
+def test_throughput_decides_on_two_pools_together(rate: float, by_load: bool, expected: Any) -> None:
+    rules = PlannerRules("sla", Promises(1.0, 1.0, 1.0), scales_by_load=by_load, scales_by_throughput=True)
+    pools = [PoolState(PoolRules(role), 3, [EngineLoad()] * 3) for role in (PoolRole.PREFILL, PoolRole.DECODE)]
+    decided = decide_by_throughput(rules, pools, Traffic(rate, 100.0, 10.0), OneRate(0.1))
+    assert (decided.counts, decided.floors, decided.reason) == expected
