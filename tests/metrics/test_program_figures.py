@@ -52,7 +52,10 @@ FORK = [
 
 
 def test_makespan_slowdown_and_slo_of_programs(tmp_path: Path) -> None:
-    chain = [call("c0", "c", arrived_at=0.5, program_slo_s=4.0), call("c1", "c", "c0", arrived_at=0.5, think_time_s=2.0)]
+    chain = [
+        call("c0", "c", arrived_at=0.5, program_slo_s=4.0),
+        call("c1", "c", "c0", arrived_at=0.5, think_time_s=2.0),
+    ]
     data = run(tmp_path, [*FORK, *chain, RequestSpec("alone", 0.0, 8, 2)])
     table = data.programs()
     assert tuple(table.column_names) == PROGRAM_TABLE_COLUMNS
@@ -80,7 +83,9 @@ def test_cached_contexts_make_the_ideal_shorter(tmp_path: Path) -> None:
     backend = {"simulator": {"latency": latency}}
     memory = {"num_blocks": 64, "block_size": 8}
     cached, without = (
-        run(tmp_path, specs, name, backend=backend, replica={"memory": {**memory, "prefix_cache": {"enabled": enabled}}})
+        run(
+            tmp_path, specs, name, backend=backend, replica={"memory": {**memory, "prefix_cache": {"enabled": enabled}}}
+        )
         for name, enabled in (("cached", True), ("without", False))
     )
     (ideal, other) = (one.programs().to_pylist()[0]["ideal_s"] for one in (cached, without))
@@ -99,7 +104,11 @@ def test_programs_that_fail_or_do_not_finish_have_no_makespan(tmp_path: Path) ->
         "cut": "unfinished",
         "p": "completed",
     }
-    assert [rows[name]["makespan_s"] == rows[name]["makespan_s"] for name in ("lost", "cut", "p")] == [False, False, True]
+    assert [rows[name]["makespan_s"] == rows[name]["makespan_s"] for name in ("lost", "cut", "p")] == [
+        False,
+        False,
+        True,
+    ]
     details = {row["request_id"]: row["detail"] for row in data.requests().to_pylist()}
     assert "'x' of its program" in details["y"]
     assert "'y' of its program" in details["z"]

@@ -52,7 +52,9 @@ def chains(lengths: Mapping[str, Sequence[int]]) -> list[RequestSpec]:
             before = f"{program}{index - 1}" if index else None
             is_last = index == len(outputs) - 1
             specs.append(
-                RequestSpec(f"{program}{index}", 0.0, 1, output, program_id=program, follows=before, is_last_call=is_last)
+                RequestSpec(
+                    f"{program}{index}", 0.0, 1, output, program_id=program, follows=before, is_last_call=is_last
+                )
             )
     return specs
 
@@ -152,7 +154,12 @@ def talks(number: int, turns: int, gap_s: float = 4.0) -> list[RequestSpec]:
     return specs
 
 
-SMALL: dict[str, Any] = {"num_replicas": 2, "num_blocks": 150, "max_batch_size": 8, "prefix_cache": PrefixCacheOptions()}
+SMALL: dict[str, Any] = {
+    "num_replicas": 2,
+    "num_blocks": 150,
+    "max_batch_size": 8,
+    "prefix_cache": PrefixCacheOptions(),
+}
 """2,400 tokens a replica."""
 EAGER = {"scheduler_interval_s": 2.0}
 
@@ -186,7 +193,9 @@ def test_a_paused_program_is_resumed_after_the_timeout_whatever_room_there_is() 
     requests = served(talks(6, 4), "fcfs", ("thunderagent", params), **SMALL)
     waits = [one.admitted_at - one.arrived_at for one in requests.of.values()]
     assert max(waits) >= 40.0
-    assert all(later.arrived_at >= earlier.ended_at for earlier, later in pairwise(requests.of[f"0.{n}"] for n in range(4)))
+    assert all(
+        later.arrived_at >= earlier.ended_at for earlier, later in pairwise(requests.of[f"0.{n}"] for n in range(4))
+    )
 
 
 def test_calls_side_by_side_and_requests_without_a_program_are_served() -> None:

@@ -90,9 +90,7 @@ def served(
 def call(name: str, follows: Any = None, **facts: Any) -> RequestSpec:
     parents = () if follows is None else (follows,) if isinstance(follows, str) else follows
     arrived_at = facts.pop("arrived_at", 0.0)
-    return RequestSpec(
-        name, arrived_at, 4, 3, program_id="p", follows=follows, **{"parent_calls": parents, **facts}
-    )
+    return RequestSpec(name, arrived_at, 4, 3, program_id="p", follows=follows, **{"parent_calls": parents, **facts})
 
 
 FORK = [
@@ -245,7 +243,8 @@ def programs(draw: st.DrawFn) -> tuple[list[RequestSpec], dict[str, float]]:
         declares = draw(st.booleans())
         for index in range(size):
             parents = tuple(
-                f"{number}.{one}" for one in sorted(draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else ())
+                f"{number}.{one}"
+                for one in sorted(draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else ())
             )
             specs.append(
                 RequestSpec(

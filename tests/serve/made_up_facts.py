@@ -20,7 +20,15 @@ from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.testing.strict import StrictViews
 from vajra_py.workload import RequestSpec, SloClass, Workload, read_csv, read_jsonl, write_jsonl
 
-STATED = {"pool": "blue", "ancestors": ("a", "b"), "level": 3, "turn": 2, "urgent": True, "weight": -0.5, "patience_s": 1.5}
+STATED = {
+    "pool": "blue",
+    "ancestors": ("a", "b"),
+    "level": 3,
+    "turn": 2,
+    "urgent": True,
+    "weight": -0.5,
+    "patience_s": 1.5,
+}
 NOTHING = {"pool": "", "ancestors": (), "level": None, "turn": 0, "urgent": False, "weight": None, "patience_s": None}
 
 
@@ -87,7 +95,15 @@ def test_extra_args_of_vllm_state_them() -> None:
     assert stated_in(given) == STATED
 
 
-BODY = {"pool": "blue", "ancestors": ["a", "b"], "level": 3, "turn": 2, "urgent": True, "weight": -0.5, "patience_ms": 1500}
+BODY = {
+    "pool": "blue",
+    "ancestors": ["a", "b"],
+    "level": 3,
+    "turn": 2,
+    "urgent": True,
+    "weight": -0.5,
+    "patience_ms": 1500,
+}
 HEADERS = {
     "x-pool": "blue", "x-ancestors": "a, b", "x-level": "3", "x-turn": "2", "x-urgent": "true", "x-weight": "-0.5", "x-patience-ms": "1500",
 }  # fmt: skip

@@ -63,9 +63,7 @@ def by_program(workload: Workload) -> dict[str, list[RequestSpec]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("shape", "sizes", "sinks"), [(CHAIN, 4, 1), (FORK_JOIN, 9, 1), (TREE, 7, 4), (DAG, 8, None)]
-)
+@pytest.mark.parametrize(("shape", "sizes", "sinks"), [(CHAIN, 4, 1), (FORK_JOIN, 9, 1), (TREE, 7, 4), (DAG, 8, None)])
 def test_each_shape_has_its_graph(shape: dict[str, Any], sizes: int, sinks: int | None) -> None:
     programs = by_program(drawn(shape))
     assert len(programs) == 12
@@ -204,9 +202,7 @@ def records() -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize(
-    ("name", "write"), [("t.csv", as_csv), ("t.jsonl", as_jsonl), ("t.parquet", as_parquet)]
-)
+@pytest.mark.parametrize(("name", "write"), [("t.csv", as_csv), ("t.jsonl", as_jsonl), ("t.parquet", as_parquet)])
 def test_files_of_each_kind_hold_programs(name: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
     workload = read_programs(write(tmp_path / name), context="grow")
     calls = {one.request_id: one for one in workload}

@@ -125,9 +125,9 @@ class Columns:
             name: column.renamed(prefix) for name, column in named.items() if column is not None
         }
         if "parent_calls" in self.stated:
-            changes["parent_calls"] = objects([
-                tuple(prefix + parent for parent in parents) for parents in self.values("parent_calls")
-            ])
+            changes["parent_calls"] = objects(
+                [tuple(prefix + parent for parent in parents) for parents in self.values("parent_calls")]
+            )
         return replace(
             self.stating(changes),
             request_id=self.request_id.renamed(prefix),

@@ -82,8 +82,12 @@ class ProgramCalls(BaseModel):
     max_calls: int = Field(
         1000, ge=1, le=1_000_000, description="Most calls of a program: a graph that is drawn larger ends there."
     )
-    task_tokens: Distribution = Field(description="New text of a program's first call in tokens, after the system prompt.")
-    call_tokens: Distribution = Field(description="New text of each later call in tokens, such as what a tool gave back.")
+    task_tokens: Distribution = Field(
+        description="New text of a program's first call in tokens, after the system prompt."
+    )
+    call_tokens: Distribution = Field(
+        description="New text of each later call in tokens, such as what a tool gave back."
+    )
     output_tokens: Distribution = Field(description="Output length in tokens.")
     correlation: float = Field(
         0.0, ge=-1, le=1, description="Correlation of new text and output in the Gaussian copula."
@@ -97,7 +101,9 @@ class ProgramCalls(BaseModel):
         description="grow: a prompt begins with that of its first parent; fresh: with the system prompt. Both go on with the parents' answers.",
     )
     max_context_tokens: int | None = Field(
-        None, ge=1, description="A call whose prompt would be longer begins afresh, with its new text alone; null: no bound."
+        None,
+        ge=1,
+        description="A call whose prompt would be longer begins afresh, with its new text alone; null: no bound.",
     )
     system_prompts: SystemPrompts | None = Field(None, description="The system prompts, one drawn for each program.")
     declares: tuple[Declared, ...] = Field(
@@ -329,4 +335,3 @@ def _prompts(
         raise WorkloadError("programs", None, message, f"More than {max(system_tokens)} tokens")
     column = ContentColumn(builder.store(), np.array(nodes, dtype=np.int64))
     return np.array(lengths, dtype=np.int64), column
-

@@ -278,4 +278,3 @@ class ThunderTable:
         if is_soft:
             jump += self.rules.soft_demote_priority_jump_s
         return Passage(program.program_id, program.replica, jump, was_paused, is_soft)
-

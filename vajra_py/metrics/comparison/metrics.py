@@ -128,7 +128,9 @@ METRICS: tuple[Metric, ...] = (
         False,
         0,
     ),
-    Metric("program_prefix_hit_fraction", "Prefix hits of programs", ".programs.prefix_hit_fraction", "%", 100.0, False),
+    Metric(
+        "program_prefix_hit_fraction", "Prefix hits of programs", ".programs.prefix_hit_fraction", "%", 100.0, False
+    ),
     Metric("num_shed", "Shed by admission", ".admission.rejected.shed"),
     Metric("num_queue_full", "Found a full queue", ".admission.rejected.queue_full"),
     Metric("num_cannot_run", "Could not be run", ".admission.rejected.cannot_run"),

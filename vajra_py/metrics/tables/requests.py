@@ -143,7 +143,16 @@ class RequestsBuilder:
         ("tbt_p99_s", "d"),
         ("tbt_max_s", "d"),
         *(
-            (name, "q" if name in _INTEGERS else "b" if name in _FLAGS else "i" if name in (*TEXT_COLUMNS, *_LISTS) else "d")
+            (
+                name,
+                "q"
+                if name in _INTEGERS
+                else "b"
+                if name in _FLAGS
+                else "i"
+                if name in (*TEXT_COLUMNS, *_LISTS)
+                else "d",
+            )
             for name in STATED_COLUMNS
             if name not in _DISTINCT
         ),
@@ -287,7 +296,15 @@ class RequestsBuilder:
 
 
 _ALWAYS = (
-    *("request_id", "index", "replicaset", "replica_id", *_stated(FactKind.TEXT), *_LISTS, *_stated(FactKind.INTEGER, FactKind.FLAG)),
+    *(
+        "request_id",
+        "index",
+        "replicaset",
+        "replica_id",
+        *_stated(FactKind.TEXT),
+        *_LISTS,
+        *_stated(FactKind.INTEGER, FactKind.FLAG),
+    ),
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
     *("arrived_at", "admitted_at", "first_token_at", "ended_at", "reason", "detail"),
     *("ttft_s", "e2e_s", "queue_s", "tpot_s", "tbt_p50_s", "tbt_p99_s", "tbt_max_s"),

@@ -39,7 +39,9 @@ def _split(given: Any) -> Any:
 def _flag(given: Any) -> Any:
     """`true`, `false`, `1` and `0` of a header; the rest is for pydantic to refuse."""
     written = given.strip().lower() if isinstance(given, str) else given
-    return {"true": True, "1": True, "false": False, "0": False}.get(written, "?") if isinstance(written, str) else given
+    return (
+        {"true": True, "1": True, "false": False, "0": False}.get(written, "?") if isinstance(written, str) else given
+    )
 
 
 Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), _written_as(_PLAIN_NUMBER)]
