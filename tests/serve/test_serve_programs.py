@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
+from tests.serve.processes import wait_until
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.runtime.records.input_log import Arrival, ProgramIdle, read_inputs
-from tests.serve.processes import wait_until
 
 PLAS = {
     "scheduling": {

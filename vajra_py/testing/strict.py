@@ -200,11 +200,6 @@ class StrictProgram(_View):
     _what = "program"
     _public = public_names(ProgramView)
 
-    def siblings(self, request: RequestView) -> Sequence[str]:
-        """See `ProgramView.siblings`."""
-        found: Sequence[str] = self._target.siblings(self._views.real(request))
-        return found
-
 
 class StrictReplicaView(_View):
     """A `ReplicaLoadView` and nothing more."""

@@ -33,12 +33,13 @@ def ideal_makespans(
         for name, one in config.effective_replicasets.items()
         if name in models and not isinstance(models[name], ReplaysDurations)
     }
-    if not solo or workload.columns.program_id is None:
+    columns = workload.columns
+    names = columns.program_id
+    if not solo or names is None:
         return {}
     places = zip(requests.column("request_id").to_pylist(), requests.column("replicaset").to_pylist(), strict=True)
     replicaset_of = dict(places)
-    columns = workload.columns
-    ids, programs = columns.request_id.tolist(), columns.program_id.tolist()
+    ids, programs = columns.request_id.tolist(), names.tolist()
     prompts, outputs = columns.num_prompt_tokens.tolist(), columns.num_output_tokens
     if columns.max_tokens is not None:
         outputs = np.where(columns.max_tokens < 0, outputs, np.minimum(outputs, columns.max_tokens))

@@ -39,7 +39,11 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
 
     program_ends = [(policy, getattr(policy, "on_program_end", None), name) for policy, name in named]
     return Listeners(
-        *map(of, ("on_arrivals", "on_admission", "on_preemption", "on_step_end", "on_departures")),
+        of("on_arrivals"),
+        of("on_admission"),
+        of("on_preemption"),
+        of("on_step_end"),
+        of("on_departures"),
         tuple((policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None),
     )
 

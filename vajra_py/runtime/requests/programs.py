@@ -79,10 +79,9 @@ class Program:
         """Tokens computed for ended calls."""
         return self.num_prompt_tokens - self.num_cached_tokens + self.num_output_tokens
 
-    def siblings(self, request: Request) -> Sequence[str]:
-        """Ids of the calls with the same parents, without this one."""
-        same = self._arrived.get(request.parent_calls, ())
-        return tuple(one for one in same if one != request.request_id)
+    def children(self, parents: tuple[str, ...]) -> Sequence[str]:
+        """Ids of the calls that have arrived with exactly these parents."""
+        return tuple(self._arrived.get(parents, ()))
 
     @property
     def due_end(self) -> ProgramEnd | None:
