@@ -41,7 +41,7 @@ class Watch:
             program = self.programs[one.request_id] = one.program
             names = ("num_calls", "num_alive", "num_ended", "run_s", "wait_s", "service_tokens", "next_call_at")
             self.arrivals[one.request_id] = {name: getattr(program, name) for name in names}
-            self.siblings[one.request_id] = program.children(one.parent_calls)
+            self.siblings[one.request_id] = program.siblings(one)
 
     def key(self, request: RequestView, now: float) -> float:
         self.hits[request.request_id] = request.prefix_hit_tokens()
@@ -116,7 +116,7 @@ def test_a_view_counts_calls_and_attained_service() -> None:
 
 def test_siblings_are_the_calls_with_the_same_parents() -> None:
     watch, _, _ = served(FORK)
-    assert watch.siblings == {"plan": (), "left": ("left",), "right": ("left", "right"), "join": ("join",)}
+    assert watch.siblings == {"plan": (), "left": (), "right": ("left",), "join": ()}
 
 
 def test_the_next_call_is_due_while_a_tool_runs() -> None:

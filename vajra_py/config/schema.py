@@ -126,6 +126,7 @@ class ReplicasetConfig(Section):
     links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top.")
     migration: MigrationConfig = Field(default_factory=MigrationConfig, description="As at the top.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
+    kv_event_lag_s: Seconds = Field(0.0, description="As at the top.")
 
     @model_validator(mode="after")
     def _sized(self) -> Self:
@@ -298,6 +299,13 @@ class SystemConfig(Section):
             "0: as they are now."
         ),
     )
+    kv_event_lag_s: Seconds = Field(
+        0.0,
+        description=(
+            "How late policies know what the replicas' prefix caches have come to hold and have lost, as routers that follow KV events, "
+            "seconds; 0: at once."
+        ),
+    )
     replicasets: dict[str, ReplicasetConfig] = Field(
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
@@ -390,6 +398,7 @@ class SystemConfig(Section):
             links=self.links,
             migration=self.migration,
             view_interval_s=self.view_interval_s,
+            kv_event_lag_s=self.kv_event_lag_s,
         )
         return {"default": only}
 

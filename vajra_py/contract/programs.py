@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vajra_py.contract.requests import RequestView
 
 
 class ProgramEnd(Enum):
@@ -100,8 +103,8 @@ class ProgramView(Protocol):
     def end_reason(self) -> ProgramEnd | None:
         """Reason that it ended; None: it goes on."""
 
-    def children(self, parents: tuple[str, ...]) -> Sequence[str]:
-        """Ids of the calls that have arrived with exactly these parents, in order; a call's siblings are those of its `parent_calls`.
+    def siblings(self, request: RequestView) -> Sequence[str]:
+        """Ids of the calls that have arrived with the same parents as this one (`parent_calls`), in order, without it.
 
-        Empty for no parents, and where clients state none.
+        Empty for a call that states no parents.
         """

@@ -239,8 +239,8 @@ def _drawn_graph(calls: ProgramCalls, rng_for: RngFor, num_programs: int) -> Cal
 
 
 def _count(distribution: Distribution, rng: np.random.Generator, size: int = 1) -> list[int]:
-    counts: list[int] = to_tokens(distribution, rng.standard_normal(size)).tolist()
-    return counts
+    tokens: list[int] = to_tokens(distribution, rng.standard_normal(size)).tolist()
+    return tokens
 
 
 def _chain(shape: Chain, rng: np.random.Generator, most: int) -> tuple[Parents, list[str]]:

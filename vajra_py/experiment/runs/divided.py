@@ -56,6 +56,10 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
         "a scaler decides by all replicas": any(
             one.scheduling.scaling is not None for one in config.effective_replicasets.values()
         ),
+        "what its replicas keep is logged in one order": any(
+            one.scheduling.retention is not None or any(pool.retention is not None for pool in one.pools.values())
+            for one in config.effective_replicasets.values()
+        ),
         "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (
@@ -77,7 +81,7 @@ def why_together(
     `seeds` are those that its policies were built with; `first` is a request that it takes.
     """
     policies = replicaset.policies
-    assert policies is not None  # it was built from settings
+    assert policies is not None  # built from settings
     if replicaset.hand_off is not None:
         return "requests go from one of its replicas to another"
     for layer in Layer:

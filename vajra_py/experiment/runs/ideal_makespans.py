@@ -34,12 +34,12 @@ def ideal_makespans(
         if name in models and not isinstance(models[name], ReplaysDurations)
     }
     columns = workload.columns
-    names = columns.program_id
-    if not solo or names is None:
+    program_ids = columns.program_id
+    if not solo or program_ids is None:
         return {}
     places = zip(requests.column("request_id").to_pylist(), requests.column("replicaset").to_pylist(), strict=True)
     replicaset_of = dict(places)
-    ids, programs = columns.request_id.tolist(), names.tolist()
+    ids, programs = columns.request_id.tolist(), program_ids.tolist()
     prompts, outputs = columns.num_prompt_tokens.tolist(), columns.num_output_tokens
     if columns.max_tokens is not None:
         outputs = np.where(columns.max_tokens < 0, outputs, np.minimum(outputs, columns.max_tokens))

@@ -1,7 +1,7 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy and step that left the first of several
-pipeline stages, in the order in which they were handled. With the durations of
+One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV and step that left the
+first of several pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was flushed.
 """
@@ -26,7 +26,7 @@ from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
-_LAST = ("metadata", "tbt_slo_s")  # as the first logs of this version have them; readers go by names
+_LAST = ("metadata", "tbt_slo_s")  # in the order of the first logs of this version; readers go by names
 _OF_PROGRAMS = {fact.name: fact.default for fact in FACTS if fact.is_of_programs}
 """Facts of programs, which a row has only where they are stated."""
 _FACTS = (
@@ -202,7 +202,7 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall of a replicaset's policies: they scheduled nothing for so long, although requests waited, that it is a violation."""
+    """A stall of a replicaset's policies: they scheduled nothing although requests waited, for longer than the limit."""
 
     tick: int
     replicaset: str
@@ -240,6 +240,20 @@ class ReplicaChange:
     state: str
 
 
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """KV of a request has arrived at the replica that goes on with it, or a part of it.
+
+    Attributes:
+        number: of the transfer among those of its replicaset, from 0.
+    """
+
+    tick: int
+    replicaset: str
+    number: int
+    request_id: str
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -255,7 +269,7 @@ class StageEnd:
 
 
 _Unrequested: TypeAlias = (
-    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | Control
+    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | TransferEnd | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
 _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unrequested]] = {
@@ -272,6 +286,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "stage": StageEnd,
     "wake": WakeUp,
     "replica": ReplicaChange,
+    "transfer": TransferEnd,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,
@@ -295,7 +310,7 @@ class InputLog:
             self._write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
 
     def flush(self) -> None:
-        """Hand every line so far to the operating system, which keeps it whatever becomes of this process."""
+        """Hand every line so far to the operating system, so that it survives the end of this process."""
         self._file.flush()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.programs import ProgramEnd
+from vajra_py.contract.requests import RequestView
 from vajra_py.runtime.requests.request import Request, RequestFacts
 
 _WITH_RESULT = (EndReason.STOP, EndReason.LENGTH)
@@ -79,9 +80,10 @@ class Program:
         """Tokens computed for ended calls."""
         return self.num_prompt_tokens - self.num_cached_tokens + self.num_output_tokens
 
-    def children(self, parents: tuple[str, ...]) -> Sequence[str]:
-        """Ids of the calls that have arrived with exactly these parents."""
-        return tuple(self._arrived.get(parents, ()))
+    def siblings(self, request: RequestView) -> Sequence[str]:
+        """Ids of the calls with the same parents, without this one."""
+        same = self._arrived.get(request.parent_calls, ())
+        return tuple(one for one in same if one != request.request_id)
 
     @property
     def due_end(self) -> ProgramEnd | None:

@@ -16,7 +16,7 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
 from vajra_py.contract.programs import ProgramEnd
@@ -37,13 +37,14 @@ from vajra_py.runtime.records.input_log import (
     Restart,
     Stall,
     Swap,
+    TransferEnd,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm
-from vajra_py.runtime.serving.backend import Backend, FastForward, R
+from vajra_py.runtime.serving.backend import Backend, FastForward, R, Transfer
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.elastic import Elasticity
 from vajra_py.runtime.serving.events import EventQueue, Phase
@@ -54,7 +55,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import Start
 from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
@@ -73,6 +74,7 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
+        times_transfers: whether transfers of KV take the time that a model of the links says; False: each ends with a `TransferEnd`.
         wakes: whether policies are woken when they asked to be, and scalers are asked; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -81,6 +83,7 @@ class DriverOptions:
 
     check_every_steps: int = 0
     expires: bool = True
+    times_transfers: bool = True
     wakes: bool = True
     serves: bool = False
     isolates_policies: bool = False
@@ -97,9 +100,9 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a
-            change, `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of
-            `ARRIVAL` and `POLICY` are the backend's.
+            replicaset whose scaler is asked, `TRANSFER` a `TransferEnd`, or the name of a replicaset whose links are modelled,
+            `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
+            `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Driver(Generic[R]):
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
+            one.replica.memory.use_clock(self._seconds)
             self._replicas[name].append(one)
             if controller.replicasets[name].computes(one.replica.replica_id):
                 self._idle[name][one.replica.replica_id] = one
@@ -142,7 +146,7 @@ class Driver(Generic[R]):
         controller.on_ended = backend.on_requests_ended
         controller.programs.on_pause = self._program_paused
         self._movements: dict[str, Movement[R]] = {
-            name: Movement(one, one.hand_off, self)
+            name: Movement(one, one.hand_off, self, times_transfers=options.times_transfers)
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
@@ -157,6 +161,9 @@ class Driver(Generic[R]):
         if options.wakes:
             controller.alarms.connect(self._set_alarm)
         self._read_declarations()
+
+    def _seconds(self) -> float:
+        return to_seconds(self.now)
 
     def use(self, fast_forward: FastForward[R]) -> None:
         """Let the backend launch several steps at once; their changes are applied before anything reads them."""
@@ -538,9 +545,15 @@ class Driver(Generic[R]):
 
     # Moves between replicas, scaling and wake-ups
 
-    def _transfers_due(self, name: str) -> None:
+    def _transfers_due(self, what: TransferEnd | str) -> None:
+        name = what if isinstance(what, str) else what.replicaset
+        movement = self._movements[name]
         try:
-            self._movements[name].transfers_due()
+            if isinstance(what, str):
+                movement.transfers_due()
+            elif movement.is_under_way(what.number):
+                self.record(what)
+                movement.transfer_ended(what.number)
         except PolicyError as error:
             self.isolate(name, error)
             return
@@ -582,7 +595,7 @@ class Driver(Generic[R]):
             self._control(what)
             return
         if isinstance(what, Abandonment):
-            self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
+            self._abandon(self.controller.replicasets[what.replicaset], what.detail)
             return
         one = self._replicas[what.replicaset][what.replica_id]
         if not self._elasticity.may_happen(what):
@@ -602,6 +615,15 @@ class Driver(Generic[R]):
                 self.isolate(what.replicaset, error)
                 return
         self._wake(one)
+
+    def _abandon(self, replicaset: Replicaset, why: str) -> None:
+        """End the requests that no replica will go on with: those of the shared queue, and without any that decodes all."""
+        self.controller.abandon(replicaset, why, self.now)
+        if replicaset.bounds.is_split and not any(
+            replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
+        ):
+            for request in [one for one in self.controller.alive() if one.replicaset == replicaset.name]:
+                self._abort_request(request, EndReason.FAILED, why)
 
     def _control(self, what: Control) -> None:
         self.interrupt(what.replicaset)
@@ -651,7 +673,7 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self._wake(self._replicas[replicaset][replica_id])
+            self._wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # moves may follow
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
 
@@ -682,7 +704,7 @@ class Driver(Generic[R]):
         gate = self.controller.gate
         concerned = (
             self._replicas if gate is not None and gate.error is error else (replicaset,)
-        )  # the gate serves them all
+        )  # one gate serves all replicasets
         for one in concerned:
             self._take_out_of_service(one, error)
 
@@ -744,9 +766,13 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         self._backend.on_placed(request, (one,))
 
-    def transfer(self, request: Request, ends: tuple[R, R]) -> None:
+    def transfer(self, transfer: Transfer[R]) -> None:
         """See `DriverServices`."""
-        self._backend.on_transfer(request, *ends)
+        self._backend.on_transfer(transfer)
+
+    def cancel_transfer(self, transfer: Transfer[R]) -> None:
+        """See `DriverServices`."""
+        self._backend.on_transfer_cancelled(transfer)
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `DriverServices`."""
@@ -755,6 +781,8 @@ class Driver(Generic[R]):
     def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
         for request, replica in placed:
+            if request.state is _ENDED:  # since it was placed
+                continue
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
@@ -769,7 +797,8 @@ class Driver(Generic[R]):
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Return True if some policy may look at running requests or loads when a request arrives."""
-    return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
+    hears = bool(replicaset.listeners.arrivals) or replicaset.feed is not None
+    return traits_of(replicaset.scheduler).reads_load or hears
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:
