@@ -309,7 +309,7 @@ def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> b
     """Return True if the experiment selects one of these policies anywhere, or may use one of these parts."""
     specs = list(policies)
     if any(isinstance(spec, RoutingPartSpec) for spec in specs):
-        return True  # a router may use one that no file names
+        return True  # a router may use a producer that no file names
     layered = [spec for spec in specs if isinstance(spec, PolicySpec)]
     given = {(spec.layer, name) for spec in layered for name in (spec.name, *spec.aliases)}
     admission = config.admission_policy

@@ -59,7 +59,7 @@ def warm_up_attention(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tens
     for metadata in _batches(limits, cache[0]):
         launches = attention_launches(_call(kind, cache, metadata), facts)
         keys = {specialization(launch) for launch in launches}
-        if not keys <= done:  # all of them, since each reads the output of the one before
+        if not keys <= done:  # run all, since each reads the output of the one before
             done |= keys
             _run(launches)
     return done

@@ -17,6 +17,7 @@ def vajra_policies() -> list[PolicySpec]:
         least_loaded,
         lrs,
         power_of_two,
+        preemptive,
         prefix_affinity,
         priority,
         pull,
@@ -24,12 +25,15 @@ def vajra_policies() -> list[PolicySpec]:
         round_robin,
         space_sharing,
     )
+    from vajra_policies.fairness import POLICIES as FAIRNESS
     from vajra_policies.routers import POLICIES as ROUTERS
+    from vajra_policies.size import POLICIES as SIZE
+    from vajra_policies.slo import BATCHERS, PRIORITIZERS
     from vajra_policies.systems import POLICIES
 
-    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, *FAIRNESS, *SIZE, *PRIORITIZERS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
-    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
+    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
 
 

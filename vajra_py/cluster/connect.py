@@ -122,7 +122,7 @@ def _check_nodes(cluster: RayCluster) -> None:
         name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         try:
             found = ray.get(answer, timeout=_ANSWER_S)
-        except Exception as error:  # whatever the error, the node is unusable
+        except Exception as error:  # any error makes the node unusable
             if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
                 continue  # it has just died
             said = str(error).strip().splitlines() or [type(error).__name__]

@@ -148,7 +148,7 @@ class PoolConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Return the most replicas that there may be at once: so many are built."""
+        """Return the largest number of replicas at once, which is the number that is built."""
         most = None if self.elastic is None else self.elastic.max_replicas
         return most or self.num_replicas
 

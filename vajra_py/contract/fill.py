@@ -73,7 +73,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     still get their turn, since memory that they hold comes back only when they are done. False when one of them was
     refused the blocks to go on.
     """
-    has_looked = not replica.num_waiting  # into the queue, as late as possible: it is cheapest once its head has left
+    has_looked = not replica.num_waiting  # looks at the queue as late as possible: cheapest once its head has left
     if has_looked and not replica.num_partial_prefills:
         return True
     partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()

@@ -130,7 +130,7 @@ class PrefillTime(Protocol):
         """Seconds for the whole prompt."""
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left when the first `num_done_tokens` are computed; never negative."""
+        """Seconds for the rest of the prompt once the first `num_done_tokens` are computed; never negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,10 @@ class LengthEstimate:
 
 
 class OutputLengthPredictor(Protocol):
-    """Estimate a request's output length; the only access of policies to anything like the true length."""
+    """Estimate a request's output length; the only access of policies to anything like the true length.
+
+    A predictor that learns may have the methods of `ListensToRequests`, and hears of the requests of every replicaset.
+    """
 
     def predict(self, request: object) -> LengthEstimate | None:
         """The estimate for a `RequestView`, or None when this predictor knows nothing."""

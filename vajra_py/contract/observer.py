@@ -146,7 +146,12 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Blocks of the target are set aside, and KV of so many tokens is on its way to them."""
+        """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them."""
+
+    def on_transfer_end(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
+    ) -> None:
+        """The KV of a transfer is at its target, or, with a `failure` that says why, will never be."""
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The target has the KV of a request, which waits there to run."""
@@ -154,8 +159,23 @@ class Observer:
     def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The source of a request has given back the blocks that it held for it."""
 
-    def on_migration_aborted(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """A running request does not move after all; it goes on at its source, unless it has ended or was preempted."""
+    def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request that was held to leave its replica continues there after all."""
+
+    def on_moved(
+        self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
+    ) -> None:
+        """A waiting request goes from one queue to another (None: the shared one), as the replicaset scheduler asked."""
+
+    def on_migration_begun(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
+        """A running request is to go to another replica while it continues to compute, as the replicaset scheduler asked."""
+
+    def on_migration_aborted(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
+        """A running request does not move after all; it continues at its source, unless it has ended or was preempted."""
 
     def on_first_token(self, request: RequestView, now: float) -> None:
         """A request's client saw its first token."""

@@ -296,7 +296,7 @@ class Engine:
         }
 
     def discard_workers(self) -> None:
-        """Kill what computes, without waiting for anything; from any thread. Steps under way do not come back."""
+        """Kill the workers without waiting, from any thread. Steps in flight do not come back."""
         for one in self.replicas.values():
             threading.Thread(target=one.worker.discard, name="vajra-discard", daemon=True).start()
 

@@ -90,7 +90,7 @@ class EngineClient:
             self._accepts = True
 
     def refuse(self) -> None:
-        """Take no requests from now on; what was taken goes on."""
+        """Accept no more requests; those already accepted continue."""
         with self._gate:
             self._accepts = False
 
@@ -109,7 +109,7 @@ class EngineClient:
         with self._gate:
             if not self._accepts:
                 raise self.refusal()
-            assert self.loop is not None  # it was started before requests are taken
+            assert self.loop is not None  # the loop starts before requests are accepted
             for submission in submissions:
                 self._open[submission] = None
                 self.loop.submit(submission)
@@ -153,12 +153,12 @@ class EngineClient:
         error: BaseException | None = None
         try:
             self.loop.run()
-        except BaseException as raised:  # every client gets an end, whatever it was
+        except BaseException as raised:  # every client is told of the end, on any error
             error = raised
         return error
 
     def end(self, error: BaseException | None) -> None:
-        """Take nothing any more and end what is left, since the loop has ended."""
+        """Accept nothing more and end all remaining requests, since the loop has ended."""
         self._error = error
         self.refuse()
         if self.loop is not None:

@@ -92,7 +92,7 @@ class EngineExecutor:
         self._pool_rows: _PoolRows | None = None
         """Pool rows of the last step."""
 
-    # What the mechanism asks
+    # Backend of the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Number of tokens after which the request ends, if its submission states it."""
@@ -103,7 +103,7 @@ class EngineExecutor:
         if self._submissions.pop(request, None) is not None:
             self._drop_row(request)
 
-    # What the loop asks
+    # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
         """A request that may run here."""
@@ -212,7 +212,7 @@ class EngineExecutor:
             buffer.prompt_logprobs[end - len(entries) :] = entries
         return StepResult(tokens, frozenset(stopped), failed)
 
-    # Inside
+    # Helpers
 
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step

@@ -147,7 +147,7 @@ class LLM(EngineClient):
         change = self.engine.check_change(replicaset, layer_of(layer), policy, params or {})
         answers: list[Swapped | VajraError] = []
         self.request_swap(change, answers.append)
-        self.loop.run()  # nothing is being served: it does this and returns
+        self.loop.run()  # the loop applies the message and returns, as no request is served
         if isinstance(answers[0], VajraError):
             raise answers[0]
         return answers[0].swap
@@ -183,7 +183,7 @@ class LLM(EngineClient):
         self.submit(submissions)
         try:
             self.loop.run()
-        except BaseException:  # what is half done cannot be taken up again
+        except BaseException:  # an interrupted run cannot be resumed
             self.close()
             raise
         return [done[submission.facts.request_id] for submission in submissions]

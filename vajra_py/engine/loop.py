@@ -176,7 +176,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._receive()
         while not self._finished:
             due = min(self._driver.next_due(), min(self._abandon_at.values(), default=NEVER))
-            if due <= self.now:  # a message
+            if due <= self.now:  # a message is waiting
                 return True
             if self._stops:
                 return False
@@ -261,13 +261,13 @@ class EngineLoop(Backend[EngineReplica]):
             on_progress(submission, request, None)
 
     def _take_worker_message(self, message: WorkerMessage) -> None:
-        """Make what a worker answered an event of this turn."""
+        """Turn a worker's message into an event of this turn."""
         one = self._replicas[message.replica]
         if isinstance(message, Restarted):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             self._restarting.discard(message.replica)
-            self._check_failed(lost(message.replica, message.why))  # whoever is told of the end may ask
+            self._check_failed(lost(message.replica, message.why))  # listeners may ask for the failure
             self._abandon_unless_some(message.replica[0], lost(message.replica, message.why))
         elif one.is_lost:
             return
@@ -296,7 +296,7 @@ class EngineLoop(Backend[EngineReplica]):
     def _left_first_stage(self, one: EngineReplica) -> None:
         if one.num_stale:
             return
-        step = one.under_way[-1]  # the one before has left it already
+        step = one.under_way[-1]  # the earlier step has left this stage already
         step.num_entering -= 1
         if not step.num_entering:
             plan, replica = step.plan, one.replica
@@ -337,7 +337,7 @@ class EngineLoop(Backend[EngineReplica]):
             one.executor.expect(request, self._submissions[request])
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """See `Backend`; whoever submitted them is told."""
+        """See `Backend`; submitters are notified."""
         for request, reason in ended:
             submission = self._submissions.pop(request)
             if self._num_suspected:
@@ -413,7 +413,7 @@ class EngineLoop(Backend[EngineReplica]):
         num_up = self.controller.replicasets[name].num_up
         others = num_up > 1 or any(one == name for one, _ in self._restarting)
         max_reruns = self._options.max_reruns if others else None
-        # What it computed by itself, a request answers for; with others, it is suspected, and longer each time.
+        # A request that was computed alone is to blame; one of several is suspected, longer each time.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:
@@ -471,7 +471,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _take_up_deferred(self) -> None:
         for swap in self._deferred:
-            self._events.push(self.now, Phase.POLICY, swap, rank=-1)  # before those that came later
+            self._events.push(self.now, Phase.POLICY, swap, rank=-1)  # before later messages
         self._deferred = []
 
     def refuse_swaps(self) -> None:

@@ -173,7 +173,7 @@ class ProcessWorker:
                 return  # the process died; the receiver finds that out and says so
 
     def close(self) -> None:
-        """See `Worker`; whoever comes second waits for the first."""
+        """See `Worker`; a second caller waits for the first."""
         self._closing = True
         with self._closes:
             self._close()
@@ -188,7 +188,7 @@ class ProcessWorker:
             process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             if process.is_alive():
-                process.kill()  # it hangs, or is stopped and takes no other signal
+                process.kill()  # the process hangs, or is stopped and handles no other signal
         for process in self._processes:
             process.join(_CLOSE_S)
         if self._receiver is not None:
@@ -197,9 +197,7 @@ class ProcessWorker:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            with suppress(
-                ValueError
-            ):  # whoever starts a process asks for the others' ends too, and may have got this one's
+            with suppress(ValueError):  # starting a process reaps other children, maybe this one
                 process.close()
         self._processes = []
         if self._rendezvous is not None:
@@ -208,7 +206,7 @@ class ProcessWorker:
     def discard(self) -> None:
         """See `Worker`; ranks may wait for one that is gone, so nobody is asked to stop."""
         for process in list(self._processes):
-            with suppress(ValueError):  # it has been closed meanwhile
+            with suppress(ValueError):  # the process has been closed meanwhile
                 process.kill()
         self.close()
 

@@ -1,4 +1,4 @@
-"""Join what the ranks of a replica answer into what its steps gave."""
+"""Join the answers of a replica's ranks into the results of its steps."""
 
 from __future__ import annotations
 

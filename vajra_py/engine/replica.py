@@ -83,7 +83,7 @@ class EngineReplica(BackendReplica):
     """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False
     num_stale: int = 0
-    """Number of answers still to come of steps whose plans were dropped."""
+    """Number of outstanding answers of steps whose plans were dropped."""
     compute_s: float = 0.0
     """Time that its steps took on the device, in all."""
     busy_ticks: int = 0
@@ -101,15 +101,15 @@ class LoopOptions:
     """Rules of one run of the loop."""
 
     serves: bool = False
-    """True: go on waiting for requests when there are none left, until told to stop."""
+    """True: wait for further requests when none is left, until stopped."""
     tenant_salt: bool = False
     check_every_steps: int = 0
-    """Check conservation every so many steps; 0: never."""
+    """Number of steps between checks of conservation; 0: never."""
     max_reruns: int | None = None
     """Number of times that a request is computed again when replicas fail under it; None: requests of a lost replica end."""
     wait_s: float = 60.0
-    """Time that requests wait while no replica of theirs is up."""
+    """Seconds that requests wait while none of their replicas is up."""
     isolates_policies: bool = False
     """True when a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
     policy_timeout_s: float | None = 60.0
-    """A policy that has not returned after so many seconds breaks the contract; None: it may take for ever."""
+    """Seconds after which a policy that has not returned breaks the contract; None: no limit."""

@@ -52,7 +52,7 @@ class StepTimes:
     most_tokens: int = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Record the duration of a step of `num_tokens` tokens."""
         self.longest_s = max(self.longest_s, seconds)
         self.most_tokens = max(self.most_tokens, num_tokens)
 
@@ -157,7 +157,7 @@ class StepWatch:
             with self._gate:
                 late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
             for timer in late:
-                # Beside the message: the loop may be the one that waits for this worker, to take a step.
+                # Beside the message, since the loop itself may be waiting for this worker to accept a step.
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:

@@ -107,7 +107,7 @@ class StopSearch:
         text, num_held = self.held + text, len(self.held)
         if may_stop and not self._has_searched:
             self._has_searched = True
-            node, num_held = 0, 0  # once: what was held back has not been searched
+            node, num_held = 0, 0  # starts over, as the held-back text has not been searched
         start, end, place = len(text), 0, num_held
         while place < len(text):
             node = automaton.step(node, text[place])

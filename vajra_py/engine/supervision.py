@@ -1,4 +1,4 @@
-"""Restarts of replicas whose worker is lost: another one is loaded beside what goes on, after a pause.
+"""Restarts of replicas whose worker is lost: another worker is loaded after a pause, while the others serve.
 
 Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and begin anew once a replica was up for
 `settled_s`. However often a replica is lost, it is started again, as long as its starts succeed: it computes a step. Only
@@ -122,7 +122,7 @@ class Supervisor:
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """See `Restarter`."""
         record = self._records.setdefault(replica, _Record(up_since=self._now()))
-        if num_steps > record.num_steps + 1:  # the step that it was lost in is not done
+        if num_steps > record.num_steps + 1:  # the step during which the replica was lost does not count
             record.num_failed = 0
         if self._now() - record.up_since >= self._limits.settled_s:
             record.num_failed = record.num_pauses = 0
@@ -159,7 +159,7 @@ class Supervisor:
             record.num_pauses += 1
             if self._pause(pause_s):
                 return
-            # It has failed until it computes a step.
+            # A replica counts as failed until it computes a step.
             record.num_failed += 1
             _log.warning(
                 "replica %s of %s is started again (%d starts in a row have failed, %d may)",
@@ -167,7 +167,7 @@ class Supervisor:
             )
             try:
                 made = self._load(replica)
-            except Exception as error:  # whatever it was, the next attempt may go better
+            except Exception as error:  # any error; the next attempt may succeed
                 why = said(error)
                 _log.warning("replica %s of %s did not start: %s", replica[1], replica[0], why)
                 continue

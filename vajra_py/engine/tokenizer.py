@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         """Return the texts of several sequences of tokens."""
 
     def piece(self, token_id: int) -> bytes | None:
-        """The bytes that a token stands for; None for special tokens and numbers without a token."""
+        """The bytes of a token; None for special tokens and unknown ids."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
         """The text of a conversation. Raises `ConfigError`."""
@@ -76,7 +76,7 @@ class HubTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever the library meets in a broken file
+        except Exception as error:  # a broken file may raise anything
             reason = " ".join(str(error).split())
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
         self._decode_all = _batch_decoder(self._tokenizer, skips_special=True)
@@ -122,7 +122,7 @@ class HubTokenizer:
         ends = {"add_generation_prompt": end is ChatEnd.ANSWER, "continue_final_message": end is ChatEnd.MESSAGE}
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **ends)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise ConfigError(Problem("messages", f"do not fit the model's chat template ({error})")) from error
         return str(text)
 
@@ -188,7 +188,7 @@ def text_stream(tokenizer: Tokenizer) -> TextStream:
 
 
 class PieceStream:
-    """The text of tokens that are bytes one after another, whatever stands beside them."""
+    """The text of tokens that are bytes, each independent of its neighbours."""
 
     __slots__ = ("_decoder", "_num_stripped", "_piece")
 

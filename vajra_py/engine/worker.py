@@ -120,7 +120,7 @@ def _run_step(runner: ModelRunner, step: StepInput | LookaheadStep) -> StepOutpu
 def _run(runner: ModelRunner, step: StepInput | LookaheadStep) -> tuple[StepOutput | None, str | None]:
     try:
         return _run_step(runner, step), None
-    except Exception as error:  # whatever it was, this worker's requests end with it and the others go on
+    except Exception as error:  # any error ends this worker's requests alone
         _log.warning("a step failed", exc_info=True)
         return None, said(error)
 
@@ -132,7 +132,7 @@ def said(error: BaseException) -> str:
 
 
 class InlineWorker:
-    """Computes in the thread that submits: nothing is handed over, and nothing else happens meanwhile."""
+    """Computes in the submitting thread: nothing is handed over, and nothing else happens meanwhile."""
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         self._replica = replica

@@ -26,14 +26,14 @@ class WorkerLogs:
     @classmethod
     def of_this_process(cls) -> Self | None:
         """As this process does; None where nobody said how, or it cannot be told another process."""
-        handlers = reversed(logging.getLogger().handlers)  # whoever came last said what is wanted now
+        handlers = reversed(logging.getLogger().handlers)  # the latest handler has the level in force
         formatter = next((one.formatter for one in handlers if one.formatter is not None), None)
         if formatter is None:
             return None
         made = cls(formatter, {name: logging.getLogger(name).level for name in ("", *_PACKAGES)})
         try:
             pickle.dumps(made)
-        except Exception:  # whatever a program's own formatter holds
+        except Exception:  # a program's own formatter may hold anything
             return None
         return made
 

@@ -186,7 +186,7 @@ def _built_beside(
 
 
 def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:
-    """Return what `PolicyContext.build_part` is: it builds parts of the registry (the installed ones, by default)."""
+    """Return the function for `PolicyContext.build_part`: it builds parts of the registry (by default the installed ones)."""
 
     def build(choice: RoutingPartChoice, context: RoutingContext) -> Any:
         """Raise like `build_policy`."""

@@ -362,7 +362,7 @@ def _check_policy(offer: Offer[PolicySpec]) -> None:
 
 
 def _check_parameters(offer: AnyOffer, noun: str) -> None:
-    config: type[BaseModel] = offer.spec.config  # a plug-in may give another
+    config: type[BaseModel] = offer.spec.config  # a plug-in may offer another type
     if not issubclass(config, PolicyConfig):
         what = f"{noun} {offer.spec.name!r} with {config.__name__}"
         raise PluginError(str(offer.source), f"offers the {what}, which is not a PolicyConfig")

@@ -159,7 +159,7 @@ class Guard(threading.Thread):
         self._is_over = True
 
     def end_within(self, seconds: float) -> None:
-        """End the process so much later, if it is still there, unless an earlier time was said before."""
+        """End the process after `seconds` unless it has ended by then; an earlier deadline stays."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def run(self) -> None:
@@ -278,7 +278,7 @@ def serve(service: Service, on_listening: Callable[[str], None]) -> None:
             bound.close()
             if options.uds is not None:
                 _unlink(options.uds, made)
-            for child in multiprocessing.active_children():  # of a load that was given up: they may hang
+            for child in multiprocessing.active_children():  # children of an abandoned load may hang
                 child.kill()
         error = session.error
         if session.is_left_behind:

@@ -54,7 +54,7 @@ class SimulationOptions:
     fast_forward: bool = True
     """True: work out at once the steps that policies declare to repeat; the results are the same either way."""
     check_every_steps: int = 0
-    """Check conservation every so many steps; 0: never."""
+    """Number of steps between checks of conservation; 0: never."""
     expires: bool = True
     """True if requests expire by the clock; False: only when told."""
     arrival_delay_s: float = 0.0

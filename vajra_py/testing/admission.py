@@ -176,7 +176,7 @@ def _forgets_ended_requests(subject: _Subject) -> None:
         text = (
             f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
         )
-        require(num_kept <= 1, text)  # the one that it saw last
+        require(num_kept <= 1, text)  # the last request seen
 
 
 _CHECKS: Mapping[str, Callable[[_Subject], None]] = {

@@ -28,7 +28,7 @@ def failure_of(check: Callable[[], object], policy_timeout_s: float) -> Failure 
             check()
     except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError, DidNotReturn) as error:
         return Failure(str(error), _is_from_endless_call(error))
-    except Exception as error:  # of the policy's own, while it was built
+    except Exception as error:  # raised by the policy while it was built
         return Failure(f"{type(error).__name__}: {error}")
     return None
 

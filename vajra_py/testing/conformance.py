@@ -57,7 +57,7 @@ ALL_LAYERS = tuple(Layer)
 
 
 class ConformanceWarning(UserWarning):
-    """A policy does what the contract allows and its author hardly meant."""
+    """A policy does something that the contract allows but its author hardly intended."""
 
 
 POLICY_TIMEOUT_S = 30.0
@@ -103,7 +103,7 @@ class Check:
     layers: tuple[Layer, ...]
     run: Callable[[Subject], None]
     is_needed_by_all: bool = False
-    """True if nothing else can be checked where this fails."""
+    """True if no other check is possible after this one has failed."""
 
     def __call__(self, spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
         """Check one policy. Raises `AssertionError`."""

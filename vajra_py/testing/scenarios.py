@@ -139,7 +139,7 @@ class Rules:
     check_every_step: bool = True
     """True if requests and blocks are counted after every step; False: at the end alone."""
     policy_timeout_s: float | None = None
-    """A policy that has not returned after so many seconds breaks the contract; None: somebody else watches, or nobody."""
+    """Seconds after which a policy that has not returned breaks the contract; None: no watch here."""
 
 
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:

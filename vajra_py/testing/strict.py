@@ -49,7 +49,7 @@ LOADLESS = frozenset({"replica_id", "is_up"})
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """A policy that declares and does what `policy` does, but for the methods that are replaced."""
+    """Return a policy like `policy`, with these methods replaced."""
     members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
     for name in _METHODS:
         method = getattr(policy, name, None)
@@ -82,7 +82,7 @@ class StrictViews:
         return [self.request(request) for request in requests]
 
     def real(self, view: object) -> RequestView:
-        """The request behind a strict view; whatever else a policy passed is handed on for the mechanism to judge."""
+        """Return the request behind a strict view; any other value is passed on for the mechanism to check."""
         return cast(RequestView, view._target) if isinstance(view, StrictRequest) else cast(RequestView, view)
 
     def violation(self, message: str) -> AttributeError:

@@ -140,7 +140,7 @@ class VllmBackendConfig(ModelBackendConfig):
 
 
 def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """Return the settings of a replica that no vLLM can carry out, whoever starts it."""
+    """Return the settings of a replica that no vLLM supports."""
     found = check_replica(where, replica)
     if replica.memory.host_blocks:
         message = f"vLLM's workers do not copy KV blocks to host memory (got {replica.memory.host_blocks})"

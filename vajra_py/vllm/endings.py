@@ -89,7 +89,7 @@ class RefusedStreams:
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # a chunk's refusal, which its client will be told, is no reason for a line
+            if not is_known:  # the client is told of a refused chunk, so it is not logged
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:

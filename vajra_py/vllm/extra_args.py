@@ -77,7 +77,7 @@ _READERS: Mapping[FactKind, Callable[[str, Any], Any]] = {
 }
 _KINDS = {
     fact.name: fact.kind
-    for kind in FactKind  # texts first, as errors list them
+    for kind in FactKind  # strings first, as in error messages
     for fact in FACTS
     if fact.kind is kind and fact.has_extra_arg
 }

@@ -88,7 +88,7 @@ class Submission:
     num_kept: int = 0
 
     def make_hashes(self, block_size: int) -> BlockHashes | None:
-        """Return what identifies its blocks in the prefix cache."""
+        """Return the hashes of the request's blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
         return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
@@ -148,7 +148,7 @@ class Mechanism(Backend[_VllmReplica]):
         )
         self._turn: int | None = None
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
-        """Told of every end, after whoever handed the request in."""
+        """Called at every end, after the submitter was notified."""
         self._refusal: VajraError | None = None
         """Error of a change of policies that could not be made; the rest of it is not made either."""
         self._arriving: list[Submission] = []
@@ -233,7 +233,7 @@ class Mechanism(Backend[_VllmReplica]):
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # A tick of its own, before the step ends: its blocks are free before those of who ends with the step, as in vLLM.
+            # A tick before the step's end: blocks of aborted requests are freed before those of requests that end, as in vLLM.
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -248,7 +248,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._leaving.add(request)
 
     def check_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
-        """Raise what building these policies raises."""
+        """Build these policies, to raise their errors."""
         policies = self.controller.replicasets[self.replica.replicaset].policies
         assert policies is not None
         for layer, choice in choices.items():
@@ -278,12 +278,12 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
 
     def condemn(self) -> None:
-        """In this turn: whoever leaves requests standing has broken the contract."""
+        """Report the policies as stalled in this turn if requests wait and nothing is scheduled."""
         tick = self.open_turn()
         self._driver.events.push(tick, Phase.FAILURE, Stall(tick, self.replica.replicaset))
 
     def stop(self, request: Request) -> None:
-        """The request's last token is known: it ends with the step in flight, whatever that gives.
+        """End the request, whose last token is known, with the step in flight.
 
         One that is not part of that step, which was formed before the token was known, is taken back instead.
         """
@@ -322,7 +322,7 @@ class Mechanism(Backend[_VllmReplica]):
         one.stopped.clear()
         self._driver.complete(one, plan, StepResult(stopped=stopped), at_once=at_once)
 
-    # What the driver asks
+    # Backend of the driver
 
     def launch(self, replica: _VllmReplica, plan: StepPlan) -> int:
         """See `Backend`."""

@@ -65,7 +65,7 @@ class Messages:
     def _add_chunk(self, chunk: PlannedChunk) -> None:
         request, num_tokens, computed, kind = chunk
         record = self._records.get(request.request_id)
-        if record is None:  # it has ended while the step before was computed; its part of this one is not computed
+        if record is None:  # ended during the previous step; its part of this step is not computed
             return
         is_resumed = kind != "running"
         if is_resumed:

@@ -148,7 +148,7 @@ class VllmRunner:
         duration_s = time.perf_counter() - started
         return StepOutput(slots, tokens, duration_s, results.logprobs, results.prompt_logprobs)
 
-    # What is told
+    # Messages to workers
 
     def _take_changes(self, step: StepInput) -> None:
         for slot in step.freed:
@@ -233,7 +233,7 @@ class VllmRunner:
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 
-    # What comes back
+    # Results
 
     def _read(self, slot: int, output: Any, results: _Results, *, samples: bool) -> None:
         """Take in what a step gave for one of its rows; `samples`: its token is wanted."""
@@ -260,7 +260,7 @@ class VllmRunner:
 
 
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
-    """Return the sampling parameters of vLLM for a request that has put out so many tokens already.
+    """Return the sampling parameters of vLLM for a request with `num_outputs` tokens of output.
 
     It draws from a stream of the request's own, which begins anew for each number of tokens so far.
     """
@@ -291,7 +291,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
 
 
 def _pieces(chunk: Chunk, most: int) -> Iterator[Chunk]:
-    """A chunk in pieces of at most so many tokens; the last one samples what it samples."""
+    """Split a chunk into pieces of at most `most` tokens; the last one samples as the chunk does."""
     count = len(chunk.token_ids)
     for first in range(0, count, most):
         end = min(count, first + most)

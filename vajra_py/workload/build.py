@@ -91,7 +91,7 @@ def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) 
     rate = None if rate is None else rate * kept
     if isinstance(config, FileOptions):
         if rate is None and (config.window is not None or config.bootstrap is not None):
-            rate = workload.rate or None  # of the whole trace: samples of it vary about the rate that is set
+            rate = workload.rate or None  # the whole trace's rate: samples vary about it
         workload = _sampled(workload, config, rng_for)
     if config.first is not None and getattr(config, "window", None) is None:
         workload = workload.slice(first=config.first)
@@ -141,9 +141,9 @@ def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Worklo
 
 def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None) -> Workload:
     """The workload at `config.rate`: on average over seeds where its rate before is known so, else exactly."""
-    assert config.rate is not None  # the caller sees to it
+    assert config.rate is not None  # checked by the caller
     if isinstance(config, ProfileConfig) and workload.columns.session_id is not None:
-        return workload  # its sessions start accordingly
+        return workload  # sessions already start at this rate
     if expected is None or workload.has_followers:
         is_there = math.isclose(workload.rate, config.rate, rel_tol=1e-12)
         return workload if is_there else workload.at_rate(config.rate)
@@ -151,7 +151,7 @@ def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None
 
 
 def _starts(process: ArrivalProcess, rng_for: RngFor) -> Callable[[int], F64]:
-    """The first so many arrivals of a process."""
+    """Return a function that draws the first n arrival times of a process."""
 
     def times(number: int) -> F64:
         return arrival_times(process, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=number)

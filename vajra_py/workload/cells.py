@@ -98,11 +98,11 @@ def _or_nothing(parse: Parser, nothing: float) -> Parser:
 
 
 durations = _or_nothing(finite_times, np.nan)
-"""Parser of seconds >= 0; an empty cell is NaN, which stands for none."""
+"""Parser of seconds >= 0; an empty cell is NaN: no value."""
 maybe_numbers = _or_nothing(_numbers, np.nan)
 """Parser of numbers; an empty cell is NaN."""
 limits = _or_nothing(token_counts(1), -1)
-"""Parser of whole numbers >= 1; an empty cell is -1, which stands for none."""
+"""Parser of whole numbers >= 1; an empty cell is -1: no value."""
 
 
 def maybe_whole_numbers(nothing: int) -> Parser:

@@ -36,7 +36,7 @@ _make_request = maker(
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns. In `max_tokens` and `follows` (a row) -1 stands for None, in the floats NaN does."""
+    """The columns of a workload. None is -1 in `max_tokens` and `follows` (a row), and NaN in floats."""
 
     arrived_at: F64
     num_prompt_tokens: I64

@@ -330,7 +330,7 @@ class CsvConfig(_TraceOptions):
 
 
 class AgenticConfig(FileOptions):
-    """Recorded sessions of coding agents (JSON lines), whose prompts share what was said before."""
+    """Recorded sessions of coding agents (JSON lines), whose prompts repeat earlier turns."""
 
     type: Literal["agentic"]
     arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")

@@ -31,7 +31,7 @@ class Draws:
             noted = _Noted(rng_for)
             workload = build_workload(config, noted, self._base_dir, source=self._known(config, noted))
             found.append(fingerprint(workload.columns))
-            if not noted.has_drawn:  # nothing in it is the seed's
+            if not noted.has_drawn:  # nothing depends on the seed
                 return found * len(seeds)
         return found
 

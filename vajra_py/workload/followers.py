@@ -1,4 +1,4 @@
-"""Requests that follow others: their release, and checks of who follows whom."""
+"""Requests that follow others: their release, and checks of the links between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Followers:
 
     def __init__(self) -> None:
         self._children: dict[str, list[RequestSpec]] = {}
-        self._num_parents_left: dict[str, int] = {}  # of those with several
+        self._num_parents_left: dict[str, int] = {}  # requests with several parents
 
     def add(self, spec: RequestSpec) -> bool:
         """Keep a request until its parents have ended; False for one that follows nobody."""

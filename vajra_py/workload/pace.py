@@ -35,7 +35,7 @@ def expected_rate(config: Any) -> float | None:
 
 @expected_rate.register
 def _(config: SyntheticConfig) -> float | None:
-    if isinstance(config.arrivals, PiecewiseConstant):  # its mean is that of all pieces
+    if isinstance(config.arrivals, PiecewiseConstant):  # the mean over all pieces
         return config.arrivals.rate if config.num_requests is None and config.duration_s is None else None
     return None if isinstance(config.arrivals, AtOnce | ClosedLoop) else config.arrivals.rate
 

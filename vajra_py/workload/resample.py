@@ -81,7 +81,7 @@ def random_window(
         columns = workload.slice(skip=skip, first=num_requests).columns
         columns = replace(columns, arrived_at=columns.arrived_at - columns.arrived_at[0])
         return _noted(workload, columns, op="window", skip=skip, num_requests=num_requests)
-    assert duration_s is not None  # the caller sees to it
+    assert duration_s is not None  # checked by the caller
     span_s = float(times[-1] - times[0]) if total else 0.0
     if duration_s >= span_s:
         message = f"window: random is to be {duration_s:g} s of {span_s:g} s, which leaves nothing to draw"
@@ -109,7 +109,7 @@ def thin(
             message = f"thin.rate is not below the trace's own rate ({rate:g} and {workload.rate:g} requests/s)"
             raise WorkloadError(workload.name, None, message, "A lower one; or workload.rate, which stretches time")
         fraction = rate / workload.rate
-    assert fraction is not None  # the caller sees to it
+    assert fraction is not None  # checked by the caller
     _check_content(workload, "thin", _has_sessions(columns))
     units = units_of(columns)
     is_kept = rng.random(int(units.max(initial=-1)) + 1) < fraction
@@ -145,7 +145,7 @@ def block_bootstrap(
     if block_s is not None:
         drawn, begins_s = _blocks_by_time(workload, starts_s, rng, block_s)
     else:
-        assert block_requests is not None  # the caller sees to it
+        assert block_requests is not None  # checked by the caller
         drawn, begins_s = _blocks_by_number(workload, starts_s, rng, block_requests)
     order = np.argsort(units, kind="stable")
     sizes = np.bincount(units)
@@ -182,7 +182,7 @@ def _blocks_by_time(workload: Workload, starts_s: F64, rng: np.random.Generator,
 
 
 def _blocks_by_number(workload: Workload, starts_s: F64, rng: np.random.Generator, block: int) -> tuple[I64, F64]:
-    """The units drawn and when each begins, by blocks of so many units, each after the gap that it has in the trace."""
+    """Return the units drawn, in blocks of `block` units, and their start times; each keeps its gap of the trace."""
     total = len(starts_s)
     _check_block(workload, f"{block:,}", block < total, f"{total:,} requests or sessions")
     gaps_s = np.diff(starts_s, prepend=starts_s[-1] - _circle_s(starts_s))

@@ -19,7 +19,7 @@ from vajra_py.workload.files import Parser
 __all__ = ["CSV_FIELDS", "REQUIRED_FIELDS", "FactColumn", "FactFormat", "format_of"]
 
 FactColumn: TypeAlias = F64 | I64 | StringColumn | ObjectArray
-"""The values of one fact. In whole numbers the smallest one stands for None, in the others NaN does."""
+"""The values of one fact. None is the smallest integer among integers, and NaN among floats."""
 
 _NO_INTEGER = np.iinfo(np.int64).min
 

@@ -1,4 +1,4 @@
-"""Figures of many replicas at once, as arrays: read once for each placement, whoever asks for them."""
+"""Figures of many replicas at once, as arrays: read once for each placement and shared by all parts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _column(replicas: Sequence[ReplicaLoadView], name: str, kind: Any) -> Any:
     return found
 
 
-_READERS: dict[str, Any] = {  # written out: attributes named in the code are read twice as fast as by `getattr`
+_READERS: dict[str, Any] = {  # spelled out, which is twice as fast as `getattr`
     "replica_id": lambda replicas: [one.replica_id for one in replicas],
     "num_running": lambda replicas: [one.num_running for one in replicas],
     "num_waiting": lambda replicas: [one.num_waiting for one in replicas],

@@ -82,7 +82,7 @@ class TargetUtilization:
 
     def _wanted(self, pool: PoolView, current: int) -> int:
         up = replicas_in(pool, ReplicaState.UP)
-        if not up:  # nothing to measure; one replica for whoever waits
+        if not up:  # nothing to measure; one replica for waiting requests
             return max(current, int(pool.num_queued > 0))
         ratio = self._load(pool, up) / (len(up) * self._config.target)
         if self._is_at_target(ratio):

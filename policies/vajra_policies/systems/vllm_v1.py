@@ -184,7 +184,7 @@ class VllmV1:
         running = replica.running()
         if self._config.victim == "latest_admitted":
             return running[-1]
-        return max(running, key=_priority_and_arrival)  # of equals the first, in order of admission
+        return max(running, key=_priority_and_arrival)  # the first admitted of equals
 
     # Waiting requests
 

@@ -232,7 +232,7 @@ def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
     under way. Rows after the last scheduling are therefore preferred, where there are enough of them.
     """
     requests = run.requests
-    assert requests.scheduled_at is not None  # else there is no series
+    assert requests.scheduled_at is not None  # there is no series otherwise
     at, running = log["t"], log["running"]
     only_ends = (at > float(requests.scheduled_at.max()) + 2.0) & (at < float(requests.last_token_at.max()) + 2.0)
     if np.count_nonzero(only_ends) >= FEWEST_ROWS:

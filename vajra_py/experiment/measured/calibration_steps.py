@@ -63,11 +63,11 @@ def _unit_costs(
     figures: Sequence[Figure],
     known: dict[tuple[int, ...], list[float]],
 ) -> list[float]:
-    """Seconds that one unit of each figure adds to a step of so many (decodes, their context, chunks, tokens of chunks)."""
+    """Seconds that one unit of each figure adds to a step of `counts`: decodes, their context, chunks, tokens of chunks."""
     found = known.get(counts)
     if found is None:
         decodes, context, chunks, tokens = counts
-        # Chunks as if all were equal and behind nothing, which only how attention is shared out depends on.
+        # Chunks count as equal and without earlier context, which affects only how attention time is shared out.
         pairs = tokens * (tokens // max(1, chunks) + 1) // 2
         features = BatchFeatures(decodes, context, chunks, tokens, prefill_attention_pairs=pairs)
         parts = model.breakdown_s(features) if features.num_tokens else {}

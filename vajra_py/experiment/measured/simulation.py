@@ -134,7 +134,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
     if settings.memory_fraction is not None:
         memory["memory_fraction"] = settings.memory_fraction
     if settings.num_blocks is not None:
-        memory["num_blocks"] = together * (settings.num_blocks - 1)  # the first one of a rank is vLLM's null block
+        memory["num_blocks"] = together * (settings.num_blocks - 1)  # the first block of a rank is vLLM's null block
     replica: dict[str, Any] = {
         "max_batch_size": together * settings.max_num_seqs,
         "max_batch_tokens": together * settings.max_num_batched_tokens,
@@ -160,7 +160,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
 
 
 def ranked(workload: Sequence[RequestSpec], num_ranks: int) -> Sequence[RequestSpec]:
-    """The requests with data-parallel ranks as their tenants, in turn by arrival, as a balancer of equal ranks has it.
+    """Return the requests with data-parallel ranks as tenants, assigned round-robin by arrival.
 
     Each rank of vLLM has a prefix cache of its own, and tenants of a replica share no blocks where they salt them.
     """

@@ -86,7 +86,7 @@ def simulate_as_served(
 
 def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | None) -> ExperimentConfig:
     engine: ModelBackendConfig = config.backend.settings
-    assert engine.latency is not None  # it was checked
+    assert engine.latency is not None  # checked before
     facts = json.loads((path / ENGINE_FILE).read_text())
     simulator = SimulatorConfig(
         latency=latency or engine.latency,

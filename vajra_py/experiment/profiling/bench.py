@@ -69,7 +69,7 @@ class Bench:
             new.append(NewRow(slot, GREEDY, slot))
             at += count
         decodes = self.taken[: len(batch.decodes)]
-        if decodes:  # the worker has to have sampled a token of each before it can go on with it
+        if decodes:  # the worker must have sampled a token of each before it can decode
             contexts = zip(decodes, batch.decodes, strict=True)
             before = [Chunk(slot, self._tokens(1), context - 1, samples=True) for slot, context in contexts]
             self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))

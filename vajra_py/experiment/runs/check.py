@@ -36,14 +36,14 @@ def problems_of_parts(
                     seen.add(paths)
                     load_workload(config)
             if config.backend.kind == "simulator":
-                experiment = cast(ExperimentConfig, config)  # nothing is run, so that nobody asks a system for its workload
+                experiment = cast(ExperimentConfig, config)  # nothing is run, so a system's missing workload is not needed
                 make_backend(Run(experiment, registry, nothing, SeedTree(config.seed)))
         except WorkloadError as error:
             yield from error.problems
         except ConfigError as error:
             place = where if len(points) == 1 else f"{where} ({point.label})"
             for problem in error.problems:
-                if str(problem) not in found:  # a mistake of every point is reported for the first
+                if str(problem) not in found:  # a mistake common to all points is reported once, for the first
                     found.add(str(problem))
                     yield replace(problem, where=f"{place} {problem.where}".strip())
 

@@ -81,7 +81,7 @@ def why_together(
     `seeds` are those that its policies were built with; `first` is a request that it takes.
     """
     policies = replicaset.policies
-    assert policies is not None  # it was built from settings
+    assert policies is not None  # built from settings
     if replicaset.hand_off is not None:
         return "requests go from one of its replicas to another"
     for layer in Layer:

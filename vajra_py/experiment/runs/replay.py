@@ -255,7 +255,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=not recording.knows_tokens,  # by which every step may publish blocks
+        fast_forward=not recording.knows_tokens,  # known tokens let every step publish blocks
         expires=False,
         wakes=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.experiment.device_figures import pools_of
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_emitted
@@ -19,8 +20,11 @@ from vajra_py.metrics.summary.warnings import rate_warnings
 from vajra_py.metrics.summary.rates import steady_window
 from vajra_py.metrics.tables.replicas import active_times, replicas_section, scaled_replicasets, write_replicas
 from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
+from vajra_py.metrics.summary.movement import movement_section
+from vajra_py.metrics.summary.pools import Pool, PoolInputs, pools_section
 from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.tables.transfers import TRANSFERS_FILE, TransfersBuilder
 
 _WARMUP_OFF = (0.0, 0)
 
@@ -40,6 +44,8 @@ class Tables:
     """Devices by replicaset, where they are known, for cost and energy."""
     replicas: ArrowTable | None = None
     """States of replicas (`ReplicaStates.table`); None without a scaler."""
+    transfers: TransfersBuilder | None = None
+    """KV on its way between replicas; None where requests cannot move."""
 
 
 def write_results(
@@ -55,14 +61,19 @@ def write_results(
         writing = beside.submit(_write_tables, path, tables)
         steps = expand_steps(records, STEPS_READ, encoded=True)
         summary = _summary(config, requests, steps, tbt, ended_at)
+        window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
+        steady = steady_window(window, summary.data["rates"])
         if tables.replicas is not None:
             write_replicas(tables.replicas, path)
-            window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
-            steady = steady_window(window, summary.data["rates"])
             summary = summary.with_sections(replicas_section(tables.replicas, window, steady))
-        if tables.devices:
-            devices = _while_active(tables.devices, tables.replicas)
+        devices = _while_active(tables.devices, tables.replicas)
+        if devices:
             summary = summary.with_sections(cost_sections(devices, summary.data, steps))
+        inputs = PoolInputs(steps, window, steady, tables.replicas, devices)
+        summary = summary.with_sections(pools_section(_pools(config), inputs))
+        if tables.transfers is not None:
+            inside = window.holds(requests.column("arrived_at").to_numpy())
+            summary = summary.with_sections(movement_section(tables.transfers.to_table(), requests, inside))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         if tables.emitted is not None:
             write_emitted(tables.emitted, path)
@@ -77,17 +88,24 @@ def _while_active(
     """Return the devices with the times at which replicas that a scaler starts and stops have theirs."""
     if replicas is None:
         return devices
-    scaled = scaled_replicasets(replicas)
-    return {
-        name: replace(one, active=active_times(replicas, name)) if name in scaled else one
-        for name, one in devices.items()
-    }
+    scaled, found = scaled_replicasets(replicas), dict(devices)
+    for name, one in devices.items():
+        replicaset = one.replicaset or name
+        if replicaset in scaled:
+            found[name] = replace(one, active=active_times(replicas, replicaset, replica_ids=one.replica_ids))
+    return found
+
+
+def _pools(config: ExperimentConfig) -> list[Pool]:
+    return [pool for name, one in config.effective_replicasets.items() for pool in pools_of(name, one)]
 
 
 def _write_tables(path: Path, tables: Tables) -> None:
     write_parquet(tables.requests, path / "requests.parquet")
     write_parquet(tables.steps, path / "steps.parquet")
     write_parquet(tables.tbt, path / "tbt.parquet")
+    if tables.transfers is not None:
+        write_parquet(tables.transfers, path / TRANSFERS_FILE)
 
 
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:

@@ -1,4 +1,4 @@
-"""Run one experiment into a folder of results; whatever happens, what was reached is written."""
+"""Run one experiment into a folder of results; a run that fails writes the results that it has."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFo
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
+from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.tables.replicas import ReplicaStates
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
@@ -97,8 +98,16 @@ class _Attempt:
         controller = backend.controller
         output = run.config.output
         self._log = backend.decision_log(place.path / DECISIONS_FILE) if output.decision_log else None
-        has_gate = controller.gate is not None
-        self._recorder = Recorder(controller.num_blocks_of, steps=output.steps, log=self._log, admission=has_gate)
+        has_gate, paths = controller.gate is not None, paths_of(controller)
+        movement = MovementLog(paths) if paths else None
+        self._transfers = None if movement is None else movement.table
+        self._recorder = Recorder(
+            controller.num_blocks_of,
+            steps=output.steps,
+            log=self._log,
+            admission=has_gate,
+            movement=self._transfers,
+        )
         self._admissions: AdmissionLog | None = None
         if has_gate and output.decision_log:
             self._admissions = AdmissionLog(place.path / ADMISSIONS_FILE)
@@ -108,9 +117,9 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
+        if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
-        self._observers += [one for one in (self._log, self._admissions, self._retention) if one is not None]
+        self._observers += [one for one in (self._log, self._admissions, movement, self._retention) if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
         controller.diary.emitted.is_kept = True
@@ -161,7 +170,16 @@ class _Attempt:
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         replicas = self._replicas.table(seconds)
-        tables = Tables(recorder.requests, recorder.steps, recorder.tbt, emitted, notes, self._devices, replicas)
+        tables = Tables(
+            recorder.requests,
+            recorder.steps,
+            recorder.tbt,
+            emitted,
+            notes,
+            self._devices,
+            replicas,
+            self._transfers,
+        )
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())

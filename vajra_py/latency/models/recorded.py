@@ -98,7 +98,7 @@ def _of_records(path: Path) -> Mapping[str, npt.NDArray[Any]] | None:
                 return None
             table = file.read(["replica_id", *RECORD_COLUMNS])
     except (OSError, pa.ArrowException):
-        return None  # whoever reads it as a plain table says what is wrong with it
+        return None  # reading it as a plain table reports the error
     records = {name: table.column(name).combine_chunks() for name in RECORD_COLUMNS}
     records["bends"] = records["bends"].flatten()
     arrays = {name: column.to_numpy(zero_copy_only=False) for name, column in records.items()}

@@ -73,7 +73,7 @@ def read_npz(path: Path) -> Columns:
             return {key: arrays[key].astype(np.float64) for key in arrays.files}
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(Problem(str(path), f"is not an npz file of numbers ({error})")) from error
-    except Exception as error:  # zipfile raises its own
+    except Exception as error:  # zipfile has exceptions of its own
         raise ConfigError(Problem(str(path), f"cannot be read as npz ({error})")) from error
 
 

@@ -38,10 +38,10 @@ class Variation:
 
 
 def factors_among(multiples: Sequence[float]) -> Factors:
-    """Return the factors of a sample, whatever its mean: the means of its hundredths (every value, where there are fewer)."""
+    """Return the factors of a sample: the means of its hundredths relative to its mean (every value of a smaller sample)."""
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])
-    # A value may lie in two hundredths, with a part in each. But for rounding, what comes out ascends.
+    # A value may lie in two hundredths, with a part in each. Means ascend, up to rounding.
     cuts = np.linspace(0, number, min(number, _MOST_FACTORS) + 1)
     means = np.sort(np.diff(np.interp(cuts, np.arange(number + 1), sums)))
     return tuple((means / means.mean()).tolist())

@@ -42,7 +42,7 @@ class PrefillTimeTable:
         return self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left: the prompt rounded up less what is done rounded down; never negative, 0 when all is done."""
+        """Seconds for the rest of the prompt: its length rounded up less the done tokens rounded down; never negative, 0 when all are done."""
         if num_done_tokens >= num_prompt_tokens:
             return 0.0
         whole = self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
@@ -61,7 +61,7 @@ class PrefillTimeTable:
             time = self._done_s + self._chunk_s(self._done, num_tokens - self._done)
             start, start_s = self._previous
             if num_tokens - self._done < GRAIN_TOKENS and start < self._done:
-                # So soon after a chunk's end a prompt may finish within that chunk, if the scheduler lets the last one be larger.
+                # Shortly after a chunk's end a prompt may finish within that chunk, if the scheduler allows a larger last chunk.
                 left = num_tokens - start
                 if self._lone_chunk(start, left) >= left:
                     time = start_s + self._chunk_s(start, left)

@@ -26,6 +26,8 @@ from vajra_py.metrics.report.tables import (
     difference_table,
     full_table,
     main_table,
+    pool_tables,
+    reason_tables,
     scope_tables,
     versus_table,
 )
@@ -47,7 +49,7 @@ def write_report(
     if target.is_dir():
         raise RunError(f"report {target}: is a folder. Name a file, such as {target / 'report.html'}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    is_device = target.exists() and not target.is_file()  # such as /dev/stdout, which nothing may take the place of
+    is_device = target.exists() and not target.is_file()  # such as /dev/stdout, which must not be replaced by a file
     written = target if is_device else target.with_name(target.name + ".partial")
     written.write_text(render_report(runs, title, metrics), encoding="utf-8")
     if not is_device:
@@ -79,8 +81,11 @@ def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Se
         "family": comparison.family_words(),
         "versus": versus_table(comparison),
         "scopes": scope_tables(comparison),
-        "num_more_scopes": max(0, len(comparison.scopes) - 1 - MAX_SCOPES),
+        "num_more_scopes": max(0, len(comparison.groups) - MAX_SCOPES),
+        "pools": pool_tables(comparison),
+        "reasons": reason_tables(comparison),
         "groups": _figures(ordered, comparison),
+        "has_movement": any(name.startswith("held_") for name in _known(comparison)),
         "has_slo": any(name.endswith("slo_attainment_fraction") for name in _known(comparison)),
         "differences": differing,
         "num_more_differences": num_more,

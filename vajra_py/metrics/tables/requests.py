@@ -31,6 +31,7 @@ from vajra_py.metrics.definitions import (
     ttft_s,
 )
 from vajra_py.metrics.tables.columnar import GapList, NameColumn, PackedRows, TextColumn
+from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, TransfersBuilder, movement_columns, movement_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -148,9 +149,10 @@ class RequestsBuilder:
         ),
     )
 
-    def __init__(self, *, admission: bool = False) -> None:
-        """`admission`: whether the table has `ADMISSION_COLUMNS`."""
+    def __init__(self, *, admission: bool = False, movement: TransfersBuilder | None = None) -> None:
+        """`admission`: whether the table has `ADMISSION_COLUMNS`; `movement`: what `MOVEMENT_COLUMNS` are made of; None: it has none."""
         self.has_admission = admission
+        self._movement = movement
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
         self._rows = PackedRows(self._fields)
         self._texts = {name: TextColumn() for name in _DISTINCT}
@@ -216,6 +218,9 @@ class RequestsBuilder:
         types |= dict.fromkeys(TEXT_COLUMNS, pa.string()) | dict.fromkeys(_LISTS, pa.list_(pa.string()))
         types |= dict.fromkeys(ADMISSION_TEXTS, pa.string()) | {"num_deferrals": pa.int64()}
         names = (*REQUEST_COLUMNS, *ADMISSION_COLUMNS) if self.has_admission else REQUEST_COLUMNS
+        if self._movement is not None:
+            names = (*names, *MOVEMENT_COLUMNS)
+            types |= movement_types()
         return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
     def to_table(self) -> ArrowTable:
@@ -235,10 +240,13 @@ class RequestsBuilder:
             )
         texts = {name: column.all() for name, column in self._texts.items()}
         until = self._observed_until()
+        transfers = None if self._movement is None else self._movement.to_table()
         for start in range(0, len(order), num_rows):
             chosen = order[start : start + num_rows]
             columns = self._numbers(self._rows.rows(chosen), until)
             columns |= {name: text.take(pa.array(chosen)).cast(pa.string()) for name, text in texts.items()}
+            if transfers is not None:
+                columns |= movement_columns(transfers, columns["index"])
             yield _table(columns, self.schema())
 
     def _observed_until(self) -> float:
@@ -281,12 +289,12 @@ REQUEST_COLUMNS = (
 
 _ADMISSION_FIELDS = (
     *(("admission", "i"), ("degraded", "i"), ("shed_reason", "i")),
-    *(("num_deferrals", "q"), ("deferred_at", "d"), ("deferred_s", "d")),
+    *(("num_deferrals", "q"), ("deferral_reason", "i"), ("deferred_at", "d"), ("deferred_s", "d")),
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
 empty (it was rejected before the policy was asked)."""
-ADMISSION_TEXTS = ("admission", "degraded", "shed_reason")
+ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Columns that hold texts."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")

@@ -83,7 +83,7 @@ class KvMemory(Protocol):
         """Device blocks of the request, shared ones included."""
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Blocks that would be free if these resident requests gave theirs back."""
+        """Number of blocks that would become free if these resident requests were freed."""
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
         """Ids of the request's device blocks in order of tokens; not to be changed."""

@@ -210,7 +210,7 @@ class PagedKvMemory:
         self._reserved = []
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Blocks that would be free if these resident requests gave theirs back."""
+        """Number of blocks that would become free if these resident requests were freed."""
         held = Counter(block for request in requests for block in self._tables[request].blocks)
         return sum(count == self._pool.num_references(block) for block, count in held.items())
 

@@ -177,7 +177,7 @@ class KvParallelMemory:
         return request in self._tables_of
 
     def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
-        """Blocks that would be free if these resident requests gave theirs back: all, since none are shared."""
+        """Number of blocks that would become free if these resident requests were freed: all, since none are shared."""
         return sum(map(self.num_held_blocks, requests))
 
     def num_held_blocks(self, request: KvRequest) -> int:
@@ -298,7 +298,7 @@ class KvParallelMemory:
             self._pending[group] += work
 
     def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
-        """(group, blocks) for so many blocks, full groups first and the remainder last; None if there is no room.
+        """Split `num_blocks` into (group, blocks), full groups first and the remainder last; None if there is no room.
 
         Groups are tried by pending prefill work, then by number.
         """

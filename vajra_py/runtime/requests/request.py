@@ -93,6 +93,7 @@ class Admission:
         refusal: why it was refused.
         retry_after_s: when its client may try again.
         num_deferrals: how often it was put off.
+        deferral: why it was put off last.
         deferred_at: when it was put off first, seconds.
         deferred_s: for how long in all.
     """
@@ -102,6 +103,7 @@ class Admission:
     refusal: str = ""
     retry_after_s: float | None = None
     num_deferrals: int = 0
+    deferral: str = ""
     deferred_at: float | None = None
     deferred_s: float = 0.0
 

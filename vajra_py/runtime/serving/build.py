@@ -296,7 +296,7 @@ def build_replicaset(
         own = replace(context, emit=services.diary.emitted.of(name, choice.policy))
         if layer is Layer.REPLICA_SCHEDULER:
             own = replace(own, limits=plans[index].limits, latency=plans[index].latency)
-        elif index:  # of requests whose prompt is computed
+        elif index:  # requests whose prompt is computed
             own = replace(own, random_stream=seeds.child("after_prompt").stream)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
@@ -314,6 +314,7 @@ def build_replicaset(
     schedulers = [plan.scheduler for plan in plans]
     policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
     policies.shared = shared
+    policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
     if scaling is not None:
         policies.beside = (*policies.beside, (scaling.scaler, scaling.name))

@@ -364,7 +364,7 @@ class Controller:
             self.num_ended[reason] += 1
             listeners = replicaset.listeners.departures
             if self.gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = self.gate.own.departures  # nobody else has heard of it
+                listeners = self.gate.own.departures  # no other listener knows the request
             if listeners:
                 to_tell.append((request, listeners))
         if self.on_ended is not None:

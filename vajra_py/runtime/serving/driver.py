@@ -649,7 +649,7 @@ class Driver(Generic[R]):
         gate = self.controller.gate
         concerned = (
             self._replicas if gate is not None and gate.error is error else (replicaset,)
-        )  # the gate serves them all
+        )  # one gate serves all replicasets
         for one in concerned:
             self._take_out_of_service(one, error)
 

@@ -20,11 +20,12 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
-"""Reason of requests that end because their target has no room (`when_full: drop`)."""
+"""Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
+_PLACED_ANEW = "the request is placed anew"
 
 
 class Stage(Enum):
@@ -166,6 +167,8 @@ class HandOffs(Generic[R]):
             return
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
+        for observer in self._replicaset.observers:
+            observer.on_stayed(one.request, one.source.replica.replica_id, to_seconds(self._driver.now))
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
@@ -308,7 +311,7 @@ class HandOffs(Generic[R]):
     def _end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
         """End a request on its way; blocks that both ends hold for it are free."""
         target = one.target
-        self._forget(one)
+        self._forget(one, REQUEST_ENDED)
         if one.request in self._replicaset.held_back:
             del self._replicaset.held_back[one.request]
         else:
@@ -326,7 +329,7 @@ class HandOffs(Generic[R]):
         if one is None:
             return
         target = one.target
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, REQUEST_ENDED)
         if request in one.source.replica.lifecycle.held:
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
@@ -340,25 +343,25 @@ class HandOffs(Generic[R]):
         """Forget what is planned for prompts that have not begun on a replica that takes no more requests."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
     def recall(self) -> None:
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
             if one.is_early:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
-    def _forget(self, one: HandOff[R]) -> None:
+    def _forget(self, one: HandOff[R], why: str) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
         self._of.pop(one.request, None)
-        self._call_off(one)
+        self._call_off(one, why)
 
-    def _call_off(self, one: HandOff[R]) -> None:
+    def _call_off(self, one: HandOff[R], why: str) -> None:
         target = one.target
         self._unplaced.pop(one.request, None)
         if target is None:
             return
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, why)
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
         elif one.request.state is RequestState.REMOTE:
@@ -377,9 +380,9 @@ class HandOffs(Generic[R]):
         """
         for one in list(self._of.values()):
             if one.source is lost:
-                self._forget(one)
+                self._forget(one, KV_LOST)
             elif one.target is lost:
-                self._call_off(one)
+                self._call_off(one, KV_LOST)
                 if one.is_migration:
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
@@ -393,7 +396,7 @@ class HandOffs(Generic[R]):
         """Find other targets for those that wait for a replica that takes no more requests: for its blocks, or to be admitted."""
         for one in list(self._of.values()):
             if one.target is draining and one.stage in (Stage.RESERVING, Stage.QUEUED):
-                self._call_off(one)
+                self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
         for replica_id in list(self._lines):  # blocks that were set aside for others may be free
@@ -403,7 +406,7 @@ class HandOffs(Generic[R]):
         """Find targets for those that have none."""
         self.hold_back()
         for one in list(self._unplaced.values()):
-            if self._unplaced.get(one.request) is one:  # what came of others may have ended it
+            if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)
 
     def clear(self) -> None:

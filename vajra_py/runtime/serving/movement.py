@@ -82,6 +82,6 @@ class Movement(Generic[R]):
 
     def clear(self) -> None:
         """Forget everything; the replicas' memories are cleared by others."""
-        self._transfers.clear()
+        self._transfers.clear("the replicaset is out of service")
         self._migrations.clear()
         self.hand_offs.clear()

@@ -76,7 +76,10 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
-    for request in [*leaving, *replica.running_set.arrived]:  # whose KV was here, on its way from or to another replica
+    for request in [
+        *leaving,
+        *replica.running_set.arrived,
+    ]:  # requests whose KV was here or on its way from or to another replica
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
     for request in leaving:

@@ -232,7 +232,7 @@ class Replica:
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is PoolRole.PREFILL:  # which leaves before it grows
+        if self.parts.role is PoolRole.PREFILL:  # the request leaves before it grows
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 

@@ -169,7 +169,7 @@ class ReplicasetScaling:
     def _change(self, replica_id: int, state: ReplicaState, now: int) -> ReplicaChange:
         return ReplicaChange(now, self.replicaset.name, replica_id, state.value)
 
-    # Starts
+    # Start-up
 
     def begin_start(self, replica_id: int, now: int) -> Start:
         """Note that a replica starts; return the event at which it is up."""

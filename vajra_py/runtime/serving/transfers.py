@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Generic
 
@@ -16,6 +17,21 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
+REQUEST_ENDED = "the request ended"
+KV_LOST = "a replica lost its KV"
+"""Reasons for which transfers are called off, as observers are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A transfer under way."""
+
+    request: Request
+    source: int
+    target: int
+    done: Callable[[], None]
+    """Called when it has arrived."""
+
 
 class Transfers(Generic[R]):
     """Transfers of one replicaset over its links."""
@@ -25,8 +41,8 @@ class Transfers(Generic[R]):
         self._rules = rules
         self._driver = driver
         self._network = Network(rules.links)
-        self._done: dict[Hashable, Callable[[], None]] = {}
-        """Callback of each transfer under way."""
+        self._sent: dict[Hashable, _Sent] = {}
+        """Transfers under way."""
         self._ended: dict[Hashable, None] = {}
         """Transfers that have ended now and were not called back yet."""
         self._scheduled_at: int | None = None
@@ -42,19 +58,26 @@ class Transfers(Generic[R]):
         for observer in self._replicaset.observers:
             observer.on_transfer(request, source, target, num_tokens, to_seconds(now))
         self._driver.transfer(request, ends)
-        self._done[key] = done
+        self._sent[key] = _Sent(request, source, target, done)
         self._network.start(key, source, target, num_tokens * self._rules.bytes_per_token, now)
         self._schedule()
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, key: Hashable, why: str) -> None:
         """Call a transfer off, if it is under way."""
-        if self._done.pop(key, None) is None:
+        sent = self._sent.pop(key, None)
+        if sent is None:
             return
         if key in self._ended:
             del self._ended[key]
         else:
             self._network.cancel(key, self._driver.now)
             self._schedule()
+        self._tell_end(sent, why)
+
+    def _tell_end(self, sent: _Sent, failure: str = "") -> None:
+        now = to_seconds(self._driver.now)
+        for observer in self._replicaset.observers:
+            observer.on_transfer_end(sent.request, sent.source, sent.target, failure, now)
 
     def due(self) -> None:
         """Call back for the transfers that have ended by now."""
@@ -65,7 +88,9 @@ class Transfers(Generic[R]):
         while self._ended:
             key = next(iter(self._ended))
             del self._ended[key]
-            self._done.pop(key)()
+            sent = self._sent.pop(key)
+            self._tell_end(sent)
+            sent.done()
         self._schedule()
 
     def _schedule(self) -> None:
@@ -98,8 +123,8 @@ class Transfers(Generic[R]):
         """Drop the actions that wait for the step of a lost replica."""
         self._waiting.pop(one.replica.replica_id, None)
 
-    def clear(self) -> None:
+    def clear(self, why: str) -> None:
         """Call everything off."""
-        for key in list(self._done):
-            self.cancel(key)
+        for key in list(self._sent):
+            self.cancel(key, why)
         self._waiting.clear()

@@ -102,7 +102,7 @@ class PlanDraft:
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:
-        """Withhold the slots of so many ended requests from the next step, whose scheduler has not seen their ends."""
+        """Withhold the slots of `num_requests` ended requests from the next step, whose scheduler has not seen their ends."""
         self.slots_held = num_requests
 
     def _drop_dues(self) -> None:
@@ -172,7 +172,7 @@ class PlanDraft:
             context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
                 num_decodes, chunks = len(decodes), list(self.chunks.values())
-                if self._num_moved:  # of those who came with their KV the first token here is a decode's
+                if self._num_moved:  # the first token of a request that arrived with its KV is a decode
                     moved = [one for one in chunks if one.kind == MOVED and one.num_tokens == 1]
                     num_decodes += len(moved)
                     context += sum(one.num_computed_before for one in moved)

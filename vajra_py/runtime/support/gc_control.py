@@ -15,7 +15,7 @@ def existing_objects_frozen() -> Iterator[None]:
 
     Going through all objects of the tensor libraries takes a quarter of a second, in which no step begins and no token is told.
     """
-    freezes = gc.isenabled() and not gc.get_freeze_count()  # whoever froze objects before wants them to stay frozen
+    freezes = gc.isenabled() and not gc.get_freeze_count()  # objects that the caller froze stay frozen
     if freezes:
         gc.freeze()
         gc.collect()  # cheap now; the next full collection waits for new objects, a quarter of those that this one examined

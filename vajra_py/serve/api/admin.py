@@ -73,7 +73,7 @@ def add_admin(app: FastAPI, session: EngineSession, bodies: BodyReader) -> None:
         tags=["administration"],
     )
     async def swap(request: Request) -> JSONResponse:
-        """Replace a policy between two steps; requests in progress go on."""
+        """Replace a policy between two steps; requests in progress continue."""
         swapped = (await _swap(session, await bodies.read(request, PolicyBody, MAX_BYTES))).swap
         return JSONResponse(
             {
@@ -116,7 +116,7 @@ async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
     except VajraError as error:
         raise _refused(error, body.layer) from None
     config = engine.maker.services.registry.policy(layer, body.policy).spec.config
-    try:  # a number as text is a client's mistake, whatever a file of settings may say
+    try:  # a number as text is a client's mistake, though files of settings may have it
         config.model_validate_json(json.dumps(body.params), strict=True)
     except ValidationError as error:
         named = error.errors(include_url=False, include_input=False)

@@ -151,7 +151,7 @@ class _Writer:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Write what there is, and from now on what comes; done when the last event was sent."""
+        """Write all events so far and each later one as it comes; done when the last one was sent."""
         self._generation.answer.response.on_change = self._write
         self._write()
         return self._ended
@@ -163,7 +163,7 @@ class _Writer:
             self._sending.cancel()
 
     def _write(self) -> None:
-        """Write what is new, unless the client still has to take what there was before."""
+        """Write new events, unless the client has not yet read earlier ones."""
         if self._sending is not None:
             return
         try:
@@ -172,7 +172,7 @@ class _Writer:
                 return
             body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
             self._sending = begin(self._send(body))
-        except Exception as error:  # this stream's affair, and not that of the others in the same callback
+        except Exception as error:  # an error of one stream must not reach the others of this callback
             self._end(error)
             return
         if self._sending is not None:

@@ -28,7 +28,7 @@ def _written_as(pattern: re.Pattern[str]) -> BeforeValidator:
 
 
 def null_is(value: Any, kind: Any) -> BeforeValidator:
-    """`null` stands for a value in a field of this kind, as if the field were absent."""
+    """Accept `null` in a field of this kind as if the field were absent."""
     return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
 
 

@@ -73,7 +73,7 @@ class Tracing:
         return RequestTrace(span, self._outputs)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _outputs(self, parent: Span, streams: Sequence[OutputStream]) -> None:

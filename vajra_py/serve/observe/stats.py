@@ -118,7 +118,7 @@ class SetStats:
 
 
 class ServerStats(Observer):
-    """Counts what happens."""
+    """Counts requests, tokens, steps and failures."""
 
     def __init__(self, controller: Controller, max_labels: int) -> None:
         self._controller = controller
@@ -133,10 +133,10 @@ class ServerStats(Observer):
             (one.replicaset, one.replica_id): one.parts.latency for one in controller.replicas()
         }
 
-    # What happens
+    # Events
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count what the prefix cache spared, at the first admission."""
+        """Count the tokens found in the prefix cache, at the first admission."""
         if request.num_preemptions:
             return
         stats = self._of(request)
@@ -244,7 +244,7 @@ class ServerStats(Observer):
     def _note(self, kind: str, text: str) -> None:
         self.events.append((time.time(), kind, text[:500]))
 
-    # What it comes to
+    # Figures
 
     def count_output_tokens(self) -> None:
         """Bring `num_output_tokens` of every replicaset up to date: of requests that have ended and of those that run.

@@ -88,7 +88,7 @@ class OutputStream:
 
 @dataclass(slots=True, eq=False)
 class ResponseState:
-    """The outputs of one HTTP request together: whoever answers it waits for any of them.
+    """The outputs of one HTTP request, whose handler waits for any of them.
 
     Attributes:
         is_streaming: whether every step matters, or only the end of each output.
@@ -169,7 +169,7 @@ class LoopBridge:
         if started < self._not_before:
             self._loop.call_at(self._not_before, self._deliver)
             return
-        self._woken = False  # before reading: a note that comes meanwhile wakes the loop again
+        self._woken = False  # cleared before reading, so that a later note wakes the loop again
         responses: dict[ResponseState, None] = {}
         while self._notes:
             stream, note = self._notes.popleft()

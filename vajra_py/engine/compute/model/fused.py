@@ -169,7 +169,7 @@ class FusedForward:
             following = self._norm
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1].attention_norm
-            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # else all rows, in order
+            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # all rows are wanted otherwise, in order
                 hidden, attended = hidden[rows], attended[rows]
             normed = layer.finish(hidden, attended, following)
         if not stage.is_last:

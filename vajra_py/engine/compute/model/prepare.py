@@ -78,7 +78,7 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
             return None
     if forward is None:
         if not options.self_check:
-            layers = local = _masked(loaded.model, where)  # a rank of several never comes here
+            layers = local = _masked(loaded.model, where)  # only a single rank gets here
         forward = TransformersForward(loaded.model)
     facts = _facts(loaded, forward.name, local, options, counts)
     return PreparedModel(forward, local, facts, loaded.config, device, loaded.dtype)

@@ -44,7 +44,7 @@ class SelfCheck:
             """Layer facts with narrow windows."""
             try:
                 self._expected = _reference(loaded)
-            except Exception as error:  # whatever a foreign model raises
+            except Exception as error:  # a foreign model may raise anything
                 reason = f"its own forward pass failed with {type(error).__name__}: {error}"
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
 
@@ -53,7 +53,7 @@ class SelfCheck:
         with _narrowed(self._loaded):
             try:
                 actual = _paged(self._loaded, forward, layers, device)
-            except Exception as error:  # whatever a foreign model raises
+            except Exception as error:  # a foreign model may raise anything
                 return f"its forward pass over paged memory failed with {type(error).__name__}: {error}"
         if not forward.has_head:  # the last pipeline stage compares
             return None

@@ -102,7 +102,7 @@ class DecodeGraphs:
         self._caches = caches
         self._state = state
         device = state.last_tokens.device
-        # The largest size's; smaller ones use their first rows.
+        # Buffers of the largest size; smaller sizes use their first rows.
         self._table = torch.zeros((largest, state.tables.shape[1]), dtype=torch.int32, device=device)
         self._rows = torch.arange(largest, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -123,7 +123,7 @@ class DecodeGraphs:
             for size in sorted(graphs._graphs, reverse=True):
                 graph = graphs._graphs[size]
                 graph.replay = capture(lambda graph=graph: graphs._run(graph))  # type: ignore[misc]
-        except Exception as error:  # a library or a model may do anything that cannot be captured
+        except Exception as error:  # a library or a model may do something that cannot be captured
             _log.warning("decodes run without CUDA graphs: capturing failed (%s: %s)", type(error).__name__, error)
             return None
         seconds = time.perf_counter() - started
