@@ -85,6 +85,7 @@ class RetainedBlockPool(BlockPool):
             entry = order.pop(now)
             self._tell("on_evicted", entry, now)
             run = idle.pop(entry.block)
+            entry.is_idle = False
             if run is not None:
                 taken += run
                 continue
