@@ -239,6 +239,15 @@ class BackendConfig(BaseModel):
         return getattr(self, self.kind)
 
 
+class ProgramsConfig(Section):
+    """Programs: the calls of one agent, workflow or task (`program_id`)."""
+
+    idle_s: PositiveSeconds | None = Field(
+        3600.0,
+        description="A program has ended when none of its calls came for so long, seconds; null: when its client says so.",
+    )
+
+
 class OutputConfig(Section):
     """Output of a run: its files and folder."""
 
@@ -301,6 +310,7 @@ class SystemConfig(Section):
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
+    programs: ProgramsConfig = Field(default_factory=ProgramsConfig, description="When programs of calls have ended.")
     backend: BackendConfig = Field(description="What executes it.")
     policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
@@ -332,8 +342,11 @@ class SystemConfig(Section):
         return made
 
     @model_serializer(mode="wrap")
-    def _written_admission_policy(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Put `scheduling.admission` back, and leave `programs` out where it says nothing: then results are those of before."""
         data: dict[str, Any] = handler(self)
+        if self.programs == ProgramsConfig():
+            data.pop("programs", None)
         choice = self._admission_policy
         if choice is not None and "scheduling" in data:
             data["scheduling"] = {**(data["scheduling"] or {}), ADMISSION.key: choice.model_dump(mode="json")}

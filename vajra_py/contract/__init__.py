@@ -48,6 +48,7 @@ from vajra_py.contract.policies import (
     SteadyState,
     TimeLinearPrioritizer,
 )
+from vajra_py.contract.programs import ProgramEnd, ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestId, RequestView
 from vajra_py.contract.retention import (
     CachedBlock,
@@ -144,6 +145,8 @@ __all__ = [
     "PrefixMatches",
     "PriorityKey",
     "ProducerChoice",
+    "ProgramEnd",
+    "ProgramView",
     "QueueView",
     "RandomStream",
     "Refusal",

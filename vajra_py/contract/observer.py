@@ -10,6 +10,7 @@ from typing import Any
 from vajra_py.contract.admission import AdmissionDecision
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
+from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
 from vajra_py.contract.retention import CachedBlock
 from vajra_py.contract.views import ReplicaState
@@ -182,6 +183,9 @@ class Observer:
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         """A request left for good."""
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """A program has ended; `end_reason` is why."""
 
     def on_step_begin(self, step: StepRecord) -> None:
         """A step was formed; only with `wants_steps`."""

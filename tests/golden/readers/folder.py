@@ -15,6 +15,7 @@ from tests.golden.readers import (
     planner,
     radix_cache,
     splitwise,
+    thunderagent,
     vidur,
     vllm,
 )
@@ -29,6 +30,7 @@ BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
     planner.SCHEMA: planner.compare,
     radix_cache.SCHEMA: radix_cache.compare,
     splitwise.SCHEMA: splitwise.compare,
+    thunderagent.SCHEMA: thunderagent.compare,
 }
 """Readers of traces that are no sequences of steps."""
 

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vajra_py.config import SystemConfig, load_system
+from vajra_py.config import ReplicaConfig, SystemConfig, load_system
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
@@ -35,11 +35,13 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     PolicyViolation,
+    ProgramIdle,
     Readmission,
     RecordedOutput,
     ReplicaChange,
     StageEnd,
     Swap,
+    TransferEnd,
     WakeUp,
     read_inputs,
     read_rows,
@@ -49,6 +51,7 @@ from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.support.seeds import SeedTree
@@ -222,6 +225,8 @@ class _RecordedExecutor(SimulatedExecutor):
         super().__init__()
         self._outputs = outputs
         self._nothing = RecordedOutput()
+        self.replicasets: Mapping[str, Replicaset] = {}
+        """Replicasets of the replay, once they are built."""
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Return the recorded length of finished requests; for failed ones one token more, at the latest in that step."""
@@ -235,16 +240,27 @@ class _RecordedExecutor(SimulatedExecutor):
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
+        withheld = {one.request for one in plan.chunks if self._withholds(one.request, plan.replica_id)}
         for request, num_tokens, computed_before, _ in plan.entries():
             output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
             end = computed_before + num_tokens
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
                 failed[request] = output.detail
-            elif end == request.num_known_tokens and position < len(output.token_ids):
+            elif end == request.num_known_tokens and position < len(output.token_ids) and request not in withheld:
                 tokens.append((request, output.token_ids[position]))
                 if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
                     stopped.append(request)
         return StepResult(tokens, frozenset(stopped), failed)
+
+    def _withholds(self, request: Request, replica_id: int) -> bool:
+        return self.replicasets[request.replicaset].replicas[replica_id].withholds_token(request)
+
+    def withheld_token(self, request: Request) -> StepResult:
+        """Return the recorded token."""
+        output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
+        tokens = [(request, token) for token in output.token_ids[position : position + 1]]
+        is_last = output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids)
+        return StepResult(tokens, frozenset((request,) if is_last else ()))
 
 
 def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer]) -> Simulator:
@@ -257,6 +273,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         tenant_salt=any(one.tenant_salt for one in memories),
         fast_forward=not recording.knows_tokens,  # known tokens let every step publish blocks
         expires=False,
+        times_transfers=False,
         wakes=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
@@ -274,6 +291,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
         elif isinstance(one, Readmission):
             simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
+        elif isinstance(one, ProgramIdle):
+            simulator.inject(one.tick, Phase.PROGRAM, one.program_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
@@ -282,6 +301,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.WAKE, one)
         elif isinstance(one, ReplicaChange):
             simulator.inject(one.tick, Phase.SCALING, one)
+        elif isinstance(one, TransferEnd):
+            simulator.inject(one.tick, Phase.TRANSFER, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
@@ -316,7 +337,9 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         models=models,
         served_models=settings.served_models(engine),
     )
-    return build_controller(sized_config(config, engine), services), executor
+    controller = build_controller(sized_config(config, engine), services)
+    executor.replicasets = controller.replicasets
+    return controller, executor
 
 
 def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
@@ -325,12 +348,24 @@ def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
     """
     replicasets = {}
     for name, one in config.effective_replicasets.items():
-        memory = one.replica.memory
-        if memory.num_blocks is None:
-            memory = memory.model_copy(update={"num_blocks": engine[name]["num_blocks"]})
-        sizes = {"memory": memory, "max_model_len": one.replica.max_model_len or engine[name]["max_model_len"]}
-        replicasets[name] = one.model_copy(update={"replica": one.replica.model_copy(update=sizes)})
+        if one.pools:
+            found = engine[name]["pools"]
+            pools = {
+                pool: own.model_copy(update={"replica": _sized(own.replica, found[pool])})
+                for pool, own in one.pools.items()
+            }
+            replicasets[name] = one.model_copy(update={"pools": pools})
+        else:
+            replicasets[name] = one.model_copy(update={"replica": _sized(one.replica, engine[name])})
     return config.model_copy(update={"replicasets": replicasets})
+
+
+def _sized(replica: ReplicaConfig, found: Mapping[str, Any]) -> ReplicaConfig:
+    memory = replica.memory
+    if memory.num_blocks is None:
+        memory = memory.model_copy(update={"num_blocks": found["num_blocks"]})
+    sizes = {"memory": memory, "max_model_len": replica.max_model_len or found["max_model_len"]}
+    return replica.model_copy(update=sizes)
 
 
 def _replay_log(

@@ -14,6 +14,7 @@ from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run
 from vajra_py.experiment.runs.backends import make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
+from vajra_py.experiment.runs.ideal_makespans import ideal_makespans
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
@@ -119,7 +120,8 @@ class _Attempt:
             self._observers.append(self._replicas)
         if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
-        self._observers += [one for one in (self._log, self._admissions, movement, self._retention) if one is not None]
+        logs = (self._log, self._admissions, self._retention, movement)
+        self._observers += [one for one in logs if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
         controller.diary.emitted.is_kept = True
@@ -170,6 +172,7 @@ class _Attempt:
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         replicas = self._replicas.table(seconds)
+        run, models = self._run, self._backend.latency_models
         tables = Tables(
             recorder.requests,
             recorder.steps,
@@ -179,6 +182,7 @@ class _Attempt:
             self._devices,
             replicas,
             self._transfers,
+            lambda requests: ideal_makespans(run.config, run.workload, models, requests),
         )
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)

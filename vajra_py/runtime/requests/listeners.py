@@ -23,11 +23,14 @@ class Listeners:
     arrivals: tuple[Told, ...] = ()
     admissions: tuple[Told, ...] = ()
     preemptions: tuple[Told, ...] = ()
+    moves: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
     blocks_stored: tuple[Told, ...] = ()
     blocks_removed: tuple[Told, ...] = ()
     caches_cleared: tuple[Told, ...] = ()
+    program_ends: tuple[tuple[Any, Told], ...] = ()
+    """With the policy of each, which may be among the listeners of several replicasets."""
 
     @property
     def hear_content(self) -> bool:
@@ -46,8 +49,21 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         found = ((getattr(policy, method, None), name) for policy, name in named)
         return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
 
-    methods = ("on_arrivals", "on_admission", "on_preemption", "on_step_end", "on_departures")
-    return Listeners(*map(of, (*methods, "on_blocks_stored", "on_blocks_removed", "on_cache_cleared")))
+    program_ends = [(policy, getattr(policy, "on_program_end", None), name) for policy, name in named]
+    return Listeners(
+        arrivals=of("on_arrivals"),
+        admissions=of("on_admission"),
+        preemptions=of("on_preemption"),
+        moves=of("on_moved"),
+        step_ends=of("on_step_end"),
+        departures=of("on_departures"),
+        blocks_stored=of("on_blocks_stored"),
+        blocks_removed=of("on_blocks_removed"),
+        caches_cleared=of("on_cache_cleared"),
+        program_ends=tuple(
+            (policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None
+        ),
+    )
 
 
 def _under_name(method: Told, name: str) -> Told:

@@ -38,6 +38,7 @@ from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
+from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
@@ -124,7 +125,10 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    controller = Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
+    programs = Programs(config.programs.idle_s)
+    controller = Controller(
+        replicasets, _selector(settings), diary=services.diary, alarms=services.alarms, programs=programs
+    )
     if config.admission_policy is not None:
         controller.gate = _build_gate(config.admission_policy, replicasets, services)
     return controller
@@ -335,7 +339,8 @@ def build_replicaset(
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
-    if is_split or replicaset.places_itself or replicaset.moves_requests:
+    drains = scaling is not None and any(pool.drains_by_migration for pool in scaling.pools)
+    if is_split or replicaset.places_itself or replicaset.moves_requests or drains:
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
             replica.gives_first_token = settings.hand_off.first_token == "source"
@@ -363,7 +368,7 @@ def _build_scaling(
         ids, count = range(first, first + pool.most_replicas), pool.num_replicas
         bounds = pool.elastic or ElasticConfig(min_replicas=count, max_replicas=count)
         startup = bounds.startup_s, bounds.startup_spread_s
-        pools.append(ElasticPool(name, ids, count, bounds.min_replicas, len(ids), *startup))
+        pools.append(ElasticPool(name, ids, count, bounds.min_replicas, len(ids), *startup, bounds.drain == "migrate"))
     return ReplicasetScaling(sleeper.policy, choice.policy, pools, seeds.stream("replica_starts"))
 
 
