@@ -256,8 +256,8 @@ def test_a_join_waits_for_its_last_parent_on_the_engine_and_in_its_replay(hollow
     assert replay(tmp_path / "run").is_equal
 
 
-PREEMPTS_SELDOM = {"orca", "past_future"}
-"""They look at the memory to come before they admit anybody."""
+PREEMPTS_SELDOM = {"orca", "past_future", "preemptive", "hygen"}
+"""Two look at the memory to come before they admit anybody, two let others pause while memory lasts."""
 FEW = {**SINGLES, "num_requests": 14, "prompt_tokens": {"type": "uniform", "min": 20, "max": 140}}
 
 
