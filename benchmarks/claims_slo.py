@@ -48,7 +48,7 @@ SYSTEMS: Mapping[str, tuple[PolicySource, PolicySource]] = {
     "fcfs": ("fcfs", ("fixed_chunk", {"chunk_size": 256})),
 }
 """Baselines are Sarathi's schedulers with the chunk of 256 tokens that keeps 50 ms between tokens."""
-QOSERVE_SECONDS = 120.0
+QOSERVE_SECONDS = 80.0
 
 
 def tiers(seed: int, rate: float) -> list[RequestSpec]:
@@ -80,7 +80,7 @@ def missed(system: str, rate: float, seed: int) -> Cell:
     return {"missed": late / len(specs)}
 
 
-RATES = (2.0, 2.5, 3.0, 3.5, 4.0, 4.5)
+RATES = (2.0, 2.5, 3.0, 3.5, 4.0)
 
 
 def _capacity(system: str, cells: Cells) -> list[float]:
@@ -178,7 +178,7 @@ def _evictions(cells: Cells) -> Verdict:
 # HyGen
 
 BUDGETS = (0.02, 0.03, 0.045)
-HYGEN_SECONDS = 60.0
+HYGEN_SECONDS = 40.0
 
 
 def co_located(seed: int, *, with_offline: bool) -> list[RequestSpec]:
@@ -188,7 +188,7 @@ def co_located(seed: int, *, with_offline: bool) -> list[RequestSpec]:
         RequestSpec(f"chat{index}", at, int(stream.integers(50, 500)), int(stream.integers(20, 200)))
         for index, at in enumerate(poisson(stream, 5.0, HYGEN_SECONDS))
     ]
-    offline = [RequestSpec(f"batch{index}", 0.0, 500, 50, priority=1) for index in range(600 if with_offline else 0)]
+    offline = [RequestSpec(f"batch{index}", 0.0, 500, 50, priority=1) for index in range(400 if with_offline else 0)]
     return [*offline, *online]
 
 
