@@ -71,9 +71,7 @@ class Problem:
 
 
 class VajraError(Exception):
-    """Base class of all errors raised on purpose by this package: the text is meant for the user, without a stack
-    trace.
-    """
+    """Base class of all errors raised on purpose by this package: the text is for the user, without a stack trace."""
 
     exit_code: ClassVar[int] = 1
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, PrefillTime, RequestView
 
 SHORTEST_DEADLINE_S = 0.001
-"""Shortest time allowed, seconds; stands for a promise that is over at arrival, so that slack can be relative to it."""
+"""Shortest time allowed, seconds; used for a deadline already past at arrival, so that slack can be relative to it."""
 
 
 class DeadlineConfig(PolicyConfig):

@@ -28,7 +28,7 @@ def tiny(directory: Path, family: str, size: str, seed: int) -> None:
 @model.command("show", no_args_is_help=True)
 @click.argument("directory", type=click.Path(path_type=Path))
 def show(directory: Path) -> None:
-    """Say what the model in DIRECTORY is, from its files' headers: architecture, parameters, positions."""
+    """Show the model in DIRECTORY from its files' headers: architecture, parameters, positions."""
     from vajra_py.engine.compute.model.inspect import inspect_model
 
     files = inspect_model(directory)

@@ -140,7 +140,7 @@ def packed(folder: Path) -> dict[str, bytes]:
 
 
 def unpack(files: Mapping[str, bytes], folder: Path) -> None:
-    """Make a folder of results of these files; it appears whole, in the place of what was there."""
+    """Write these files as a folder of results, which replaces an existing one in one step."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for name in sorted(

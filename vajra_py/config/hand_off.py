@@ -1,4 +1,4 @@
-"""Schema of `hand_off:`: how requests leave one pool with their KV and go on in another."""
+"""Schema of `hand_off:`: how requests leave one pool with their KV and continue in another."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HandOffConfig(BaseModel):
 
 
 class MigrationConfig(BaseModel):
-    """Rules by which running requests move to another replica while they go on computing (Llumnix's defaults)."""
+    """Rules by which running requests move to another replica while they are still computed (Llumnix's defaults)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 

@@ -51,6 +51,9 @@ class PrefixCacheConfig(Section):
             "others read blocks that were never computed."
         ),
     )
+    max_pinned_fraction: float = Field(
+        0.5, strict=True, ge=0, le=1, description="Part of the KV blocks that pins of policies may hold, fraction."
+    )
 
 
 class MemoryConfig(Section):
@@ -136,13 +139,16 @@ class PoolConfig(Section):
     replica_scheduler: PolicyChoice | None = Field(
         None, description="What runs in a step of its replicas; null: the replicaset's replica scheduler."
     )
+    retention: PolicyChoice | None = Field(
+        None, description="Which idle cached content its replicas overwrite first; null: as the replicaset's say."
+    )
     elastic: ElasticConfig | None = Field(
         None, description="Number of replicas that the replicaset's scaler may choose; null: always `num_replicas`."
     )
 
     @property
     def most_replicas(self) -> int:
-        """Return the most replicas that there may be at once: so many are built."""
+        """Return the largest number of replicas at once, which is the number that is built."""
         most = None if self.elastic is None else self.elastic.max_replicas
         return most or self.num_replicas
 

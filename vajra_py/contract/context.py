@@ -118,7 +118,7 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Services for one policy object. Policies of one replicaset have the same services, but for `emit`, which knows whose it is.
+    """Services for one policy object. Policies of one replicaset share all services except `emit`, which is each policy's own.
 
     A replica scheduler has limits and latency model of its replica; where replicas differ, the other layers have the largest of each limit.
     """
@@ -129,7 +129,7 @@ class PolicyContext:
     prefill_time: PrefillTime
     output_lengths: OutputLengthPredictor
     random_stream: Callable[[str], RandomStream]
-    """A stream by name: the same name gives the same numbers whatever else draws."""
+    """A stream by name: the same name gives the same numbers, independent of other streams."""
     shared: SharedState = field(default_factory=SharedState)
     """State that the policies of the replicaset share."""
     emit: EmitFigure = emit_nothing

@@ -130,7 +130,7 @@ class PrefillTime(Protocol):
         """Seconds for the whole prompt."""
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left when the first `num_done_tokens` are computed; never negative."""
+        """Seconds for the rest of the prompt once the first `num_done_tokens` are computed; never negative."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
+from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
 
@@ -107,7 +108,7 @@ class PlacesAfterPrompt(Protocol):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Replica that goes on with a request whose prompt has just been computed, or that a replica scheduler hands off.
+        """Replica that continues a request whose prompt has just been computed, or that a replica scheduler hands off.
 
         None lets it stay where it is. Asked again, when something has changed, while the chosen replica cannot take it.
         """
@@ -120,6 +121,8 @@ class Move:
     request: RequestView
     target: ReplicaId | None
     """None calls a waiting request back into the shared queue."""
+    reason: str = ""
+    """Words for tables and reports."""
 
 
 @runtime_checkable
@@ -127,7 +130,7 @@ class MovesRequests(Protocol):
     """Optional method of a replicaset scheduler that moves waiting and running requests between replicas."""
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Requests to move now; running ones take their KV along while they go on computing.
+        """Requests to move now; running ones take their KV along and are computed meanwhile.
 
         Asked when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
         """
@@ -176,7 +179,7 @@ class SteadyState(Enum):
     NOTHING_WAITS = "nothing waits"
     """All running requests decode, all are in the batch, and neither the own nor the shared queue holds anything."""
     BATCH_FULL = "the batch is full"
-    """All running requests decode, and they fill the batch; whatever waits."""
+    """All running requests decode, and they fill the batch; any number of requests may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,9 @@ class ListensToRequests(Protocol):
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """A program has ended; `end_reason` is why. Every policy of the run is told, after it was told of the program's last call."""
 
 
 @runtime_checkable

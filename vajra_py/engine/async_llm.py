@@ -79,7 +79,7 @@ class _Reader:
 
 
 class AsyncLLM(EngineClient):
-    """A model that serves the tasks of an event loop. Made in any thread; `close` ends what is left."""
+    """A model that serves the tasks of an event loop. Created in any thread; `close` ends requests in progress."""
 
     def __init__(
         self, model: str | Path, config: Mapping[str, Any] | str | Path | None = None, **replaced: Any
@@ -105,7 +105,7 @@ class AsyncLLM(EngineClient):
         return self.loop.failed
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamPart]:
-        """Yield what is new of the request, step by step; the last part has the whole output.
+        """Yield the request's new output step by step; the last part has the whole output.
 
         Raises `ConfigError` when the request cannot be served, `VajraError` when the engine ends. Leaving the iteration
         early (`break`, cancellation) takes the request back.
@@ -149,7 +149,7 @@ class AsyncLLM(EngineClient):
         *,
         replicaset: str = DEFAULT_REPLICASET,
     ) -> PolicySwap:
-        """Put another policy in force between two steps, under whatever is being served; what was and what is.
+        """Put another policy in force between two steps while requests are served; return the old and the new one.
 
         Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
         """

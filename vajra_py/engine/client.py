@@ -92,7 +92,7 @@ class EngineClient:
             self._accepts = True
 
     def refuse(self) -> None:
-        """Take no requests from now on; what was taken goes on."""
+        """Accept no more requests; those already accepted continue."""
         with self._gate:
             self._accepts = False
 
@@ -160,7 +160,7 @@ class EngineClient:
         return error
 
     def end(self, error: BaseException | None) -> None:
-        """Take nothing any more and end what is left, since the loop has ended."""
+        """Accept nothing more and end all remaining requests, since the loop has ended."""
         self._error = error
         self.refuse()
         if self.loop is not None:

@@ -48,5 +48,5 @@ class WallClock:
             return None
 
     def _wall_s(self, ticks: int) -> float:
-        """Seconds on the wall until so many ticks have passed."""
+        """Return the wall-clock seconds until `ticks` ticks have passed."""
         return to_seconds(ticks)

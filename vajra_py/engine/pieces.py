@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for.
+"""The bytes of each token of a vocabulary.
 
 A token may be part of a character only, so bytes, and not text, are what tokens can be told apart and joined by.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"
-"""Character that stands for a blank in vocabularies of SentencePiece."""
+"""Character for a blank in vocabularies of SentencePiece."""
 _CACHED_PIECES = 65536
 _SENTENCE_PIECE = [
     {"type": "Replace", "pattern": {"String": _WORD_START}, "content": " "},
@@ -97,7 +97,7 @@ def _byte_level(name: str) -> bytes:
 
 @lru_cache(1)
 def byte_values() -> dict[str, int]:
-    """The byte that each printable character of byte-level vocabularies stands for (GPT-2's table)."""
+    """The byte of each printable character of byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in set(printable)]
     pairs = [*((value, value) for value in printable), *((256 + k, value) for k, value in enumerate(others))]

@@ -1,4 +1,4 @@
-"""Restarts of replicas whose worker is lost: another one is loaded beside what goes on, after a pause.
+"""Restarts of replicas whose worker is lost: another worker is loaded after a pause, while the others serve.
 
 Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and begin anew once a replica was up for
 `settled_s`. However often a replica is lost, it is started again, as long as its starts succeed: it computes a step. Only

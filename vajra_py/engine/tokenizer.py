@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         """Return the texts of several sequences of tokens."""
 
     def piece(self, token_id: int) -> bytes | None:
-        """The bytes that a token stands for; None for special tokens and numbers without a token."""
+        """The bytes of a token; None for special tokens and unknown ids."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
         """The text of a conversation. Raises `ConfigError`."""
@@ -188,7 +188,7 @@ def text_stream(tokenizer: Tokenizer) -> TextStream:
 
 
 class PieceStream:
-    """The text of tokens that are bytes one after another, whatever stands beside them."""
+    """The text of tokens that are bytes, each independent of its neighbours."""
 
     __slots__ = ("_decoder", "_num_stripped", "_piece")
 

@@ -157,7 +157,7 @@ class ConstantConfig(SettingsModel):
 
 
 class AffineConfig(SettingsModel):
-    """`type: affine`: a base, and so much per token, request and attended token."""
+    """`type: affine`: a base time, plus a time per token, request and attended token."""
 
     type: Literal["affine"] = "affine"
     base_s: _Seconds = Field(0.01, description="Seconds of every step.")

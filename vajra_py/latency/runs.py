@@ -36,7 +36,7 @@ class VariesSteps(Protocol):
 
 @runtime_checkable
 class HasHostOverhead(Protocol):
-    """Knows what an engine's host adds to requests, besides what the model's steps take."""
+    """Knows the time that an engine's host adds to requests beside the model's steps."""
 
     @property
     def host(self) -> HostOverhead:
@@ -45,7 +45,7 @@ class HasHostOverhead(Protocol):
 
 @runtime_checkable
 class CountsSteps(Protocol):
-    """Counts what the steps that are taken, as against those that policies ask about, were predicted from."""
+    """Counts the sources of predictions for steps that are run, apart from those that policies ask about."""
 
     def taken_time_s(self, features: BatchFeatures) -> float:
         """Return `stage_time_s`, and count the step as taken."""

@@ -159,7 +159,7 @@ class Guard(threading.Thread):
         self._is_over = True
 
     def end_within(self, seconds: float) -> None:
-        """End the process so much later, if it is still there, unless an earlier time was said before."""
+        """End the process after `seconds` unless it has ended by then; an earlier deadline stays."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def run(self) -> None:

@@ -18,7 +18,7 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""First and greatest number of steps worked out at once; a longer run goes on in another."""
+"""First and greatest number of steps computed at once; a longer run is split."""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
@@ -77,6 +77,6 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
 
 
 def ends_of(now: int, durations: Sequence[int]) -> array[int]:
-    """Return the end ticks of steps that begin now and last so many ticks, as far as the clock reaches."""
+    """Return the end ticks of steps of these durations, one after another from `now`, as far as the clock reaches."""
     ends = list(accumulate(durations, initial=now))
     return array("q", ends[1:] if ends[-1] <= NEVER else ends[1 : bisect_right(ends, NEVER)])

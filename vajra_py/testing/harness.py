@@ -108,7 +108,7 @@ class HarnessOptions:
     """True if `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
     `fast_forward`; without it, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
-    """A policy that has not returned after so many seconds of real time breaks the contract, in `run` and `steps_until_idle`."""
+    """Seconds of real time after which a policy that has not returned breaks the contract, in `run` and `steps_until_idle`."""
 
     def limits(self) -> ReplicaLimits:
         """The sizes as policies see them."""
@@ -270,6 +270,9 @@ class Harness:
         self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
+        for replica in self.replicaset.replicas:
+            replica.memory.use_clock(lambda: self.now)
+        self.replicaset.bind_content()
         if self.replicaset.places_itself:
             self.replicaset.hand_off = HandOffRules(HandOffConfig(), LinkOptions(), 0)
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
@@ -388,7 +391,7 @@ class Harness:
         return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
 
     def submit_spec(self, spec: RequestSpec) -> Request:
-        """Let a request of a workload arrive now, whatever its own arrival time says."""
+        """Submit a request of a workload now; its own arrival time is ignored."""
         facts = facts_of(spec)
         replicaset = self.controller.replicaset_for(facts)
         request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)
@@ -447,6 +450,6 @@ class Harness:
 
 
 def _listeners(*policies: Any) -> Listeners:
-    """Return the listeners among the policies, each object once, whatever layers it serves."""
+    """Return the listeners among the policies, each object once, also if it serves several layers."""
     distinct = {id(one): one for one in policies}
     return listeners_among((one, type(one).__name__) for one in distinct.values())

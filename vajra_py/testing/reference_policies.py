@@ -43,7 +43,7 @@ class ByArrivalInTime(ByArrival):
 
 
 class BySlack:
-    """Least slack first, relative to the time allowed: keys that cross as time goes by."""
+    """Least slack first, relative to the time allowed: keys that cross over time."""
 
     key_motion = KeyMotion.TIME_LINEAR
 
@@ -112,7 +112,7 @@ class Shared:
 
 
 class PlainChunks:
-    """Decodes first, then prompts by urgency, so many tokens a step."""
+    """Decodes first, then prompts by urgency, up to a number of tokens a step."""
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
 

@@ -16,6 +16,7 @@ from vajra_py.contract import (
     LocalReplicaView,
     PoolView,
     PriorityKey,
+    ProgramView,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
@@ -42,6 +43,7 @@ _METHODS = (
     "on_preemption",
     "on_step_end",
     "on_departures",
+    "on_program_end",
     "on_wake",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
@@ -49,7 +51,7 @@ LOADLESS = frozenset({"replica_id", "is_up"})
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """A policy that declares and does what `policy` does, but for the methods that are replaced."""
+    """Return a policy like `policy`, with these methods replaced."""
     members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
     for name in _METHODS:
         method = getattr(policy, name, None)
@@ -69,6 +71,7 @@ class StrictViews:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self._requests: dict[RequestView, StrictRequest] = {}
+        self._programs: dict[ProgramView, StrictProgram] = {}
 
     def request(self, request: RequestView) -> RequestView:
         """The one strict view of a request."""
@@ -77,12 +80,19 @@ class StrictViews:
             view = self._requests[request] = StrictRequest(self, request)
         return cast(RequestView, view)
 
+    def program(self, program: ProgramView) -> ProgramView:
+        """The one strict view of a program."""
+        view = self._programs.get(program)
+        if view is None:
+            view = self._programs[program] = StrictProgram(self, program)
+        return cast(ProgramView, view)
+
     def requests(self, requests: Iterable[RequestView]) -> list[RequestView]:
         """Strict views of several requests."""
         return [self.request(request) for request in requests]
 
     def real(self, view: object) -> RequestView:
-        """The request behind a strict view; whatever else a policy passed is handed on for the mechanism to judge."""
+        """Return the request behind a strict view; any other value is passed on for the mechanism to check."""
         return cast(RequestView, view._target) if isinstance(view, StrictRequest) else cast(RequestView, view)
 
     def violation(self, message: str) -> AttributeError:
@@ -138,6 +148,7 @@ class StrictViews:
                 "on_preemption": one("on_preemption"),
                 "on_step_end": lambda step: policy.on_step_end(replace(step, requests=self.requests(step.requests))),
                 "on_departures": batched("on_departures"),
+                "on_program_end": lambda program, now: policy.on_program_end(self.program(program), now),
             },
         )
 
@@ -174,6 +185,25 @@ class StrictRequest(_View):
     __slots__ = ()
     _what = "request"
     _public = public_names(RequestView)
+
+    @property
+    def program(self) -> ProgramView | None:
+        """See `RequestView.program`."""
+        program: ProgramView | None = self._target.program
+        return None if program is None else self._views.program(program)
+
+
+class StrictProgram(_View):
+    """A `ProgramView` and nothing more."""
+
+    __slots__ = ()
+    _what = "program"
+    _public = public_names(ProgramView)
+
+    def siblings(self, request: RequestView) -> Sequence[str]:
+        """See `ProgramView.siblings`."""
+        found: Sequence[str] = self._target.siblings(self._views.real(request))
+        return found
 
 
 class StrictReplicaView(_View):

@@ -68,7 +68,7 @@ class Grammars:
         return found
 
     def bitmask(self, output: SchedulerOutput, requests: Mapping[str, VllmRequest]) -> GrammarOutput | None:
-        """Return what the grammars of a step's requests allow."""
+        """Return the bit mask of tokens that the grammars of a step's requests allow."""
         if not output.has_structured_output_requests:
             return None
         names = self.sampling(output)

@@ -21,7 +21,7 @@ from vajra_py.config import PolicyChoice, SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
-from vajra_py.engine.config import check_replicasets
+from vajra_py.engine.config import check_pools, check_scaling
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.latency.services.output_length import refuse_oracle
@@ -37,7 +37,7 @@ from vajra_py.runtime.records.input_log import (
     Stall,
 )
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
-from vajra_py.runtime.serving.backend import Backend, BackendReplica
+from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
@@ -89,7 +89,7 @@ class Submission:
     num_kept: int = 0
 
     def make_hashes(self, block_size: int) -> BlockHashes | None:
-        """Return what identifies its blocks in the prefix cache."""
+        """Return the hashes of the request's blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
         return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
@@ -102,6 +102,10 @@ class _Executor:
     def known_output_tokens(self, request: Request) -> int | None:
         """See `Executor`."""
         return None
+
+    def withheld_token(self, request: Request) -> StepResult:
+        """See `Executor`."""
+        return StepResult()
 
     def release(self, request: Request) -> None:
         """See `Executor`."""
@@ -149,7 +153,7 @@ class Mechanism(Backend[_VllmReplica]):
         )
         self._turn: int | None = None
         self.on_ended: Callable[[Request, EndReason, Submission], None] | None = None
-        """Told of every end, after whoever handed the request in."""
+        """Called at every end, after the submitter was notified."""
         self._refusal: VajraError | None = None
         """Error of a change of policies that could not be made; the rest of it is not made either."""
         self._arriving: list[Submission] = []
@@ -249,7 +253,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._leaving.add(request)
 
     def check_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
-        """Raise what building these policies raises."""
+        """Build these policies, to raise their errors."""
         policies = self.controller.replicasets[self.replica.replicaset].policies
         assert policies is not None
         for layer, choice in choices.items():
@@ -279,12 +283,12 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
 
     def condemn(self) -> None:
-        """In this turn: whoever leaves requests standing has broken the contract."""
+        """Report the policies as stalled in this turn if requests wait and nothing is scheduled."""
         tick = self.open_turn()
         self._driver.events.push(tick, Phase.FAILURE, Stall(tick, self.replica.replicaset))
 
     def stop(self, request: Request) -> None:
-        """The request's last token is known: it ends with the step in flight, whatever that gives.
+        """End the request, whose last token is known, with the step in flight.
 
         One that is not part of that step, which was formed before the token was known, is taken back instead.
         """
@@ -363,9 +367,12 @@ class Mechanism(Backend[_VllmReplica]):
         payload.request = request
         self._submissions[request] = payload
 
-    def on_transfer(self, request: Request, source: _VllmReplica, target: _VllmReplica) -> None:
+    def on_transfer(self, transfer: Transfer[_VllmReplica]) -> None:
         """See `Backend`; there is one replica."""
         raise RuntimeError("KV moves between replicas, of which there is one")
+
+    def on_transfer_cancelled(self, transfer: Transfer[_VllmReplica]) -> None:
+        """See `Backend`; there is one replica."""
 
     def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
         """See `Backend`."""
@@ -401,7 +408,7 @@ def make_mechanism(
     Raises `ConfigError` where they describe more than one replica, and what building a policy raises.
     """
     replicasets = config.effective_replicasets
-    problems = check_replicasets("vllm", replicasets)
+    problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)
     if problems:
         raise ConfigError(problems)
     if len(replicasets) != 1 or next(iter(replicasets.values())).num_replicas != 1:

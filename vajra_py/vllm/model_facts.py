@@ -7,7 +7,7 @@ from typing import Any
 
 
 def model_facts_of(vllm_config: Any) -> dict[str, Any]:
-    """Return what a vLLM's configuration says of its model, by the names of `vajra_py.engine.compute.ModelFacts`."""
+    """Return the facts of the model from a vLLM's configuration, by the names of `vajra_py.engine.compute.ModelFacts`."""
     model = vllm_config.model_config
     return {
         "model_type": model.hf_text_config.model_type,

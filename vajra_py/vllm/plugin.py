@@ -1,4 +1,4 @@
-"""Check what a vLLM is asked for before it loads its model.
+"""Check a vLLM's options and requests before it loads its model.
 
 vLLM makes its scheduler last, so that a scheduler alone could refuse only once the model is there. vLLM calls the plug-ins of
 `vllm.general_plugins` before it reads its options: this one lets every configuration that names this package's scheduler
@@ -52,7 +52,7 @@ def check_early() -> None:
 
 
 def _check_requests_early() -> None:
-    """Let what a client says of its objectives in a wrong way be answered as every wrong parameter is (status 400 over HTTP)."""
+    """Answer malformed objectives of a client like every wrong parameter (status 400 over HTTP)."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -80,7 +80,7 @@ def is_own(scheduler_cls: Any) -> bool:
 
 
 def check(config: Any, version: tuple[int, int]) -> None:
-    """Raise what the scheduler would raise for these options and this experiment file."""
+    """Raise the scheduler's errors for these options and this experiment file."""
     check_options(config)
     registry = load_registry()
     sizes = sizes_of(config, config.cache_config.block_size or 16, _MANY_BLOCKS, version)

@@ -16,7 +16,7 @@ from vajra_py.vllm.settings import Sizes
 
 
 class SessionRecording:
-    """Keeps what a mechanism is told and decides, from before the first request until `finish`."""
+    """Records a mechanism's inputs and decisions, from before the first request until `finish`."""
 
     def __init__(self, run: RunRecording, mechanism: Mechanism, description: Mapping[str, Any]) -> None:
         self._run = run
@@ -50,7 +50,7 @@ def _tokens(request: Request, submission: Submission) -> Sequence[int]:
 
 
 def facts_of(vllm_config: Any, sizes: Sizes, bytes_per_token: int) -> Mapping[str, Any]:
-    """Return what a replay and a reader of the results need to know of a vLLM."""
+    """Return the facts of a vLLM that a replay and a reader of the results need."""
     return {
         **model_facts_of(vllm_config),
         "forward": "vllm " + ".".join(map(str, sizes.version)),

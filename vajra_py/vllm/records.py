@@ -74,7 +74,7 @@ class Record:
         return self.submission.num_kept
 
     def hand_in_again(self) -> Submission:
-        """Make it a new request to the mechanism that goes on after the output it has; all of it is to be computed again."""
+        """Return it as a new request that continues after its present output; all of it is computed again."""
         kept, before = len(self.output), self.submission
         facts = replace(
             before.facts,
@@ -176,7 +176,7 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 
 
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
-    """Return what the client states about its request. Raises `ConfigError` for an objective that is stated in a wrong way."""
+    """Return the facts that the client states about its request. Raises `ConfigError` for a malformed objective."""
     params = request.sampling_params
     given = stated_in({} if params is None else params.extra_args or {})
     if request.session_id is not None:

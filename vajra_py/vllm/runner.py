@@ -260,7 +260,7 @@ class VllmRunner:
 
 
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
-    """Return the sampling parameters of vLLM for a request that has put out so many tokens already.
+    """Return the sampling parameters of vLLM for a request with `num_outputs` tokens of output.
 
     It draws from a stream of the request's own, which begins anew for each number of tokens so far.
     """
@@ -291,7 +291,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
 
 
 def _pieces(chunk: Chunk, most: int) -> Iterator[Chunk]:
-    """A chunk in pieces of at most so many tokens; the last one samples what it samples."""
+    """Split a chunk into pieces of at most `most` tokens; the last one samples as the chunk does."""
     count = len(chunk.token_ids)
     for first in range(0, count, most):
         end = min(count, first + most)

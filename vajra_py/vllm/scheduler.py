@@ -255,7 +255,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.forget_cache()
 
     def _settle(self) -> None:
-        """Let what came in happen where no step can follow, so that whoever asks hears of it and of its time."""
+        """Apply pending inputs when no step can follow, so that their effects and times are known."""
         if self._in_flight:
             return
         if self._pause is PauseState.UNPAUSED:
@@ -294,7 +294,7 @@ class Scheduler(WithoutExtras):
         return plan
 
     def _fall_back(self) -> StepPlan | None:
-        """Let the other policies take over; requests in flight go on after the tokens that they have."""
+        """Let the other policies take over; requests in flight continue after their present tokens."""
         fallback, self._fallback = self._fallback, None
         assert fallback is not None
         names = ", ".join(choice.policy for choice in fallback.values())
@@ -311,7 +311,7 @@ class Scheduler(WithoutExtras):
         return self.mechanism.step()
 
     def _hand_in_held(self) -> None:
-        """Give the mechanism the requests that it does not have, but for those with a token that is still being computed."""
+        """Submit held requests to the mechanism, except those with a token in flight."""
         held, self._held = self._held, []
         for record in held:
             if any(record.request_id in one.num_scheduled_tokens for one in self._in_flight):
@@ -344,7 +344,7 @@ class Scheduler(WithoutExtras):
                 self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Return what the grammars of a step's requests allow."""
+        """Return the tokens that the grammars of a step's requests allow."""
         return self._grammars.bitmask(scheduler_output, self.requests)
 
     # Tokens
@@ -470,7 +470,7 @@ class Scheduler(WithoutExtras):
         return self._pause
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Form no steps, or none with requests that hold no KV blocks yet, or go on."""
+        """Form no steps, or none with requests that hold no KV blocks yet, or resume."""
         if pause_state is self._pause:
             return
         self._pause = pause_state

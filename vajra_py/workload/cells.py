@@ -20,6 +20,7 @@ __all__ = [
     "TimeUnit",
     "durations",
     "finite_times",
+    "flags",
     "limits",
     "maybe_numbers",
     "maybe_whole_numbers",
@@ -98,11 +99,11 @@ def _or_nothing(parse: Parser, nothing: float) -> Parser:
 
 
 durations = _or_nothing(finite_times, np.nan)
-"""Parser of seconds >= 0; an empty cell is NaN, which stands for none."""
+"""Parser of seconds >= 0; an empty cell is NaN: no value."""
 maybe_numbers = _or_nothing(_numbers, np.nan)
 """Parser of numbers; an empty cell is NaN."""
 limits = _or_nothing(token_counts(1), -1)
-"""Parser of whole numbers >= 1; an empty cell is -1, which stands for none."""
+"""Parser of whole numbers >= 1; an empty cell is -1: no value."""
 
 
 def maybe_whole_numbers(nothing: int) -> Parser:
@@ -113,6 +114,17 @@ def maybe_whole_numbers(nothing: int) -> Parser:
 def text(cells: Sequence[str]) -> npt.NDArray[np.object_]:
     """Any text, as it stands."""
     return objects([cell.strip() for cell in cells])
+
+
+_FLAGS = {"": 0, "0": 0, "false": 0, "1": 1, "true": 1}
+
+
+def flags(cells: Sequence[str]) -> I64:
+    """1 for `true` or `1`, 0 for `false`, `0` or nothing."""
+    values = [_FLAGS.get(cell.strip().lower()) for cell in cells]
+    if None in values:
+        raise ValueError("neither true nor false")
+    return np.array(values, dtype=np.int64)
 
 
 def texts(cells: Sequence[str]) -> npt.NDArray[np.object_]:

@@ -1,4 +1,4 @@
-"""Requests that follow others: their release, and checks of who follows whom."""
+"""Requests that follow others: their release, and checks of the links between them."""
 
 from __future__ import annotations
 

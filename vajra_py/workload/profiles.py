@@ -160,7 +160,7 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
 def _session_requests(
     sessions: Sessions, arrivals: tuple[ArrivalProcess, float | None], rng_for: RngFor, n: int
 ) -> Workload:
-    """The first `n` requests, session by session, of enough sessions: their number doubles until they hold so many.
+    """The first `n` requests, session by session, of enough sessions: their number is doubled until they hold `n` requests.
 
     For a rate of requests, sessions start at that rate over the turns that these sessions have on average.
     """

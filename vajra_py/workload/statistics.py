@@ -106,7 +106,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """For each node, the first node that stands for the same tokens after the same tokens; and all segment ids."""
+    """For each node, the first node with the same tokens after the same tokens; and all segment ids."""
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]
@@ -132,7 +132,7 @@ class _Seen:
             self.depth.append(tokens + (self.depth[parent] if parent != NO_NODE else 0))
 
     def canonical(self, node: int) -> int:
-        """The node that stands for this one; NO_NODE stands for itself."""
+        """Return the representative of equal nodes; NO_NODE represents itself."""
         return self.canon[node] if node != NO_NODE else NO_NODE
 
     def add(self, leaf: int, num_prompt_tokens: int) -> int:

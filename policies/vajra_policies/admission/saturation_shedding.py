@@ -1,4 +1,4 @@
-"""Shed what may be shed while the replicas are saturated, as llm-d does without flow control."""
+"""Shed sheddable requests while the replicas are saturated, as llm-d does without flow control."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from vajra_policies.routers import (
     lmetric,
     preble_e2,
     sglang_cache_aware,
+    thunderagent,
 )
 from vajra_py.contract import PolicySpec, RoutingPartSpec
 
@@ -22,6 +23,7 @@ POLICIES: tuple[PolicySpec, ...] = (
     preble_e2.SPEC,
     lmetric.SPEC,
     consistent_hashing.SPEC,
+    thunderagent.SPEC,
 )
 
 

@@ -1,4 +1,4 @@
-"""Figures of many replicas at once, as arrays: read once for each placement, whoever asks for them."""
+"""Figures of many replicas at once, as arrays: read once for each placement and shared by all parts."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _Sessions:
         return None if bound is None or self._is_over(bound[1], now) else bound[0]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """The session goes on where this request goes."""
+        """Send the session's later requests where this one goes."""
         name = self._config.profile_name
         chosen = placements.get(name) if name else placements.get("decode", placements.get("default"))
         if request.session_id and chosen is not None:

@@ -19,7 +19,7 @@ Counts: TypeAlias = tuple[int, int]
 HOLD = "gpu_budget_guard_hold"
 """Reason of a decision that the budget keeps from happening."""
 RECONCILE = "gpu_budget_reconcile"
-"""Reason of a decision that brings what is there back into the budget."""
+"""Reason of a decision that brings the present replicas back into the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Budget:
         return self.floor - (tolerance if self.ceiling is not None else 0)
 
     def admits(self, devices: int, tolerance: int) -> bool:
-        """Return whether so many devices are within both bounds."""
+        """Return True if this number of devices is within both bounds."""
         lowest = self.lowest(tolerance)
         return (self.ceiling is None or devices <= self.ceiling) and (lowest is None or devices >= lowest)
 
@@ -94,11 +94,11 @@ class PairBudget:
         return max(self.devices)
 
     def total(self, counts: Counts) -> int:
-        """Devices of so many replicas."""
+        """Number of devices of these replicas."""
         return counts[0] * self.devices[0] + counts[1] * self.devices[1]
 
     def admits(self, counts: Counts) -> bool:
-        """Return whether so many replicas are within both bounds."""
+        """Return True if these numbers of replicas are within both bounds."""
         return self.budget.admits(self.total(counts), self.tolerance)
 
     def without_floor(self) -> PairBudget:
@@ -136,7 +136,7 @@ class PairBudget:
         return num_p, num_d
 
     def fit(self, current: Counts, wanted: Counts) -> Counts:
-        """Return the counts within the budget that are nearest to what is wanted, each between its current and its wanted one.
+        """Return the counts within the budget nearest to the wanted ones, each between its current and its wanted count.
 
         Of equally near ones the most even progress of both, then the most progress. Where one pool is to grow and the other to
         shrink, both move or neither does. Without such counts the current ones.

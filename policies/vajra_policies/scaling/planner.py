@@ -305,7 +305,7 @@ def _raised(pools: tuple[PoolState, PoolState], wanted: Counts) -> Counts:
 
 
 def _fit_two(rules: PlannerRules, pools: tuple[PoolState, PoolState], wanted: Counts) -> Counts:
-    """Fit what throughput asks for under the ceiling alone: the floor is no demand."""
+    """Fit the counts of the throughput rule under the ceiling alone; the floor does not raise them."""
     pair = _pair(rules, pools).without_floor()
     if _lacks_replicas(pools):
         return pair.clamp(_raised(pools, wanted))

@@ -56,7 +56,7 @@ class NanoVllm:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
-    """Decodes follow one another while nothing waits; whatever waits may be prefilled in any step."""
+    """Decodes follow one another while nothing waits; a waiting request may be prefilled in any step."""
 
     def __init__(self, config: NanoVllmConfig, context: PolicyContext) -> None:
         limit = context.limits.max_batch_tokens

@@ -160,7 +160,7 @@ def _may_give_way(request: RequestView) -> tuple[int, int]:
 
 
 def _held_blocks(replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> int:
-    """Blocks of a running request: of its whole known sequence, but for a decode that has not grown in this step."""
+    """Blocks of a running request: of its whole known sequence, except for a decode that has not grown in this step."""
     has_all = request in batch or request.num_remaining_tokens > 1
     return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)
 

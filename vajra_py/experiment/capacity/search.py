@@ -77,7 +77,7 @@ class _Seen:
     slacks: dict[Setting, list[Sequence[float]]] = field(default_factory=dict)
 
     def ask(self, setting: Setting, num_seeds: int) -> Generator[Sequence[Probe], Slacks, None]:
-        """Request runs of a setting under so many seeds, unless they exist."""
+        """Request runs of a setting under its first `num_seeds` seeds, unless they exist."""
         own = self.slacks.setdefault(setting, [])
         missing = [(setting, seed) for seed in range(len(own), num_seeds)]
         if missing:

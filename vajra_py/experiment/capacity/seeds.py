@@ -24,7 +24,7 @@ FEWEST_SEEDS = 5
 _CURVE_LEVELS = 40
 """On each side of the limit."""
 _CURVE_SEEDS = 3
-"""Seeds that a point of a curve takes, where there are so many."""
+"""Seeds for a point of a curve, or all if there are fewer."""
 
 Side: TypeAlias = Literal["exact", "above", "below"]
 

@@ -114,7 +114,7 @@ class _Question:
     """Reason for fewer seeds than requested, or the only source of variation between them."""
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
-        """Return the experiment at a rate or with so many replicas, under one seed."""
+        """Return the experiment at the setting's rate or number of replicas, under one seed."""
         absent = [path for path, value in zip(self.paths, setting, strict=True) if self.costs and not value]
         mapping = _without([path.split(".")[1] for path in absent], self.mapping) if absent else self.mapping
         values = [(path, self._value(value)) for path, value in zip(self.paths, setting, strict=True)]
@@ -295,7 +295,7 @@ class _Search:
         return ", ".join(" + ".join(f"{value:g}" for value in one) for one in rates[:4])
 
     def tasks(self) -> list[tuple[Setting, int, RunTask]]:
-        """Advance the search; the runs that are to be made before it can go on, none when it has ended."""
+        """Advance the search and return the runs that it needs next, none when it has ended."""
         while self.is_ready:
             try:
                 self._advance()

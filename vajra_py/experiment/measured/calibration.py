@@ -157,7 +157,7 @@ class _Trials:
         return np.array([one.prior for one in self.figures])
 
     def close(self) -> None:
-        """Remove what was simulated."""
+        """Remove the simulated runs."""
         self._folder.cleanup()
 
     def fitted(self) -> Floats:

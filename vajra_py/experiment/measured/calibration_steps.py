@@ -63,7 +63,7 @@ def _unit_costs(
     figures: Sequence[Figure],
     known: dict[tuple[int, ...], list[float]],
 ) -> list[float]:
-    """Seconds that one unit of each figure adds to a step of so many (decodes, their context, chunks, tokens of chunks)."""
+    """Seconds that one unit of each figure adds to a step of `counts`: decodes, their context, chunks, tokens of chunks."""
     found = known.get(counts)
     if found is None:
         decodes, context, chunks, tokens = counts

@@ -50,7 +50,7 @@ ENGINE_ARGUMENTS = (
 
 
 def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> MeasuredRun:
-    """The measured requests at a path, whatever wrote them; `engine` says what the file does not, by vLLM's argument names.
+    """Read the measured requests at a path, in any known format; `engine` adds what the file lacks, by vLLM's argument names.
 
     Raises:
         ConfigError: no known kind of file, or a broken one; an unknown argument.

@@ -160,7 +160,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
 
 
 def ranked(workload: Sequence[RequestSpec], num_ranks: int) -> Sequence[RequestSpec]:
-    """The requests with data-parallel ranks as their tenants, in turn by arrival, as a balancer of equal ranks has it.
+    """Return the requests with data-parallel ranks as tenants, assigned round-robin by arrival.
 
     Each rank of vLLM has a prefix cache of its own, and tenants of a replica share no blocks where they salt them.
     """

@@ -43,11 +43,11 @@ _HOST_BLOCKS = 64
 _REFERENCES_AROUND = 5
 """Times of the reference before the engine serves, and after it, whose median is the machine's pace meanwhile."""
 _FARTHEST = 10.0
-"""A time counts as at most so many times the median of its batch where the mean is taken."""
+"""Largest multiple of its batch's median as which a time enters the mean."""
 _EVERY_ROW = 8
-"""Decodes of up to so many rows are measured for each number of them."""
+"""Largest number of decodes up to which every number is measured."""
 _FEWEST_TO_VARY = 3
-"""Passes from which on they tell how much equal steps differ."""
+"""Smallest number of passes that shows how much equal steps differ."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Called with (measurements done, measurements in all)."""
@@ -304,7 +304,7 @@ def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
 
 
 class _Journal:
-    """Keeps measurements as they are made; a new one goes on with what an equal one left behind."""
+    """Keeps measurements as they are made; a later equal profile resumes from them."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any], batches: Sequence[Batch]) -> None:
         self._path = path
@@ -340,7 +340,7 @@ class _Journal:
         return median(reference_s for _, reference_s in self.done.values())
 
     def steady_s(self, typical_s: float) -> dict[tuple[int, int], float]:
-        """Seconds of the batches had the machine always had the pace at which the reference takes so long."""
+        """Return the batches' times in seconds at the pace at which the reference batch takes `typical_s`."""
         slowness = paces([reference_s for _, reference_s in self.done.values()], typical_s)
         return {key: time_s / slow for (key, (time_s, _)), slow in zip(self.done.items(), slowness, strict=True)}
 

@@ -95,8 +95,7 @@ class EqualSeeds:
         return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
     def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
-        """Return so many seeds from the experiment's on that give different runs, and the reason that there are fewer,
-        or the only source of variation.
+        """Return up to `count` seeds, from the experiment's on, that give different runs, and the reason for fewer or the only source of variation.
         """
         every = range(config.seed, config.seed + count)
         own = self.of_seeds(config, every)

@@ -39,7 +39,7 @@ class Deployment:
     parallelism: Parallelism = Parallelism()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built; all problems at once."""
+        """Raise `ConfigError` with all problems of a deployment that cannot be built."""
         model, device, split = self.model, self.device, self.parallelism
         problems = []
         if model.num_heads % split.tensor:

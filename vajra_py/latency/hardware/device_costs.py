@@ -29,7 +29,7 @@ class DevicePower:
     saturating_tokens: float
 
     def of_steps(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Power during steps that compute so many tokens, watts."""
+        """Power during steps of `num_tokens` tokens, watts."""
         share = np.minimum(np.maximum(num_tokens - 1, 0) / max(self.saturating_tokens - 1, 1), 1.0)
         power: NDArray[np.float64] = self.decode_w + (self.prefill_w - self.decode_w) * share
         return power

@@ -12,7 +12,7 @@ from vajra_py.contract.latency import BatchFeatures
 
 @dataclass(frozen=True, slots=True)
 class ConstantModel:
-    """Every step takes `step_time_s`, whatever is in it; a batch passes `num_stages` stages of equal length."""
+    """Every step takes `step_time_s`; a batch passes `num_stages` stages of equal length."""
 
     step_time_s: float
     num_stages: int = 1
@@ -34,7 +34,7 @@ class ConstantModel:
 
 @dataclass(frozen=True, slots=True)
 class AffineModel:
-    """A step takes a base and so much per token, request and attended token; all in seconds."""
+    """A step takes a base time plus a time per token, request and attended token; all in seconds."""
 
     base_s: float
     per_token_s: float = 0.0

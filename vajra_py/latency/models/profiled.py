@@ -70,7 +70,7 @@ class StepFit:
         return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Seconds of steps of so many decodes, whose contexts sum to each of these."""
+        """Seconds of steps of `num_decodes` decodes, one for each sum of their contexts."""
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
@@ -193,7 +193,7 @@ class ProfiledModel:
         return self._fit.decode_times_s(num_decodes, contexts)
 
     def describe(self) -> ModelDescription:
-        """Describe what was measured, and how far the fit was off; see `DescribesModel`."""
+        """Describe the measurements and the error of the fit; see `DescribesModel`."""
         facts = self.profile.facts
         model, device = facts.get("model", "a model"), facts.get("device", "a device")
         source = facts.get("source", f"whole steps of {model} on {device}, by `vajra profile`")

@@ -188,7 +188,7 @@ class RooflineModel:
         )
 
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
-        """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding.
+        """Seconds of a step by component; their sum is `batch_time_s`, up to rounding.
 
         `weights` is what the products of the layers take (arithmetic or memory), `kernels` latencies and element-wise work.
         """

@@ -38,7 +38,7 @@ class Variation:
 
 
 def factors_among(multiples: Sequence[float]) -> Factors:
-    """Return the factors of a sample, whatever its mean: the means of its hundredths (every value, where there are fewer)."""
+    """Return the factors of a sample: the means of its hundredths relative to its mean (every value of a smaller sample)."""
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])
     # A value may lie in two hundredths, with a part in each. Means ascend, up to rounding.

@@ -31,7 +31,7 @@ class Collectives:
         self._bytes_each = 2 if model.dtype == "fp8" else DTYPE_BYTES[model.dtype]
 
     def layers_s(self, tokens: int, all_tokens: int) -> float:
-        """Seconds of all that is exchanged but for the scores, for so many tokens of the fullest rank and of all of them."""
+        """Seconds of all collectives except those of the scores, given the tokens of the fullest rank and of all ranks."""
         state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
         if self._tensor > 1:
             # After attention and after the feed-forward part of every layer, and once for the embedding.
@@ -44,14 +44,14 @@ class Collectives:
         return seconds
 
     def scores_s(self, sequences: int) -> float:
-        """Seconds to gather the scores of so many sequences, of which each tensor-parallel rank computes a part of the vocabulary."""
+        """Seconds to gather scores, of which each tensor-parallel rank computes a part of the vocabulary."""
         if self._tensor == 1:
             return 0.0
         # An all-gather sends half of what an all-reduce of the same bytes does.
         return self._reduced_s(sequences * self._model.vocab_size * self._bytes_each / 2.0)
 
     def _reduced_s(self, size: float) -> float:
-        """One all-reduce of so many bytes over the tensor-parallel ranks."""
+        """Seconds of one all-reduce of `size` bytes over the tensor-parallel ranks."""
         if self._measured is not None:
             return 1e-6 * interpolated(self._measured.sizes, self._measured.times_us, size)
         if self._link is None:

@@ -28,7 +28,7 @@ class DenseTimes:
         self._others = summed(others, num_layers, num_mlp_layers)
 
     def at(self, tokens: int) -> float:
-        """Time of so many tokens."""
+        """Seconds for this number of tokens."""
         sizes, times = self._products.sizes, self._products.times_us
         index = int(np.searchsorted(sizes, tokens))
         if 0 < index < len(sizes) and sizes[index] - sizes[index - 1] <= TILE:

@@ -52,7 +52,7 @@ class ExpertTimes:
         self._grid = filled(grid, (self._tokens, self._activated))
 
     def activated(self, tokens: float) -> float:
-        """Distinct experts that so many tokens reach on one rank, as is to be expected."""
+        """Expected number of distinct experts that `tokens` tokens reach on one rank."""
         local = self._num_experts / self._routing.ranks
         if self._routing.kind == "balanced":
             return min(local, ceil(tokens * self._per_token / self._routing.ranks))
@@ -61,7 +61,7 @@ class ExpertTimes:
         return max(fewest, local * (1.0 - missed))
 
     def layer_us(self, tokens: float) -> float:
-        """Microseconds of one layer's experts on the fullest rank, for so many tokens over all ranks.
+        """Microseconds of one layer's experts on the fullest rank; `tokens` counts all ranks.
 
         A GPU with a part of every expert reads and multiplies as much as one with that part of the experts, whole, and as many tokens each.
         """

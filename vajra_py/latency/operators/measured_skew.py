@@ -17,7 +17,7 @@ from vajra_py.latency.operators.bundle_files import SkewSample
 Array = npt.NDArray[np.float64]
 
 WINDOW = 0.2
-"""Measured batches count where their contexts vary by what is asked for, to within this."""
+"""Largest difference in the contexts' variation at which a measured batch counts."""
 _PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
 DECODES_ALONE = ("num_decodes", "mean_context")
 BESIDE_CHUNKS = ("num_decodes", "prefill_chunk", "prefill_context", "mean_context")

@@ -230,7 +230,7 @@ def _decode_rows(generation: object) -> Array:
 def _mla(
     tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return what `_gqa` does, for latent attention with its projections in one measured module."""
+    """Return the times as `_gqa` does, for latent attention, measured as one module with its projections."""
     latent = model.latent
     assert latent is not None
     shape = (latent.kv_rank, latent.rope_head_dim, latent.nope_head_dim, latent.v_head_dim, latent.q_rank)

@@ -77,7 +77,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return filled
 
     def _attention_s(self, features: BatchFeatures, seconds: float) -> float:
-        """Seconds of the attention of a step with prompts that takes so many; 0 where the tables do not reach."""
+        """Seconds of attention within a step with prompts that takes `seconds`; 0 where the tables do not reach."""
         if self._is_sum_of_parts(features):
             parts = self._parts(features) if self.covers(features) else {}
             return parts.get("prefill_attention", 0.0) + parts.get("decode_attention", 0.0)

@@ -210,7 +210,7 @@ class ProfileBundleModel:
         return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
-        """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding."""
+        """Seconds of a step by component; their sum is `batch_time_s`, up to rounding."""
         if not features.num_tokens:
             return {"swap": self.batch_time_s(features)}
         if not self.covers(features):
@@ -372,7 +372,7 @@ class ProfileBundleModel:
         return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
-        """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
+        """Seconds of all but attention and head, given the tokens on the fullest rank and on all ranks."""
         padded = self._padded(rank_tokens)
         parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
         # Ranks replay one CUDA graph, or each computes what it has.
@@ -418,7 +418,7 @@ class ProfileBundleModel:
         return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
 
     def _padded(self, tokens: int) -> int:
-        """Tokens that are computed for so many that are asked for."""
+        """Number of tokens computed, with padding, for `tokens` tokens."""
         captured = self._captured
         if not captured or tokens > captured[-1]:
             return tokens

@@ -42,7 +42,7 @@ class PrefillTimeTable:
         return self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
 
     def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left: the prompt rounded up less what is done rounded down; never negative, 0 when all is done."""
+        """Seconds for the rest of the prompt: its length rounded up less the done tokens rounded down; never negative, 0 when all are done."""
         if num_done_tokens >= num_prompt_tokens:
             return 0.0
         whole = self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))

@@ -119,7 +119,7 @@ class Look:
 
 
 def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Draw under this module's settings, whatever the user's own are, and leave those alone."""
+    """Draw under this module's settings and leave the user's own untouched."""
 
     @functools.wraps(draw)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:

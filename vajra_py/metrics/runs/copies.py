@@ -28,7 +28,7 @@ _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 
 
 def copies_sentence(num_seeds: int, num_runs: int) -> str:
-    """Return the reason that a setting of so many seeds has fewer runs."""
+    """Return the reason that a setting of `num_seeds` seeds has fewer runs."""
     if num_runs == 1:
         return (
             f"Its {num_seeds} seeds give equal requests, and nothing else in it is random: it is one run, without interval, test or mark, since copies "

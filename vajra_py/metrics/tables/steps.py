@@ -77,7 +77,7 @@ _OTHERWISE_CALLED = {
 
 
 class StepsBuilder:
-    """The steps table: one row per step, in order of time, in whatever order they are taken."""
+    """The steps table: one row per step, in order of time, added in any order."""
 
     def __init__(self, num_blocks_of: Callable[[str, int], int] | None = None) -> None:
         """`num_blocks_of`: (replicaset, replica id) to KV blocks of the replica, for `take`."""

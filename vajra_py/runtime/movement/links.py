@@ -48,7 +48,7 @@ class LinkOptions:
     link, in order of start."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no bandwidth or latency."""
+        """Raise `ConfigError` unless bandwidth and latency are valid."""
         for name in ("bandwidth", "shared_bandwidth"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < inf:

@@ -16,7 +16,7 @@ from vajra_py.contract import PredictsSlack, RequestPrioritizer, RequestView, Ti
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
-"""Length that stands for a key that is a number rather than a tuple."""
+"""Length recorded for a key that is a number rather than a tuple."""
 
 
 class KeyReader:

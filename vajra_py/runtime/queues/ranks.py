@@ -141,7 +141,7 @@ class SortedRanks:
             self._version += 1
 
     def walk(self, last: Rank | None = None) -> Iterator[Rank]:
-        """The ranks after `last` in order; each is the next one after the one before it, whatever has changed meanwhile."""
+        """Yield the ranks after `last` in order; each is the next one at that time, also after changes."""
         while True:
             version = self._version
             for rank in self._after(last):

@@ -29,7 +29,7 @@ class Journal:
         self._writer: Any = None
 
     def write(self, batch: Batch) -> None:
-        """Hand the records to the operating system, which keeps them whatever becomes of this process."""
+        """Hand the records to the operating system, so that they survive the end of this process."""
         import pyarrow as pa
 
         texts = pa.list_(pa.string())

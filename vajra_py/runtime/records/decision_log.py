@@ -122,7 +122,7 @@ class DecisionFile:
 
 
 class DecisionLog(StepLog):
-    """Writes `decisions.parquet` while the run goes on; the file appears under its name when it is whole, at the close.
+    """Writes `decisions.parquet` during the run; the file appears under its name when complete, at the close.
 
     Until then a journal beside it has its records, for who reads what a killed process left.
     """

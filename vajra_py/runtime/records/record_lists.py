@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def list_array(values: NDArray[Any], counts: NDArray[Any]) -> Any:
-    """Return an Arrow array of lists, with so many of the values for each record."""
+    """Return an Arrow array of lists; `counts` has the number of values of each record."""
     import pyarrow as pa
 
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)

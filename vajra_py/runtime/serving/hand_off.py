@@ -16,15 +16,17 @@ from typing import Generic
 from vajra_py.contract import PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
-"""Reason of requests that end because their target has no room (`when_full: drop`)."""
+"""Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
+_PLACED_ANEW = "the request is placed anew"
 
 
 class Stage(Enum):
@@ -38,6 +40,8 @@ class Stage(Enum):
     """No target takes it now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
+    STAYING = "staying"
+    """The request goes on at its source, once that is between two of its steps."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
@@ -160,12 +164,26 @@ class HandOffs(Generic[R]):
     def _stay(self, one: HandOff[R]) -> None:
         """Go on where the prompt is computed."""
         self._unplaced.pop(one.request, None)
-        del self._of[one.request]
         if one.is_early:
+            del self._of[one.request]
             self._compute_prompt(one)
-            return
+        elif one.source.num_stages == 1:
+            one.stage, one.target = Stage.STAYING, None
+            # A step in flight gives a token to each request that decodes.
+            self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
+        else:
+            one.stage = Stage.STAYING
+            self._resume(one)
+
+    def _resume(self, one: HandOff[R]) -> None:
+        """Let a request run again at its source."""
+        if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
+            return  # it has ended, or its source was lost
+        del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
+        for observer in self._replicaset.observers:
+            observer.on_stayed(one.request, one.source.replica.replica_id, to_seconds(self._driver.now))
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
@@ -188,7 +206,7 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens)
+            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens, to_seconds(self._driver.now))
             if hit is not None:
                 line.popleft()
                 if one.is_early:
@@ -219,7 +237,8 @@ class HandOffs(Generic[R]):
         one.number, self._num_started = self._num_started, self._num_started + 1
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
-        self._transfers.start(one, one.request, (one.source, target), num_moved, lambda: self._moved(one, target))
+        lacking, ends = (hit, one.num_tokens), (one.source, target)
+        self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
         """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
@@ -247,11 +266,13 @@ class HandOffs(Generic[R]):
             self._reserve(target)
         self._driver.wake(target)
         self._driver.touch(source)
-        self._when_it_may(source, one.number, lambda: self._release(request, source))
+        held = source.replica.lifecycle.held.get(request)
+        if held is not None:
+            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
 
-    def _release(self, request: Request, source: R) -> None:
-        """Free the source's blocks."""
-        if request not in source.replica.lifecycle.held:
+    def _release(self, request: Request, source: R, held: Held) -> None:
+        """Free the source's blocks, unless the request has come back meanwhile."""
+        if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
         for observer in self._replicaset.observers:
@@ -308,7 +329,7 @@ class HandOffs(Generic[R]):
     def _end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
         """End a request on its way; blocks that both ends hold for it are free."""
         target = one.target
-        self._forget(one)
+        self._forget(one, REQUEST_ENDED)
         if one.request in self._replicaset.held_back:
             del self._replicaset.held_back[one.request]
         else:
@@ -326,10 +347,12 @@ class HandOffs(Generic[R]):
         if one is None:
             return
         target = one.target
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, REQUEST_ENDED)
         if request in one.source.replica.lifecycle.held:
+            self._driver.touch(one.source)
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
+            self._driver.touch(target)
             target.replica.lifecycle.unreserve(request)
         for each in (one.source, target):
             if each is not None:
@@ -340,25 +363,25 @@ class HandOffs(Generic[R]):
         """Forget what is planned for prompts that have not begun on a replica that takes no more requests."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
     def recall(self) -> None:
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
             if one.is_early:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
-    def _forget(self, one: HandOff[R]) -> None:
+    def _forget(self, one: HandOff[R], why: str) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
         self._of.pop(one.request, None)
-        self._call_off(one)
+        self._call_off(one, why)
 
-    def _call_off(self, one: HandOff[R]) -> None:
+    def _call_off(self, one: HandOff[R], why: str) -> None:
         target = one.target
         self._unplaced.pop(one.request, None)
         if target is None:
             return
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, why)
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
         elif one.request.state is RequestState.REMOTE:
@@ -377,9 +400,9 @@ class HandOffs(Generic[R]):
         """
         for one in list(self._of.values()):
             if one.source is lost:
-                self._forget(one)
+                self._forget(one, KV_LOST)
             elif one.target is lost:
-                self._call_off(one)
+                self._call_off(one, KV_LOST)
                 if one.is_migration:
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
@@ -393,7 +416,7 @@ class HandOffs(Generic[R]):
         """Find other targets for those that wait for a replica that takes no more requests: for its blocks, or to be admitted."""
         for one in list(self._of.values()):
             if one.target is draining and one.stage in (Stage.RESERVING, Stage.QUEUED):
-                self._call_off(one)
+                self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
         for replica_id in list(self._lines):  # blocks that were set aside for others may be free

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -14,14 +14,13 @@ from vajra_py.contract import (
     PoolRole,
     QueueView,
     RefusesRequests,
-    ReplicaLimits,
     ReplicaLoadView,
     ReplicasetScheduler,
     ReplicaState,
     RequestView,
 )
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -29,6 +28,7 @@ from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -60,6 +60,10 @@ class Replicaset:
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
+        self.kv_event_lag_s = 0.0
+        """Age that an event of a cache must have before policies know of it, seconds."""
+        self.feed: ContentFeed | None = None
+        """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
         self._views: LiveLoads | list[SnapshotLoad] = self._live
         self._queued_by_id: dict[str, Request] = {}
@@ -104,6 +108,15 @@ class Replicaset:
         self._live.add(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
+
+    def bind_content(self) -> None:
+        """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
+        if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.hear_content):
+            self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
+            for load in self._live:
+                load.feed = self.feed if self.kv_event_lag_s > 0 else None
+        if self.feed is not None:
+            self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
         """Replace the shared queue."""
@@ -150,15 +163,6 @@ class Replicaset:
         if self.policies is not None:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
-
-    @property
-    def limits_in_common(self) -> ReplicaLimits:
-        """Limits of every replica. Raises `ConfigError` where they differ."""
-        if not self.bounds.are_equal:
-            found = ", ".join(f"{one.replica_id}: {one.limits}" for one in self.replicas)
-            problem = Problem(f"replicasets.{self.name}", f"its replicas have different limits ({found})")
-            raise ConfigError(problem)
-        return self.bounds.largest
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
@@ -275,6 +279,11 @@ class Replicaset:
         """Replicas that take requests."""
         return len(self.replicas) - len(self.lost) - len(self.away)
 
+    def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
+        """Return True if some of these replicas compute prompts, and some go on with them."""
+        roles = {self.replicas[one].parts.role for one in replica_ids}
+        return PoolRole.MIXED in roles or len(roles) > 1
+
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
@@ -304,7 +313,11 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and not any(self._may_serve(one.replica_id) for one in holders):
+        serving = [one for one in holders if self._may_serve(one.replica_id)]
+        if self._differs and not bounds.can_serve(request, serving):
+            if serving:
+                lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
+                return f"{ALL_FAILED} that could {lacking} ({len(holders) - len(serving)} of {len(self.replicas)})"
             return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
         return self._refused_by_policy(holders, request, now)
 
@@ -350,7 +363,17 @@ class Replicaset:
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
+        request.prefix_hits = self._prefix_hits
         return self.place(request, now)
+
+    def _prefix_hits(self, request: Request) -> int:
+        """Leading tokens of a request in the prefix cache of the replica that it is bound to."""
+        replica = self.replicas[request.replica_id]
+        if request.hashes is None:
+            return 0
+        if replica.num_in_flight:  # steps of it that have ended may not be applied yet
+            self.sync()
+        return replica.memory.lookup_prefix(request.hashes, request.num_known_tokens)
 
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""
@@ -405,6 +428,8 @@ class Replicaset:
         return self._views
 
     def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             return call(request, views, now)
         except VajraError:
@@ -439,6 +464,8 @@ class Replicaset:
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
         """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
                 request = self._queued_by_id.get(request_id)

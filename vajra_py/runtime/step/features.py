@@ -15,7 +15,7 @@ from vajra_py.runtime.step.plan import PlannedChunk
 def features_of(
     chunks: Collection[PlannedChunk], num_decodes: int, decode_context_tokens: int, swap_bytes: int
 ) -> BatchFeatures:
-    """Return the features of a batch of these chunks and so many decodes, all in one group."""
+    """Return the features of a batch of these chunks and decodes, all in one group."""
     tokens = tokens_squared = context_tokens = pairs = 0
     for _, num_tokens, context, _ in chunks:
         squared = num_tokens * num_tokens

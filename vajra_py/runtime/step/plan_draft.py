@@ -102,7 +102,7 @@ class PlanDraft:
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:
-        """Withhold the slots of so many ended requests from the next step, whose scheduler has not seen their ends."""
+        """Withhold the slots of `num_requests` ended requests from the next step, whose scheduler has not seen their ends."""
         self.slots_held = num_requests
 
     def _drop_dues(self) -> None:

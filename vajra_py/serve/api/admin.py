@@ -73,7 +73,7 @@ def add_admin(app: FastAPI, session: EngineSession, bodies: BodyReader) -> None:
         tags=["administration"],
     )
     async def swap(request: Request) -> JSONResponse:
-        """Replace a policy between two steps; requests in progress go on."""
+        """Replace a policy between two steps; requests in progress continue."""
         swapped = (await _swap(session, await bodies.read(request, PolicyBody, MAX_BYTES))).swap
         return JSONResponse(
             {

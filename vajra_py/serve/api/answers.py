@@ -91,7 +91,7 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Said:
-    """Part of an output that was sent, and the bytes around its text in a piece with nothing else."""
+    """Part of an output that was sent, with the bytes around the text of a text-only chunk."""
 
     num_tokens: int = 0
     num_characters: int = 0

@@ -52,7 +52,7 @@ class LogprobWriter:
         offsets: TextOffsets,
         num_top: int,
     ) -> dict[str, Any]:
-        """Return log-probabilities as completions have them, with so many of the likeliest; the first token of a prompt has null."""
+        """Return log-probabilities in the format of completions, with the `num_top` likeliest; null for a prompt's first token."""
         tops = [self._top(token_id, one, num_top) for token_id, one in zip(token_ids, logprobs, strict=True)]
         return {
             "text_offset": [offsets.add(self.tokenizer, token_id) for token_id in token_ids],

@@ -178,7 +178,7 @@ class Preparer:
             raise of_config_error(error) from None
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
-        """Refuse what even empty queues could not take.
+        """Refuse a request that even empty queues could not hold.
 
         `Replicaset.refusal` applies the same bounds to each output beside what waits then, and its client may try again (status
         429); that the outputs of one HTTP request never fit together it cannot tell, and trying again would be in vain (status 400).

@@ -28,7 +28,7 @@ _NOTHING = SchedulingHeaders()
 
 
 SMALL_BODY = 2**16
-"""Bytes up to which a body is read at once: whatever is in it, that takes a few milliseconds."""
+"""Bytes up to which a body is read at once, which takes a few milliseconds for any content."""
 _MOST_FIELDS = 256
 """Most fields of a body, known or not."""
 
@@ -49,7 +49,7 @@ class BodyReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
-        """The body, of at most so many bytes where that is less than others may have. Raises `ApiError`."""
+        """Read the body, of at most `max_bytes` bytes if that is less than the general limit. Raises `ApiError`."""
         media_type = request.headers.get("content-type", "")
         if not _is_json(media_type):
             raise not_json(media_type)
@@ -110,8 +110,9 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
     """Return the headers' values; of one that is there twice, the first. Raises `ApiError`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
-        if name in _FIELDS:
-            given.setdefault(_FIELDS[name], value)
+        field = _FIELDS.get(name.replace("_", "-"))  # `session_id` is a header of some clients
+        if field is not None:
+            given.setdefault(field, value)
     if not given:
         return _NOTHING
     try:
@@ -122,7 +123,7 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
 
 
 def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
-    """The headers of a request whose key stands for this tenant; None: for nobody.
+    """Return the headers of a request whose API key belongs to this tenant; None: to no tenant.
 
     Such a key is its tenant, whatever `user` says. Raises `ApiError` where a header names another one.
     """

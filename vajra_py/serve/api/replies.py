@@ -151,7 +151,7 @@ class _Writer:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Write what there is, and from now on what comes; done when the last event was sent."""
+        """Write all events so far and each later one as it comes; done when the last one was sent."""
         self._generation.answer.response.on_change = self._write
         self._write()
         return self._ended
@@ -163,7 +163,7 @@ class _Writer:
             self._sending.cancel()
 
     def _write(self) -> None:
-        """Write what is new, unless the client still has to take what there was before."""
+        """Write new events, unless the client has not yet read earlier ones."""
         if self._sending is not None:
             return
         try:

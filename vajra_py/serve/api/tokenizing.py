@@ -24,7 +24,7 @@ class Tokenizing:
         self._thread = ThreadPoolExecutor(1, "vajra-tokenize")
 
     def close(self) -> None:
-        """Do nothing more; whoever still waits is cancelled."""
+        """Stop, and cancel all waiting work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(

@@ -1,4 +1,4 @@
-"""Request ids, the access log, and HEAD: what every HTTP exchange has, whatever its path.
+"""Request ids, the access log, and HEAD: common to all paths.
 
 Pure ASGI. Only the first message of an answer is looked at, so that the pieces of a stream pass unseen.
 """

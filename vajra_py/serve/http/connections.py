@@ -200,7 +200,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, as far as it is wanted now."""
+        """Parse the received bytes, as far as they are wanted now."""
         if self._phase is Phase.END:
             self._num_unwanted_bytes += len(data)
             if self._num_unwanted_bytes > self._limits.max_body_bytes:
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse what has come, up to a few requests that wait for the one that is being answered."""
+        """Parse the received bytes, up to a few requests behind the one that is being answered."""
         left = self._unparsed
         while left and len(self.pipeline) < _MOST_QUEUED and not self._is_refused and not self.transport.is_closing():
             if self._phase is Phase.NOTHING and not self._is_answering:
@@ -243,7 +243,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP as everything else that is wrong."""
+        """Answer malformed HTTP with the same error format as other mistakes."""
         error = ApiError(400, "the request is not HTTP that this server reads", code="not_http")
         self._write_error(error)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
-    """Run it until it is done (None), or until it waits for something: then the task that goes on with it.
+    """Run it until it is done (None), or until it first waits, and return the task that continues it.
 
     Raises what it raises before it waits. Tasks with `eager_start` would do the same, but need Python 3.12, and are made for
     what never waits too.

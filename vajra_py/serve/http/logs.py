@@ -40,7 +40,7 @@ class TextFormatter(logging.Formatter):
     """`2026-11-22T14:03:07.125Z INFO vajra_py.serve.server: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`. A message stays on one line, whatever a client has put into it."""
+        """See `logging.Formatter`. A message stays on one line, also with a client's line breaks in it."""
         message = escaped(cut(record.getMessage(), _MOST_CHARACTERS))
         lines = self.formatException(record.exc_info).split("\n") if record.exc_info else []
         trace = "".join(f"\n{escaped(line)}" for line in lines)
@@ -94,7 +94,7 @@ class SaysOnce(logging.Filter):
 
 
 class StandardError(logging.Handler):
-    """Writes to what standard error is at the time; a line that cannot be written is lost, and nothing else."""
+    """Writes to the current standard error; a line that cannot be written is dropped without an error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""

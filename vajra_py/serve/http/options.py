@@ -181,7 +181,7 @@ class ServeOptions:
         return bool(self._said_keys) or self.api_key_file is not None
 
     def read_keys(self) -> dict[str, str | None]:
-        """Every key, and the tenant that it stands for; None: whom the client names. Raises `ConfigError`."""
+        """Return each API key's tenant; None: the tenant that the client names. Raises `ConfigError`."""
         keys: dict[str, str | None] = dict.fromkeys(self._said_keys)
         if self.api_key_file is None:
             return keys

@@ -184,7 +184,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def refuse_fields_of(given: Mapping[str, Any], others: Collection[str], path: str) -> None:
-    """Refuse fields of the other path's bodies: whoever sends them expects another answer. Raises `WrongField`."""
+    """Refuse fields of the other path's bodies, whose senders expect another answer. Raises `WrongField`."""
     for name in others & given.keys():
         if given[name] not in (None, False):
             raise WrongField(name, f"is a field of {path}, and means nothing here")
@@ -204,7 +204,7 @@ def refuse_content_part(kind: Any) -> None:
 
 
 def unsupported_path(path: str) -> str | None:
-    """Return what a path of another server's API would offer, or None for a path that nobody knows."""
+    """Return the feature that a path has in another server's API, or None for an unknown path."""
     return next((what for known, what in _PATHS.items() if path == known or path.startswith(f"{known}/")), None)
 
 
@@ -221,7 +221,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def check(self, name: str, known: Collection[str]) -> str | None:
-        """The text of a refusal, or None where the request may go on. Each name is logged once."""
+        """Return the text of a refusal, or None if the request is accepted. Each name is logged once."""
         if self._strict:
             return f"{name}: there is no such field. {did_you_mean(name, known)}"
         if name not in self._logged and len(self._logged) < _MAX_LOGGED:

@@ -134,7 +134,7 @@ class Exposition(Collector):
             yield from self._admission(stats, controller.gate)
 
     def _admission(self, stats: ServerStats, gate: AdmissionGate) -> Iterator[Metric]:
-        """Yield what the admission policy decided."""
+        """Yield the admission policy's decisions."""
         labels = ("model_name", "replicaset")
         decisions = CounterMetricFamily(
             "vajra:admission_decisions", "Requests not accepted as they were.", labels=(*labels, "decision")

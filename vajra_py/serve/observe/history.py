@@ -1,4 +1,4 @@
-"""The last hour of a server, for whoever opens the dashboard later: numbers every two seconds, and events."""
+"""The last hour of a server, shown when the dashboard is opened: numbers every two seconds, and events."""
 
 from __future__ import annotations
 

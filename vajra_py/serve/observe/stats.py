@@ -118,7 +118,7 @@ class SetStats:
 
 
 class ServerStats(Observer):
-    """Counts what happens."""
+    """Counts requests, tokens, steps and failures."""
 
     def __init__(self, controller: Controller, max_labels: int) -> None:
         self._controller = controller
@@ -136,7 +136,7 @@ class ServerStats(Observer):
     # Events
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count what the prefix cache spared, at the first admission."""
+        """Count the tokens found in the prefix cache, at the first admission."""
         if request.num_preemptions:
             return
         stats = self._of(request)

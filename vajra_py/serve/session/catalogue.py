@@ -71,7 +71,7 @@ class Catalogue:
         return found
 
     def candidates(self, facts: RequestFacts) -> list[str]:
-        """Return the replicasets that may take a request, whatever its prompt's length, in order of matching."""
+        """Return the replicasets that may serve a request, its prompt's length aside, in order of matching."""
         request = cast(Any, facts)
         return [name for name, one in self._replicasets.items() if one.select.matches_labels(request)]
 

@@ -88,7 +88,7 @@ class OutputStream:
 
 @dataclass(slots=True, eq=False)
 class ResponseState:
-    """The outputs of one HTTP request together: whoever answers it waits for any of them.
+    """The outputs of one HTTP request, whose handler waits for any of them.
 
     Attributes:
         is_streaming: whether every step matters, or only the end of each output.

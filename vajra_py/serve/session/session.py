@@ -57,7 +57,7 @@ class SessionState(Enum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
-    """Finishes what it has, takes nothing new."""
+    """Finishes its requests and accepts no more."""
     CLOSED = "closed"
     FAILED = "failed"
 
@@ -117,12 +117,12 @@ class EngineSession:
         self.is_stuck = False
         """True when that is the engine's own thread."""
         self._has_stopped = False
-        """The loop has come to its end, and everybody was told; what is left is the recording, and giving back."""
+        """The loop has ended and all clients know; the recording and the release of workers are left."""
         self._records_end = threading.Lock()
         """Held while the recording is being ended."""
         self._is_recorded = False
         self._given_up: VajraError | None = None
-        """Error for which it ends although its loop could go on."""
+        """Error for which the session ends although its loop could continue."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
 
     # The event loop's side
@@ -141,7 +141,7 @@ class EngineSession:
             raise self.error
 
     async def ended(self) -> None:
-        """Wait until the engine's thread is done, whatever ended it."""
+        """Wait until the engine's thread has ended, for any reason."""
         await self._until(lambda: self.state in (SessionState.CLOSED, SessionState.FAILED))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
