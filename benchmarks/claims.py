@@ -57,7 +57,7 @@ def table(claims: Sequence[tuple[Claim, Verdict]]) -> str:
     rows = ["| policy | claim | paper | ours | grade | command | verdict |", "|---|---|---|---|--:|---|---|"]
     for claim, verdict in claims:
         command = f"`pytest {claim.test}`" if claim.test else f"`make claims POLICY={claim.policy}`"
-        outcome = "holds" if verdict.holds else f"**does not hold**: {verdict.reason or 'see ours'}"
+        outcome = "holds" if verdict.holds else f"**does not hold**: {claim.why or verdict.reason}"
         rows.append(
             f"| [`{claim.policy}`](reference/policies.md#{claim.policy}) | {claim.text} | {claim.paper} | {verdict.ours} "
             f"| {claim.grade} | {command} | {outcome} |"

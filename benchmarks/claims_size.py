@@ -269,7 +269,15 @@ CLAIMS = [
         2,
         partial(_by_quality, "srpt", SIGMAS),
     ),
-    Claim("trail", "fewer preemptions as C falls", "fewer", 2, _preemptions_rise_with_c),
+    Claim(
+        "trail",
+        "fewer preemptions as C falls",
+        "fewer",
+        2,
+        _preemptions_rise_with_c,
+        why="a newcomer pauses others, and memory is taken for decodes that grow: the more requests may not be preempted, "
+        "the shorter memory is",
+    ),
     Claim("trail", "with memory short, the mean is least at some C between 0 and 1", "C = 0.8", 2, _best_c),
     Claim("trail", "without loss by preemption, C = 1 is best", "-", 2, _free_preemption),
     Claim("trail", "mean latency over that of FCFS", "1.66 to 2.01 times lower", 3, _ratio),
