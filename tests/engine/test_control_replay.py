@@ -131,6 +131,7 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
 PRIORITIZERS: list[Any] = [
     *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"),
     *("vtc", "least_counter_first", "deficit_round_robin", "sjf", "srpt", "trail", "hrrn", "qoserve"),
+    *("plas", "atlas"),
     {"policy": "ltr", "params": {"starvation_s": 0.05, "boost_steps": 4}},
     {"policy": "skip_join_mlfq", "params": {"promotion_steps": 20, "starvation_s": 0.05}},
 ]
@@ -167,10 +168,10 @@ def _needs_slack(batcher: Any) -> bool:
 
 
 def combinations() -> list[tuple[Any, Any, Any]]:
-    """Every policy with several of the others: the longest list, the others turning past it at their own pace."""
+    """Every policy with several of the others: each list turns past the replica schedulers at its own pace."""
     return [
         (
-            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn) % len(PRIORITIZERS)],
+            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn * len(BATCHERS)) % len(PRIORITIZERS)],
             CHOOSERS[(index + 2 * turn) % len(CHOOSERS)],
             batcher,
         )
