@@ -318,7 +318,13 @@ CLAIMS = [
         2,
         partial(_admission, "goodput", ("aggressive", "past_future")),
     ),
-    Claim("hygen", "P99 between online tokens is within the budget and 5 %", "5 %", 2, _budget_is_kept),
+    Claim(
+        "hygen",
+        "P99 between online tokens is within 5 % of the budget, or of online requests alone where these take longer",
+        "5 %",
+        2,
+        _budget_is_kept,
+    ),
     Claim("hygen", "tokens a second rise with the budget, to a multiple of online alone", "3.87 times", 3, _throughput),
     Claim(
         "scorpio",
