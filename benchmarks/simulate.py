@@ -94,6 +94,28 @@ def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int =
     return {"sim_outputs_x_none": wall, "sim_outputs_cpu_x_none": cpu, "sim_outputs_mb": size / 1e6}
 
 
+def in_two_pools(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The same replicas, three of eight for prompts and the others for decodes; every request is handed off."""
+    num_replicas = mapping["num_replicas"]
+    num_prefill = 3 * num_replicas // 8
+    pools = {"prefill": {"num_replicas": num_prefill}, "decode": {"num_replicas": num_replicas - num_prefill}}
+    rest = {key: value for key, value in mapping.items() if key != "num_replicas"}
+    return {**rest, "pools": pools, "hand_off": "distserve", "links": {"bandwidth_gb_s": 50, "latency_s": 0.0005}}
+
+
+def measure_pools(rounds: int = 3) -> dict[str, float]:
+    """Measure the cost of hand-offs: CPU time of 16,000 requests on 64 replicas in two pools, over one pool, in alternating rounds."""
+    one_pool = experiment(drawn(16_000, 356.0), 64)
+    two_pools = in_two_pools(one_pool)
+    runs = [(measure_run(one_pool), measure_run(two_pools)) for _ in range(rounds)]
+    one, two = (min((pair[which] for pair in runs), key=lambda run: run["cpu_s"]) for which in range(2))
+    return {
+        "sim_two_pools_x_one": two["cpu_s"] / one["cpu_s"],
+        "sim_two_pools_cpu_s": two["cpu_s"],
+        "sim_two_pools_steps_x_one": two["num_steps"] / one["num_steps"],
+    }
+
+
 def _peak_memory_mb() -> float:
     """Return the peak memory of this process, without that of its parent where the system reports it."""
     status = Path("/proc/self/status")
@@ -190,7 +212,7 @@ def measure(large: bool = False) -> dict[str, float]:
         answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for key in ("cpu_s", "requests_per_cpu_s", "steps_per_cpu_s", "num_output_tokens", "peak_memory_mb"):
             figures[f"sim_{name}_{key}"] = answer[key]
-    return figures | measure_agents() | measure_outputs()
+    return figures | measure_agents() | measure_pools() | measure_outputs()
 
 
 def main() -> int:

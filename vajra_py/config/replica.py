@@ -122,6 +122,13 @@ class ElasticConfig(Section):
     startup_spread_s: Seconds = Field(
         0.0, description="Each start takes up to so much longer, drawn uniformly, seconds."
     )
+    drain: Literal["wait", "migrate"] = Field(
+        "wait",
+        description=(
+            "What becomes of requests that have begun on a replica that stops: they are finished there; or they move to other replicas, "
+            "live, by the rules of `migration` and `links`, as far as these have room."
+        ),
+    )
 
 
 class PoolConfig(Section):

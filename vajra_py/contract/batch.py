@@ -83,7 +83,7 @@ class BatchBuilder(Protocol):
         A waiting request is admitted by this call: its cached prefix is attached first, blocks are taken for
         `reserve_tokens` leading tokens (default: what the replica's reservation option says: the whole known sequence,
         or just the tokens of this step), and `num_tokens` counts from the end of the cached prefix. A swapped request
-        is brought back. A running request grows as needed.
+        is brought back. A running request grows as needed, or to `reserve_tokens` if these are more.
         """
 
     def add_decodes(self) -> DecodeStop | None:

@@ -257,6 +257,9 @@ class ListensToRequests(Protocol):
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A running request has just lost its memory or was swapped out (`is_swapped`), and waits again."""
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The KV of a request that was handed off, or migrates, is at its target, where it waits to go on; `source` holds it no more."""
+
     def on_step_end(self, step: EndedStep) -> None:
         """A step of a replica has come back."""
 

@@ -52,6 +52,7 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_arrivals": 2,
     "on_admission": 3,
     "on_preemption": 3,
+    "on_moved": 4,
     "on_step_end": 1,
     "on_departures": 2,
     "on_program_end": 2,

@@ -273,7 +273,7 @@ class Harness:
         for replica in self.replicaset.replicas:
             replica.memory.use_clock(lambda: self.now)
         self.replicaset.bind_content()
-        if self.replicaset.places_itself:
+        if self.replicaset.places_itself or self.replicaset.moves_requests:
             self.replicaset.hand_off = HandOffRules(HandOffConfig(), LinkOptions(), 0)
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
         if admission is not None:

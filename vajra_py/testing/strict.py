@@ -14,6 +14,7 @@ from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
     LocalReplicaView,
+    Move,
     PoolView,
     PriorityKey,
     ProgramView,
@@ -35,12 +36,14 @@ _METHODS = (
     "assign",
     "pull",
     "place_after_prompt",
+    "moves",
     "schedule",
     "solo_chunk_size",
     "refuses",
     "on_arrivals",
     "on_admission",
     "on_preemption",
+    "on_moved",
     "on_step_end",
     "on_departures",
     "on_program_end",
@@ -116,6 +119,10 @@ class StrictViews:
             views = [StrictReplicaView(self, replica) for replica in replicas]
             return policy.place_after_prompt(self.request(request), views, now)
 
+        def moves(replicas: Sequence[ReplicaLoadView], now: float) -> Any:
+            found = policy.moves([StrictReplicaView(self, replica) for replica in replicas], now)
+            return [replace(one, request=self.real(one.request)) if isinstance(one, Move) else one for one in found]
+
         def pull(replica: ReplicaLoadView, queued: QueueView, now: float) -> Any:
             return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
 
@@ -139,6 +146,7 @@ class StrictViews:
                 "assign": assign,
                 "pull": pull,
                 "place_after_prompt": place_after_prompt,
+                "moves": moves,
                 "schedule": schedule,
                 "refuses": lambda request, replica, now: policy.refuses(
                     self.request(request), StrictReplicaView(self, replica), now
@@ -146,6 +154,7 @@ class StrictViews:
                 "on_arrivals": batched("on_arrivals"),
                 "on_admission": one("on_admission"),
                 "on_preemption": one("on_preemption"),
+                "on_moved": lambda request, *facts: policy.on_moved(self.request(request), *facts),
                 "on_step_end": lambda step: policy.on_step_end(replace(step, requests=self.requests(step.requests))),
                 "on_departures": batched("on_departures"),
                 "on_program_end": lambda program, now: policy.on_program_end(self.program(program), now),

@@ -211,6 +211,8 @@ class Lifecycle:
         if hit is None:
             memory.forget(request)
             return None
+        if num_tokens > request.num_known_tokens:
+            self._running_set.has_spare_blocks = True
         return min(hit, num_tokens)
 
     def unreserve(self, request: Request) -> None:

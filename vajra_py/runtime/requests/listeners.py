@@ -23,6 +23,7 @@ class Listeners:
     arrivals: tuple[Told, ...] = ()
     admissions: tuple[Told, ...] = ()
     preemptions: tuple[Told, ...] = ()
+    moves: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
     blocks_stored: tuple[Told, ...] = ()
@@ -53,6 +54,7 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         arrivals=of("on_arrivals"),
         admissions=of("on_admission"),
         preemptions=of("on_preemption"),
+        moves=of("on_moved"),
         step_ends=of("on_step_end"),
         departures=of("on_departures"),
         blocks_stored=of("on_blocks_stored"),

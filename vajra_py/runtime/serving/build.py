@@ -339,7 +339,8 @@ def build_replicaset(
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
-    if is_split or replicaset.places_itself or replicaset.moves_requests:
+    drains = scaling is not None and any(pool.drains_by_migration for pool in scaling.pools)
+    if is_split or replicaset.places_itself or replicaset.moves_requests or drains:
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
             replica.gives_first_token = settings.hand_off.first_token == "source"
@@ -367,7 +368,7 @@ def _build_scaling(
         ids, count = range(first, first + pool.most_replicas), pool.num_replicas
         bounds = pool.elastic or ElasticConfig(min_replicas=count, max_replicas=count)
         startup = bounds.startup_s, bounds.startup_spread_s
-        pools.append(ElasticPool(name, ids, count, bounds.min_replicas, len(ids), *startup))
+        pools.append(ElasticPool(name, ids, count, bounds.min_replicas, len(ids), *startup, bounds.drain == "migrate"))
     return ReplicasetScaling(sleeper.policy, choice.policy, pools, seeds.stream("replica_starts"))
 
 

@@ -366,14 +366,14 @@ class Controller:
         """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
         if not ended:
             return
-        to_tell = []
+        to_tell, gate = [], self.gate
         for request, reason in ended:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
-            if self.gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = self.gate.own.departures  # no other listener knows the request
+            if gate is not None and request.admission is not None and not request.admission.was_let_in:
+                listeners = gate.own.departures  # no other listener knows the request
             if listeners:
                 to_tell.append((request, listeners))
         if self.on_ended is not None:
@@ -381,8 +381,8 @@ class Controller:
         for request, listeners in to_tell:
             for tell in listeners:
                 tell((request,), to_seconds(now))
-        if self.gate is not None and self.gate.waits_for_change and self.gate.on_room is not None:
-            self.gate.on_room()
+        if gate is not None and gate.waits_for_change and gate.on_room is not None:
+            gate.on_room()
 
     def _count_end(self, request: Request, reason: EndReason, now: float) -> None:
         self.num_ended[reason] += 1

@@ -124,6 +124,7 @@ class Driver(Generic[R]):
         """Forms a replica's next step; see `form_through`."""
         self._backend = backend
         self._options = options
+        self._every = options.check_every_steps
         self._note = note
         self._replicas: dict[str, list[R]] = {name: [] for name in controller.replicasets}
         self._idle: dict[str, SortedDict[int, R]] = {name: SortedDict() for name in controller.replicasets}
@@ -203,6 +204,9 @@ class Driver(Generic[R]):
             elif phase is _FORM:
                 self.now = tick
                 self._form(payload)
+            elif phase is _ARRIVAL:
+                self.now = tick
+                self._backend.on_arrival(payload)
             elif not _is_void(phase, payload) and not self._is_too_late(tick, phase):
                 self.now = tick
                 self._dispatch(phase, payload)
@@ -215,9 +219,7 @@ class Driver(Generic[R]):
         return NEVER if not heap or self._is_over() else heap[0][0]
 
     def _dispatch(self, phase: Phase, payload: Any) -> None:
-        if phase is _ARRIVAL:
-            self._backend.on_arrival(payload)
-        elif phase is Phase.STAGE_END:
+        if phase is Phase.STAGE_END:
             self._stage_ended(*payload)
         elif phase is Phase.FAILURE:
             self._fail(payload)
@@ -417,8 +419,8 @@ class Driver(Generic[R]):
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica, movements = one.replica, self._movements
-        outer = self._completing
+        replica = one.replica
+        movements, outer = self._movements, self._completing
         if movements and (at_once or outer >= 0):
             self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
@@ -431,11 +433,11 @@ class Driver(Generic[R]):
                 self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
-            self._completing = outer
             return
-        self._completing = outer
-        every = self._options.check_every_steps
-        if every and self.num_steps % every == 0:
+        finally:
+            if movements:
+                self._completing = outer
+        if self._every and self.num_steps % self._every == 0:
             self.controller.check_conservation()
         if self._draining and self._elasticity.goes_down(one):
             return
@@ -492,7 +494,8 @@ class Driver(Generic[R]):
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            self._start(what)
+            if what.free_at <= self.now:  # otherwise it went down in this tick
+                self._start(what)
             return
         self._offers.discard(what)
         shared = self.controller.replicasets[what].shared
@@ -505,15 +508,16 @@ class Driver(Generic[R]):
 
     def _start(self, one: R) -> None:
         self._formed_at = self.now
+        movements = self._movements
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)
-                if self._movements and (movement := self._movements.get(one.replica.replicaset)) is not None:
-                    movement.requests_ended(dropped)
-            if one.replica.builder.loads:
-                self._movements[one.replica.replicaset].hand_offs.load(one)
+                if one.replica.replicaset in movements:
+                    movements[one.replica.replicaset].requests_ended(dropped)
+            if movements and one.replica.builder.loads:
+                movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
             self.isolate(one.replica.replicaset, error)
             return
@@ -524,7 +528,7 @@ class Driver(Generic[R]):
                 return
             if one.replica.builder.idle_at is not None and self._options.wakes:
                 self._waker.leave_idle(one, one.replica.builder.idle_at)
-            movement = self._movements.get(one.replica.replicaset) if self._movements else None
+            movement = movements.get(one.replica.replicaset)
             if movement is not None and movement.hand_offs.nothing_ran(one):
                 self.wake(one)
             return
@@ -563,9 +567,11 @@ class Driver(Generic[R]):
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
         """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
-        movement.requests_ended(ended)
+        if ended:
+            movement.requests_ended(ended)
         movement.step_ended(one, has_freed=has_freed)
-        self._elasticity.end_drains(one.replica.replicaset)
+        if self._draining:
+            self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
         """True if nothing but background events is left, with no request to serve and none to come."""

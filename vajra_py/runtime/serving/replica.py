@@ -20,7 +20,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
-from vajra_py.runtime.requests.lifecycle import Lifecycle, PinSeconds
+from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet, StateView
@@ -33,6 +33,7 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
+_PREFILL = PoolRole.PREFILL
 
 
 MAX_EMPTY_STEPS = 1000
@@ -94,7 +95,7 @@ class Replica:
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
-        self.hands_off = parts.role is PoolRole.PREFILL
+        self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
         """True if clients get the token that the last step of a prompt samples where the request leaves."""
@@ -236,9 +237,14 @@ class Replica:
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is PoolRole.PREFILL:  # the request leaves before it grows
+        if self.parts.role is _PREFILL:  # the request leaves before it grows
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Return whether there is a free place in the batch, and free blocks for what is known of a request."""
+        is_free = self.running_set.num_running < self.limits.max_batch_size
+        return is_free and self.memory.blocks_for(request.num_known_tokens) <= self.memory.free_blocks
 
     @property
     def num_pending_tokens(self) -> int:
@@ -489,7 +495,7 @@ class Replica:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, _ in plan.chunks:
+        for request, num_tokens, computed_before, kind in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
@@ -499,7 +505,12 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if self.hands_off and request not in self._to_abort and request not in result.stopped:
+            if (
+                self.hands_off
+                and kind != MOVED  # a request that has just come with its KV stays
+                and request not in self._to_abort
+                and request not in result.stopped
+            ):
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
