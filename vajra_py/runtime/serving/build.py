@@ -12,6 +12,7 @@ from vajra_py.config.replica import ElasticConfig
 from vajra_py.contract import (
     AdmissionPolicy,
     Layer,
+    MovesRequests,
     PolicyContext,
     PoolRole,
     ReplicaLimits,
@@ -323,7 +324,7 @@ def build_replicaset(
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
-    if is_split or replicaset.places_itself or replicaset.moves_requests:
+    if is_split or replicaset.places_itself or isinstance(replicaset.scheduler, MovesRequests):
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
             replica.gives_first_token = settings.hand_off.first_token == "source"

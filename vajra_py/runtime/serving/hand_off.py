@@ -269,9 +269,10 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
-        if not (has_looked and self._one_at_a_time):
+        if self._lines and not (has_looked and self._one_at_a_time):
             self._reserve(one)
-        self.place_again()
+        if self._unplaced or self._replicaset.newly_held_back:
+            self.place_again()
 
     def nothing_ran(self, one: R) -> bool:
         """Serve the line of a replica that has found nothing to run although requests wait there; return True if that took a request.
