@@ -20,6 +20,7 @@ STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
 SEED ?= $(shell date +%s)
+POLICY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +35,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random worlds papers mutants bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +85,9 @@ mutants: install ## change the source of contract, runtime, simulator and polici
 
 bench: install ## scheduler and simulator costs, as ratios measured in one run
 	$(PY) benchmarks/run.py
+
+claims: install ## hold the built-in policies against their papers' claims and write docs/policy-library.md: POLICY=one of them (under 30 minutes)
+	$(PY) benchmarks/claims.py --workers $(WORKERS) $(if $(POLICY),--policy $(POLICY))
 
 papers: install ## published results about split pools and early rejection, on paired seeds in the simulator (a minute)
 	$(PY) benchmarks/disaggregation.py

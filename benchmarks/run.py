@@ -38,6 +38,7 @@ TARGETS: Mapping[str, tuple[float, str]] = {
     "sim_8_replicas_16000_cpu_s": (1.2, "16,000 requests on 8 replicas, CPU seconds"),
     "sim_1000_replicas_1000000_cpu_s": (600.0, "1,000,000 requests on 1,000 replicas, CPU seconds"),
     "sim_1000_replicas_1000000_peak_memory_mb": (4096.0, "the same, peak memory in MB"),
+    "sim_agents_cpu_s_a_day": (180.0, "a day of agents: 300,000 calls on 16 replicas, CPU seconds"),
     "sim_outputs_x_none": (1.5, "time of a run with decision log and steps table, over one without"),
     "sim_two_pools_x_one": (1.5, "64 replicas, 16,000 requests: two pools with a hand-off of each, over one pool"),
     "startup_help_s": (0.3, "vajra --help, seconds"),

@@ -16,15 +16,19 @@ from typing import Generic
 from vajra_py.contract import PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
-"""Reason of requests that end because their target has no room (`when_full: drop`)."""
+"""Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
+_PLACED_ANEW = "the request is placed anew"
+MAX_RETRIES = 100_000
+"""Looks at full targets, while no replica computes, after which requests are held to wait for each other."""
 
 
 class Stage(Enum):
@@ -38,6 +42,10 @@ class Stage(Enum):
     """No target takes it now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
+    STAYING = "staying"
+    """The request goes on at its source, once that is between two of its steps."""
+    RETRYING = "retrying"
+    """Its target had no room, and is looked at again after a while."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
@@ -88,6 +96,8 @@ class HandOffs(Generic[R]):
         """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()
         """Targets whose lines are served when their step ends."""
+        self._num_retries = 0
+        """Looks at full targets since blocks were last set aside, or a replica was seen to compute."""
 
     # The way of a request
 
@@ -140,6 +150,8 @@ class HandOffs(Generic[R]):
         if self._settings.reserve == "at_admission":
             one.stage = Stage.QUEUED
             self._queue(request, one.target)
+        elif self._settings.when_full == "retry":
+            self._try(one, one.target)
         else:
             one.stage = Stage.RESERVING
             self._lines.setdefault(chosen, deque()).append(one)
@@ -160,12 +172,26 @@ class HandOffs(Generic[R]):
     def _stay(self, one: HandOff[R]) -> None:
         """Go on where the prompt is computed."""
         self._unplaced.pop(one.request, None)
-        del self._of[one.request]
         if one.is_early:
+            del self._of[one.request]
             self._compute_prompt(one)
-            return
+        elif one.source.num_stages == 1:
+            one.stage, one.target = Stage.STAYING, None
+            # A step in flight gives a token to each request that decodes.
+            self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
+        else:
+            one.stage = Stage.STAYING
+            self._resume(one)
+
+    def _resume(self, one: HandOff[R]) -> None:
+        """Let a request run again at its source."""
+        if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
+            return  # it has ended, or its source was lost
+        del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
+        for observer in self._replicaset.observers:
+            observer.on_stayed(one.request, one.source.replica.replica_id, to_seconds(self._driver.now))
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
@@ -188,14 +214,12 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens)
+            hit = target.replica.lifecycle.reserve(
+                one.request, self._tokens_reserved(one), to_seconds(self._driver.now)
+            )
             if hit is not None:
                 line.popleft()
-                if one.is_early:
-                    one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
-                    self._compute_prompt(one)
-                else:
-                    self._start(one, hit)
+                self._reserved(one, hit)
                 if self._one_at_a_time:
                     break
                 continue
@@ -212,6 +236,38 @@ class HandOffs(Generic[R]):
         for one in dropped:
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 
+    def _try(self, one: HandOff[R], target: R) -> None:
+        """Set blocks aside at a target that takes any request for which it has room, or look again after a while."""
+        if self._of.get(one.request) is not one or one.target is not target:
+            return
+        self._driver.touch(target)
+        now = to_seconds(self._driver.now)
+        hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
+        if hit is not None:
+            self._num_retries = 0
+            self._reserved(one, hit)
+            return
+        one.stage = Stage.RETRYING
+        is_computing = any(each.num_in_flight for each in self._replicaset.replicas)
+        self._num_retries = 0 if is_computing else self._num_retries + 1
+        if self._num_retries > MAX_RETRIES:
+            stall = self._driver.controller.stall(self._driver.now)
+            if stall is not None:
+                raise stall
+        self._transfers.after(self._settings.retry_interval_s, lambda: self._try(one, target))
+
+    def _tokens_reserved(self, one: HandOff[R]) -> int:
+        return min(one.num_tokens + self._settings.reserve_ahead_tokens, _most_tokens(one.request))
+
+    def _reserved(self, one: HandOff[R], hit: int) -> None:
+        """Go on with a request for which blocks of its target are set aside."""
+        hit = min(hit, one.num_tokens)
+        if one.is_early:
+            one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
+            self._compute_prompt(one)
+        else:
+            self._start(one, hit)
+
     def _start(self, one: HandOff[R], hit: int) -> None:
         target = one.target
         assert target is not None
@@ -219,7 +275,8 @@ class HandOffs(Generic[R]):
         one.number, self._num_started = self._num_started, self._num_started + 1
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
-        self._transfers.start(one, one.request, (one.source, target), num_moved, lambda: self._moved(one, target))
+        lacking, ends = (hit, one.num_tokens), (one.source, target)
+        self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
         """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
@@ -240,18 +297,23 @@ class HandOffs(Generic[R]):
         del self._of[request]
         now = to_seconds(self._driver.now)
         target.replica.lifecycle.arrived(request, now)
+        ends = source.replica.replica_id, target.replica.replica_id
         for observer in self._replicaset.observers:
-            observer.on_arrived(request, source.replica.replica_id, target.replica.replica_id, now)
+            observer.on_arrived(request, *ends, now)
+        for tell in self._replicaset.listeners.moves:
+            tell(request, *ends, now)
         self._driver.arrived(request, target)
         if self._one_at_a_time:
             self._reserve(target)
         self._driver.wake(target)
         self._driver.touch(source)
-        self._when_it_may(source, one.number, lambda: self._release(request, source))
+        held = source.replica.lifecycle.held.get(request)
+        if held is not None:
+            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
 
-    def _release(self, request: Request, source: R) -> None:
-        """Free the source's blocks."""
-        if request not in source.replica.lifecycle.held:
+    def _release(self, request: Request, source: R, held: Held) -> None:
+        """Free the source's blocks, unless the request has come back meanwhile."""
+        if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
         for observer in self._replicaset.observers:
@@ -309,7 +371,7 @@ class HandOffs(Generic[R]):
     def _end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
         """End a request on its way; blocks that both ends hold for it are free."""
         target = one.target
-        self._forget(one)
+        self._forget(one, REQUEST_ENDED)
         if one.request in self._replicaset.held_back:
             del self._replicaset.held_back[one.request]
         else:
@@ -327,10 +389,12 @@ class HandOffs(Generic[R]):
         if one is None:
             return
         target = one.target
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, REQUEST_ENDED)
         if request in one.source.replica.lifecycle.held:
+            self._driver.touch(one.source)
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
+            self._driver.touch(target)
             target.replica.lifecycle.unreserve(request)
         for each in (one.source, target):
             if each is not None:
@@ -341,7 +405,7 @@ class HandOffs(Generic[R]):
         """Forget what is planned for prompts that have not begun on a replica that takes no more requests."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
     def recall_prompt(self, request: Request) -> None:
         """Forget what is planned for one prompt that is not computed; blocks that are set aside for it are free for others."""
@@ -351,7 +415,7 @@ class HandOffs(Generic[R]):
         target = one.target
         if target is not None:
             self._driver.touch(target)
-        self._forget(one)
+        self._forget(one, _PLACED_ANEW)
         if target is not None:
             self._reserve(target)
 
@@ -359,19 +423,19 @@ class HandOffs(Generic[R]):
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
             if one.is_early:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
-    def _forget(self, one: HandOff[R]) -> None:
+    def _forget(self, one: HandOff[R], why: str) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
         self._of.pop(one.request, None)
-        self._call_off(one)
+        self._call_off(one, why)
 
-    def _call_off(self, one: HandOff[R]) -> None:
+    def _call_off(self, one: HandOff[R], why: str) -> None:
         target = one.target
         self._unplaced.pop(one.request, None)
         if target is None:
             return
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, why)
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
         elif one.request.state is RequestState.REMOTE:
@@ -390,9 +454,9 @@ class HandOffs(Generic[R]):
         """
         for one in list(self._of.values()):
             if one.source is lost:
-                self._forget(one)
+                self._forget(one, KV_LOST)
             elif one.target is lost:
-                self._call_off(one)
+                self._call_off(one, KV_LOST)
                 if one.is_migration:
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
@@ -405,8 +469,8 @@ class HandOffs(Generic[R]):
     def divert(self, draining: R) -> None:
         """Find other targets for those that wait for a replica that takes no more requests: for its blocks, or to be admitted."""
         for one in list(self._of.values()):
-            if one.target is draining and one.stage in (Stage.RESERVING, Stage.QUEUED):
-                self._call_off(one)
+            if one.target is draining and one.stage in (Stage.RESERVING, Stage.RETRYING, Stage.QUEUED):
+                self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
         for replica_id in list(self._lines):  # blocks that were set aside for others may be free
@@ -426,6 +490,11 @@ class HandOffs(Generic[R]):
         self._unplaced.clear()
         self._lines.clear()
         self._asked_while_busy.clear()
+
+
+def _most_tokens(request: Request) -> int:
+    """Tokens whose KV a request may come to hold."""
+    return request.num_prompt_tokens + request.max_tokens - 1
 
 
 def _runs_full(one: R) -> bool:

@@ -190,6 +190,7 @@ def bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[Reques
             )
         )
     replicaset.on_schedulers_bound()
+    replicaset.bind_content()
     return replicaset.num_queued
 
 

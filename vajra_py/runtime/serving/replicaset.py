@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -14,14 +14,13 @@ from vajra_py.contract import (
     PoolRole,
     QueueView,
     RefusesRequests,
-    ReplicaLimits,
     ReplicaLoadView,
     ReplicasetScheduler,
     ReplicaState,
     RequestView,
 )
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -29,6 +28,7 @@ from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, ReplicaViews
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -40,6 +40,40 @@ from vajra_py.runtime.support.clock import to_seconds
 
 class Replicaset:
     """Replicas of one model behind one prioritizer and one replicaset scheduler."""
+
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_assign_call",
+        "_differs",
+        "_eligible",
+        "_live",
+        "_place",
+        "_queued_by_id",
+        "_shared_accesses",
+        "_views",
+        "admission",
+        "around",
+        "away",
+        "bounds",
+        "feed",
+        "hand_off",
+        "held_back",
+        "kv_event_lag_s",
+        "listeners",
+        "lost",
+        "may_refuse",
+        "name",
+        "newly_held_back",
+        "observers",
+        "out_of_service",
+        "places_itself",
+        "policies",
+        "replicas",
+        "scaling",
+        "scheduler",
+        "scheduler_name",
+        "shared",
+        "sync",
+    )
 
     def __init__(
         self,
@@ -59,6 +93,10 @@ class Replicaset:
         self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
+        self.kv_event_lag_s = 0.0
+        """Age that an event of a cache must have before policies know of it, seconds."""
+        self.feed: ContentFeed | None = None
+        """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
@@ -103,6 +141,15 @@ class Replicaset:
         self._live.add(load)
         self._views = ReplicaViews(self._live, self._views.interval_s)
         return replica
+
+    def bind_content(self) -> None:
+        """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
+        if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.hear_content):
+            self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
+            for load in self._live:
+                load.feed = self.feed if self.kv_event_lag_s > 0 else None
+        if self.feed is not None:
+            self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
         """Replace the shared queue."""
@@ -152,15 +199,6 @@ class Replicaset:
         if self.policies is not None:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
-
-    @property
-    def limits_in_common(self) -> ReplicaLimits:
-        """Limits of every replica. Raises `ConfigError` where they differ."""
-        if not self.bounds.are_equal:
-            found = ", ".join(f"{one.replica_id}: {one.limits}" for one in self.replicas)
-            problem = Problem(f"replicasets.{self.name}", f"its replicas have different limits ({found})")
-            raise ConfigError(problem)
-        return self.bounds.largest
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
@@ -278,6 +316,11 @@ class Replicaset:
         """Replicas that take requests."""
         return len(self.replicas) - len(self.lost) - len(self.away)
 
+    def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
+        """Return True if some of these replicas compute prompts, and some go on with them."""
+        roles = {self.replicas[one].parts.role for one in replica_ids}
+        return PoolRole.MIXED in roles or len(roles) > 1
+
     @property
     def _all_lost(self) -> bool:
         return len(self.lost) == len(self.replicas)
@@ -307,8 +350,13 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and not any(self._may_serve(one.replica_id) for one in holders.all):
-            return f"{ALL_FAILED} that has room for it ({len(holders.all)} of {len(self.replicas)})"
+        serving = [one for one in holders.all if self._may_serve(one.replica_id)] if self._differs else holders.all
+        if self._differs and not self.can_serve_with(one.replica_id for one in serving):
+            num_holders, total = len(holders.all), len(self.replicas)
+            if serving:
+                lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
+                return f"{ALL_FAILED} that could {lacking} ({num_holders - len(serving)} of {total})"
+            return f"{ALL_FAILED} that has room for it ({num_holders} of {total})"
         if not self.may_refuse:
             return None
         able = (one for one in holders.all if self._may_serve(one.replica_id))
@@ -351,7 +399,17 @@ class Replicaset:
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
+        request.prefix_hits = self._prefix_hits
         return self.place(request, now)
+
+    def _prefix_hits(self, request: Request) -> int:
+        """Leading tokens of a request in the prefix cache of the replica that it is bound to."""
+        replica = self.replicas[request.replica_id]
+        if request.hashes is None:
+            return 0
+        if replica.num_in_flight:  # steps of it that have ended may not be applied yet
+            self.sync()
+        return replica.memory.lookup_prefix(request.hashes, request.num_known_tokens)
 
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""
@@ -406,7 +464,23 @@ class Replicaset:
             return chosen
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
+    def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
+        """Return that of these replicas, which are up, where a running request is to go on; None: it stays.
+
+        A scheduler that binds late leaves the choice to the mechanism: the replica with the most free blocks.
+        """
+        if not candidates:
+            return None
+        chosen = self._ask(self._place[1], request, self._views.of(candidates, now), now)
+        if chosen is not None:
+            return self._checked(chosen, candidates, request, self._place[0])
+        if self.places_itself:
+            return None
+        return max(candidates, key=lambda one: (one.memory.free_blocks, -one.replica_id)).replica_id
+
     def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             return call(request, views, now)
         except VajraError:
@@ -441,6 +515,8 @@ class Replicaset:
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
         """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
                 request = self._queued_by_id.get(request_id)
