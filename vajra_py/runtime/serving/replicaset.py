@@ -200,6 +200,11 @@ class Replicaset:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
 
+    @property
+    def moves_requests(self) -> bool:
+        """True if the scheduler moves requests between replicas."""
+        return isinstance(self.scheduler, MovesRequests)
+
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
         if not self._differs:
