@@ -478,8 +478,7 @@ class HandOffs(Generic[R]):
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
-        if self._replicaset.newly_held_back:
-            self.hold_back()
+        self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)
