@@ -21,6 +21,7 @@ MAX_FILE_LINES = 500
 LONG_FILES: dict[str, str] = {
     "vajra_py/runtime/serving/driver.py": "what it does in one order for every backend; its parts are in files of their own",
     "vajra_py/runtime/serving/replica.py": "one step, from the policy's plan to its end",
+    "vajra_py/runtime/serving/replicaset.py": "states of replicas and every question to their scheduler; loads and bounds are in files of their own",
 }
 
 MAX_FUNCTION_LINES = 60

@@ -331,9 +331,10 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
-        if not (has_looked and self._one_at_a_time):
+        if self._lines and not (has_looked and self._one_at_a_time):
             self._reserve(one)
-        self.place_again()
+        if self._unplaced or self._replicaset.newly_held_back:
+            self.place_again()
 
     def nothing_ran(self, one: R) -> bool:
         """Serve the line of a replica that has found nothing to run although requests wait there; return True if that took a request.
@@ -477,8 +478,7 @@ class HandOffs(Generic[R]):
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
-        if self._replicaset.newly_held_back:
-            self.hold_back()
+        self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)

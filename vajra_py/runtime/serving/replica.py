@@ -99,7 +99,8 @@ class Replica:
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
         """True if clients get the token that the last step of a prompt samples where the request leaves."""
-        self._newly_held: list[Request] = []
+        self.newly_held: list[Request] = []
+        """Requests that have become `held`; see `take_newly_held`."""
         self.expects_kv = False
         """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
@@ -148,9 +149,9 @@ class Replica:
 
     def take_newly_held(self) -> list[Request]:
         """Return the requests that have become `held` since this was last called, in order of admission."""
-        held = self._newly_held
+        held = self.newly_held
         if held:
-            self._newly_held = []
+            self.newly_held = []
         return held
 
     def release_held(self, request: Request) -> None:
@@ -223,7 +224,7 @@ class Replica:
         self._to_abort.clear()
         self._inherited = []
         self.lifecycle.held.clear()
-        self._newly_held = []
+        self.newly_held = []
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
@@ -537,7 +538,7 @@ class Replica:
                 done.append(request)
                 return
         self.lifecycle.hold(request)
-        self._newly_held.append(request)
+        self.newly_held.append(request)
 
     def _land(self, request: Request) -> None:
         del self.running_set.in_flight[request]
