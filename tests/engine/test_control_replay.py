@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, read_retention
 from vajra_py.workload import PromptContent, RequestSpec, Workload, write_jsonl
 from vajra_py.workload.request import follows_of
 
@@ -193,6 +195,29 @@ def test_decisions_are_equal(number: int, hollow_model: Path, tmp_path: Path) ->
     report = replay(tmp_path / "run")
     assert report.difference is None
     assert report.num_steps == run.steps().num_rows > 20
+
+
+RETENTIONS: list[Any] = [
+    "arc",
+    {"policy": "ttl", "params": {"ttl_s": 0.05}},
+    {"policy": "session_pin", "params": {"pin_s": 0.1}},
+]
+
+
+@pytest.mark.parametrize("number", range(len(RETENTIONS)))
+def test_what_is_kept_is_equal(number: int, hollow_model: Path, tmp_path: Path) -> None:
+    """Under a router that follows the caches late, in memory that is short."""
+    scheduling = {**layers("fcfs", "dynamo_kv_router", "vllm_v1"), "retention": RETENTIONS[number]}
+    mapping = settings(hollow_model, scheduling, SESSIONS, seed=number, kv_event_lag_s=0.01)
+    run_it(mapping, tmp_path / "run")
+    report = replay(tmp_path / "run")
+    assert report.difference is None
+    lines = list(read_retention(tmp_path / "run" / RETENTION_FILE))
+    lost = [line for line in lines if line is not lines[len(lines) // 2]]
+    assert len(lost) == len(lines) - 1
+    with gzip.open(tmp_path / "run" / RETENTION_FILE, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lost)
+    assert "retention" in (replay(tmp_path / "run").difference or "")
 
 
 def test_a_replay_asks_nothing_of_the_policy_about_repeated_decode_steps(

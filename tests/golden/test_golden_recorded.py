@@ -12,6 +12,7 @@ import pytest
 
 from tests.golden.readers import Result, distserve, dynamo, splitwise
 from tests.golden.readers.step_times import DistServeTimes, MockerFixed, MockerPolynomial, SplitwiseLinear
+from vajra_py.config import hand_off
 from vajra_py.contract import BatchFeatures
 
 Compare = Callable[[str, str, Mapping[str, Any]], Result]
@@ -68,7 +69,13 @@ POOLS: Mapping[str, tuple[Compare, tuple[str, ...]]] = {
         splitwise.compare,
         (
             *("kv_jsq_2p2d", "kv_jsq_3p1d_slow", "kv_jsq_db_2p2d", "kv_round_robin_1p3d", "kv_token_jsq_2p2d"),
-            "overlap_kv_jsq_2p2d",
+            *(
+                "overlap_kv_jsq_2p2d",
+                "mixed_pool_1p1d_loaded",
+                "mixed_pool_2p2d",
+                "mixed_pool_3p1d",
+                "mixed_pool_preempt",
+            ),
         ),
     ),
 }
@@ -100,6 +107,33 @@ def test_other_settings_of_a_pool_are_noticed(
     trace = read(recorded_dir, "pd_dynamo", name)
     trace["config"][section].update(change)
     assert dynamo.compare("pd_dynamo", name, trace).difference is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mixed_pool_3p1d", {"prompt_max_pending_batch_tokens": 8192}),
+        ("mixed_pool_2p2d", {"transfer_bandwidth_gib_s": 190}),
+        ("mixed_pool_preempt", {"max_preemptions": 3}),
+    ],
+)
+def test_other_settings_of_a_mixed_pool_are_noticed(recorded_dir: Path, name: str, change: Mapping[str, Any]) -> None:
+    trace = read(recorded_dir, "splitwise", name)
+    trace["config"].update(change)
+    assert splitwise.compare("splitwise", name, trace).difference is not None
+
+
+def test_a_full_target_is_looked_at_again_once_a_second(recorded_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = read(recorded_dir, "splitwise", "mixed_pool_2p2d")
+    late = [
+        one for one in trace["requests"] if one["kv_start"] is not None and one["kv_start"] > one["prompt_end"] + 0.5
+    ]
+    assert late
+    whole = [one["kv_start"] - one["prompt_end"] for one in late]
+    assert whole == pytest.approx([round(one) for one in whole])
+    rules = {**hand_off.PRESETS, "splitwise": {**hand_off.PRESETS["splitwise"], "when_full": "wait"}}
+    monkeypatch.setattr(hand_off, "PRESETS", rules)
+    assert splitwise.compare("splitwise", "mixed_pool_2p2d", trace).difference is not None
 
 
 @pytest.mark.parametrize(

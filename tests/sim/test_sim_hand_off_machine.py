@@ -44,11 +44,15 @@ HAND_OFF = st.fixed_dictionaries(
         "kv_bytes_per_token": st.just(1_000_000),
         "reserve": st.sampled_from(["before_prompt", "after_prompt", "at_admission"]),
         "reservations": st.sampled_from(["all_that_fit", "one_at_a_time"]),
-        "when_full": st.sampled_from(["wait", "hold", "drop"]),
+        "when_full": st.sampled_from(["wait", "hold", "retry", "drop"]),
+        "retry_interval_s": st.sampled_from([0.01, 0.3]),
+        "reserve_ahead_tokens": st.sampled_from([0, 1, 40]),
         "first_token": st.sampled_from(["source", "recompute"]),
         "takes_effect": st.sampled_from(["at_once", "at_step_boundary"]),
         "moves": st.sampled_from(["missing", "whole_prompt"]),
     }
+).filter(
+    lambda one: one["when_full"] != "retry" or (one["takes_effect"], one["reservations"]) == ("at_once", "all_that_fit")
 )
 LINKS = st.fixed_dictionaries(
     {
@@ -60,12 +64,21 @@ LINKS = st.fixed_dictionaries(
 FAULTS = st.lists(st.tuples(st.sampled_from(["abort", "fail", "restart"]), TIMES, st.integers(0, 30)), max_size=12)
 
 
+def pools_of(router: str, num_blocks: int) -> dict[str, Any]:
+    """Two replicas for prompts and two small ones for decodes; replicas that are lent do both."""
+    decode = {"num_replicas": 2, "replica": {"memory": {"num_blocks": num_blocks}}}
+    if router == "splitwise_mixed_pool":
+        return {"prompt": {"role": "mixed", "num_replicas": 2}, "token": {"role": "mixed", **decode}}
+    return {"prefill": {"num_replicas": 2}, "decode": decode}
+
+
 @given(
     specs=requests(),
     hand_off=HAND_OFF,
     links=LINKS,
     num_blocks=st.sampled_from([20, 30, 200]),
     scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
+    router=st.sampled_from(["round_robin", "round_robin", "splitwise_mixed_pool"]),
     faults=FAULTS,
 )
 def test_every_request_ends_once_and_every_block_is_free_in_the_end(
@@ -74,18 +87,16 @@ def test_every_request_ends_once_and_every_block_is_free_in_the_end(
     links: dict[str, Any],
     num_blocks: int,
     scheduler: str,
+    router: str,
     faults: list[tuple[str, float, int]],
 ) -> None:
     mapping = settings(
         scheduling={
             "request_prioritizer": "priority",
-            "replicaset_scheduler": "round_robin",
+            "replicaset_scheduler": router,
             "replica_scheduler": scheduler,
         },
-        pools={
-            "prefill": {"num_replicas": 2},
-            "decode": {"num_replicas": 2, "replica": {"memory": {"num_blocks": num_blocks}}},
-        },
+        pools=pools_of(router, num_blocks),
         hand_off=hand_off,
         links=links,
     )

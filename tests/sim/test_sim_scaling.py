@@ -417,7 +417,10 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
             "max_replicas": most,
             "startup_s": draw(st.sampled_from([0.0, 0.013, 0.5])),
             "startup_spread_s": draw(st.sampled_from([0.0, 0.1])),
+            "drain": draw(st.sampled_from(["wait", "migrate"])),
         },
+        "bandwidth_gb_s": draw(st.sampled_from([0.1, 1.0])),
+        "max_per_replica": draw(st.sampled_from([1, 3])),
         "chooser": draw(st.sampled_from(["least_loaded", "pull", "round_robin", "power_of_two"])),
         "arrivals": sorted(draw(st.lists(times, min_size=1, max_size=25))),
         "outputs": draw(st.lists(st.integers(1, 60), min_size=25, max_size=25)),
@@ -426,13 +429,23 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def keys_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a drawn case, and its rules of moving."""
+    return {
+        "num_replicas": given["initial"],
+        "elastic": given["elastic"],
+        "chooser": given["chooser"],
+        "replica": {"max_batch_size": 3, "max_model_len": 120, "memory": {"num_blocks": 9}},
+        "hand_off": {"kv_bytes_per_token": 1_000_000},
+        "links": {"bandwidth_gb_s": given["bandwidth_gb_s"]},
+        "migration": {"last_stage_max_blocks": 1, "max_per_replica": given["max_per_replica"]},
+    }
+
+
 def built(given: dict[str, Any], **options: Any) -> Scaled:
     """The world of a drawn case, with its aborts and losses; each loss is repaired a second later."""
     rules = SimulationOptions(check_every_steps=1, **options)
-    world = following(
-        given["script"], num_replicas=given["initial"], elastic=given["elastic"], chooser=given["chooser"],
-        options=rules, replica={"max_batch_size": 3, "max_model_len": 120, "memory": {"num_blocks": 9}},
-    )  # fmt: skip
+    world = following(given["script"], options=rules, **keys_of(given))
     for at, index in given["aborts"]:
         world.simulator.abort_at(at, f"r{index}")
     for at, replica_id in given["losses"]:
@@ -464,6 +477,10 @@ def test_whatever_a_scaler_does_no_request_is_lost_and_equal_runs_are_equal(give
     slow = built(given, fast_forward=False)
     slow.run(specs_of(given))
     assert observed(slow) == observed(world), "steps that are worked out at once change nothing"
+    for replica in world.controller.replicas():
+        replica.memory.check()
+        assert replica.memory.free_blocks == replica.memory.num_blocks
+        assert replica.is_empty
 
 
 @settings(deadline=None, max_examples=40)
@@ -477,11 +494,7 @@ def test_what_a_scaler_decided_is_done_again_without_asking_it(given: dict[str, 
             raise AssertionError("asked")
 
     rules = SimulationOptions(check_every_steps=1, wakes=False)
-    replica = {"max_batch_size": 3, "max_model_len": 120, "memory": {"num_blocks": 9}}
-    again = scaled(
-        lambda context: NotAsked(), num_replicas=given["initial"], elastic=given["elastic"], chooser=given["chooser"],
-        options=rules, replica=replica,
-    )  # fmt: skip
+    again = scaled(lambda context: NotAsked(), options=rules, **keys_of(given))
     for at, index in given["aborts"]:
         again.simulator.abort_at(at, f"r{index}")
     for entry in world.noted:

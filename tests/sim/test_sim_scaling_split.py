@@ -36,6 +36,7 @@ class Both:
 def split(script: Mapping[float, tuple[int, int]], counts: tuple[int, int], **more: Any) -> Scaled:
     """Pools of at most three replicas each, whose KV takes a while to move."""
     elastic = {"min_replicas": 0, "max_replicas": 3, "startup_s": more.pop("startup_s", 0.1)}
+    elastic["drain"] = more.pop("drain", "wait")
     pools = {
         "prefill": {"num_replicas": counts[0], "elastic": elastic},
         "decode": {"num_replicas": counts[1], "elastic": elastic},
@@ -85,6 +86,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
         "script": draw(st.dictionaries(times, pairs, max_size=6)) | {3.0: (draw(st.integers(1, 3)), draw(st.integers(1, 3)))},
         "counts": (draw(st.integers(1, 3)), draw(st.integers(1, 3))),
         "startup_s": draw(st.sampled_from([0.0, 0.013, 0.3])),
+        "drain": draw(st.sampled_from(["wait", "migrate"])),
         "num_blocks": draw(st.sampled_from([8, 12, 30])),
         "chooser": draw(st.sampled_from(["round_robin", "least_loaded", "power_of_two"])),
         "hand_off": {
@@ -104,6 +106,7 @@ def run(given: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     """What is observed of a drawn case; each loss is repaired a second later."""
     world = split(
         given["script"], given["counts"], startup_s=given["startup_s"], num_blocks=given["num_blocks"],
+        drain=given["drain"],
         chooser=given["chooser"], hand_off=given["hand_off"], options=SimulationOptions(check_every_steps=1, **options),
     )  # fmt: skip
     for at, index in given["aborts"]:

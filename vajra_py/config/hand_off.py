@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vajra_py.contract.latency import LAST_S
+
 HandOffPreset: TypeAlias = Literal["vllm-pd", "sglang-pd", "dynamo-pd", "distserve", "splitwise"]
 
-PRESETS: Mapping[HandOffPreset, Mapping[str, str]] = {
+PRESETS: Mapping[HandOffPreset, Mapping[str, str | float]] = {
     "vllm-pd": {"reserve": "at_admission", "first_token": "recompute", "takes_effect": "at_step_boundary"},
     "sglang-pd": {"reserve": "before_prompt", "first_token": "source", "takes_effect": "at_step_boundary"},
     "dynamo-pd": {
@@ -20,7 +22,14 @@ PRESETS: Mapping[HandOffPreset, Mapping[str, str]] = {
         "moves": "whole_prompt",
     },
     "distserve": {"reserve": "after_prompt", "first_token": "source", "takes_effect": "at_once"},
-    "splitwise": {"reserve": "after_prompt", "when_full": "hold", "first_token": "source", "takes_effect": "at_once"},
+    "splitwise": {
+        "reserve": "after_prompt",
+        "reserve_ahead_tokens": 1,
+        "when_full": "retry",
+        "retry_interval_s": 1.0,
+        "first_token": "source",
+        "takes_effect": "at_once",
+    },
 }
 """Keys that each preset sets; other keys have their defaults."""
 
@@ -41,6 +50,13 @@ class HandOffConfig(BaseModel):
             "the target's scheduler admits the request, which then waits for its KV."
         ),
     )
+    reserve_ahead_tokens: Annotated[int, Field(strict=True, ge=0)] = Field(
+        0,
+        description=(
+            "Tokens beyond those that are computed for which blocks are set aside at the target as well (at most those that the "
+            "request may come to hold); not with `at_admission`."
+        ),
+    )
     reservations: Literal["all_that_fit", "one_at_a_time"] = Field(
         "all_that_fit",
         description=(
@@ -48,12 +64,15 @@ class HandOffConfig(BaseModel):
             "after each that arrives, and none while as many run as its batch holds."
         ),
     )
-    when_full: Literal["wait", "hold", "drop"] = Field(
+    when_full: Literal["wait", "hold", "retry", "drop"] = Field(
         "wait",
         description=(
-            "What a full target means: the request waits for this one, in order; its source holds it until any has room; or it ends. "
-            "The source keeps its KV meanwhile."
+            "What a full target means: the request waits for this one, in order; its source holds it until any has room; this one is "
+            "looked at again after `retry_interval_s`, for each request by itself; or it ends. The source keeps its KV meanwhile."
         ),
+    )
+    retry_interval_s: Annotated[float, Field(strict=True, gt=0, le=LAST_S)] = Field(
+        1.0, description="Time between two looks at a full target, with `when_full: retry`, seconds."
     )
     first_token: Literal["source", "recompute"] = Field(
         "source",
@@ -76,6 +95,13 @@ class HandOffConfig(BaseModel):
     kv_bytes_per_token: Annotated[int, Field(strict=True, gt=0)] | None = Field(
         None, description="KV of one token, bytes; null: what the latency model or the engine's model says."
     )
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.when_full == "retry" and (self.takes_effect != "at_once" or self.reservations != "all_that_fit"):
+            given = f"{self.takes_effect}, {self.reservations}"
+            raise ValueError(f"when_full: retry looks at_once, for all_that_fit (got {given})")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -22,6 +22,7 @@ class Refusal(Enum):
     JUST_PREEMPTED = "the request was preempted in this very step"
     NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
     LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
+    PINS = "pins hold as much of the KV memory as they may"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 
@@ -82,7 +83,7 @@ class BatchBuilder(Protocol):
         A waiting request is admitted by this call: its cached prefix is attached first, blocks are taken for
         `reserve_tokens` leading tokens (default: what the replica's reservation option says: the whole known sequence,
         or just the tokens of this step), and `num_tokens` counts from the end of the cached prefix. A swapped request
-        is brought back. A running request grows as needed.
+        is brought back. A running request grows as needed, or to `reserve_tokens` if these are more.
         """
 
     def add_decodes(self) -> DecodeStop | None:
@@ -118,6 +119,18 @@ class BatchBuilder(Protocol):
 
         What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can.
         """
+
+    def pin(self, request: RequestView, seconds: float) -> Refusal | None:
+        """Keep the content that the prefix cache holds of a request now for so long, whatever the retention policy says.
+
+        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Pinned blocks that nobody
+        uses are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
+        ends before its time where the replica could run nobody otherwise, the one that would last longest first. Raises `ValueError`
+        for a negative time.
+        """
+
+    def unpin(self, request: RequestView) -> None:
+        """End the pin of the request's session, or its own; no effect if there is none."""
 
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.

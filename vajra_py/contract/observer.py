@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from vajra_py.contract.admission import AdmissionDecision
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
+from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
+from vajra_py.contract.retention import CachedBlock
 from vajra_py.contract.views import ReplicaState
 
-__all__ = ["EndReason", "Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
+__all__ = ["EndReason", "Observer", "PinEnd", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,17 @@ class PolicySwap:
     """Waiting requests that were put in order, or placed, anew."""
 
 
+class PinEnd(Enum):
+    """Reason that a pin ended."""
+
+    RELEASED = "released"
+    """A policy ended it."""
+    EXPIRED = "expired"
+    """Its time was over."""
+    FORCED = "forced"
+    """The replica could run nobody while pins held blocks."""
+
+
 class Observer:
     """Optional callbacks; override what you need. Methods must not change anything that they are shown.
 
@@ -170,6 +184,9 @@ class Observer:
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         """A request left for good."""
 
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """A program has ended; `end_reason` is why."""
+
     def on_step_begin(self, step: StepRecord) -> None:
         """A step was formed; only with `wants_steps`."""
 
@@ -222,6 +239,17 @@ class Observer:
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
         """A replica's KV memory was emptied on demand; `requests` ran there and wait to be computed again, which is no preemption."""
+
+    def on_pinned(
+        self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
+    ) -> None:
+        """The cached content of a request was pinned under a name, whose earlier pin has ended with that."""
+
+    def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
+        """A pin has ended."""
+
+    def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
+        """Idle content is about to be overwritten, by the choice of a retention policy other than the default one."""
 
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

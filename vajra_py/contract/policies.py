@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
+from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
 
@@ -256,11 +257,17 @@ class ListensToRequests(Protocol):
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A running request has just lost its memory or was swapped out (`is_swapped`), and waits again."""
 
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The KV of a request that was handed off, or migrates, is at its target, where it waits to go on; `source` holds it no more."""
+
     def on_step_end(self, step: EndedStep) -> None:
         """A step of a replica has come back."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """A program has ended; `end_reason` is why. Every policy of the run is told, after it was told of the program's last call."""
 
 
 @runtime_checkable

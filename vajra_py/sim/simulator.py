@@ -189,6 +189,8 @@ class Simulator(Backend[SimReplica]):
             workload = list(workload)
         for spec in workload:
             self._followers.add(spec)
+        if isinstance(workload, Workload):
+            return iter(workload.leaders())  # a request with a long prompt takes time to make
         return (spec for spec in workload if not spec.parents)
 
     def _next_arrival(self) -> None:

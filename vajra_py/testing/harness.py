@@ -270,7 +270,10 @@ class Harness:
         self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
-        if self.replicaset.places_itself:
+        for replica in self.replicaset.replicas:
+            replica.memory.use_clock(lambda: self.now)
+        self.replicaset.bind_content()
+        if self.replicaset.places_itself or self.replicaset.moves_requests:
             self.replicaset.hand_off = HandOffRules(HandOffConfig(), LinkOptions(), 0)
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)
         if admission is not None:

@@ -14,8 +14,10 @@ from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
     LocalReplicaView,
+    Move,
     PoolView,
     PriorityKey,
+    ProgramView,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
@@ -34,14 +36,17 @@ _METHODS = (
     "assign",
     "pull",
     "place_after_prompt",
+    "moves",
     "schedule",
     "solo_chunk_size",
     "refuses",
     "on_arrivals",
     "on_admission",
     "on_preemption",
+    "on_moved",
     "on_step_end",
     "on_departures",
+    "on_program_end",
     "on_wake",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
@@ -69,6 +74,7 @@ class StrictViews:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self._requests: dict[RequestView, StrictRequest] = {}
+        self._programs: dict[ProgramView, StrictProgram] = {}
 
     def request(self, request: RequestView) -> RequestView:
         """The one strict view of a request."""
@@ -76,6 +82,13 @@ class StrictViews:
         if view is None:
             view = self._requests[request] = StrictRequest(self, request)
         return cast(RequestView, view)
+
+    def program(self, program: ProgramView) -> ProgramView:
+        """The one strict view of a program."""
+        view = self._programs.get(program)
+        if view is None:
+            view = self._programs[program] = StrictProgram(self, program)
+        return cast(ProgramView, view)
 
     def requests(self, requests: Iterable[RequestView]) -> list[RequestView]:
         """Strict views of several requests."""
@@ -106,6 +119,10 @@ class StrictViews:
             views = [StrictReplicaView(self, replica) for replica in replicas]
             return policy.place_after_prompt(self.request(request), views, now)
 
+        def moves(replicas: Sequence[ReplicaLoadView], now: float) -> Any:
+            found = policy.moves([StrictReplicaView(self, replica) for replica in replicas], now)
+            return [replace(one, request=self.real(one.request)) if isinstance(one, Move) else one for one in found]
+
         def pull(replica: ReplicaLoadView, queued: QueueView, now: float) -> Any:
             return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
 
@@ -129,6 +146,7 @@ class StrictViews:
                 "assign": assign,
                 "pull": pull,
                 "place_after_prompt": place_after_prompt,
+                "moves": moves,
                 "schedule": schedule,
                 "refuses": lambda request, replica, now: policy.refuses(
                     self.request(request), StrictReplicaView(self, replica), now
@@ -136,8 +154,10 @@ class StrictViews:
                 "on_arrivals": batched("on_arrivals"),
                 "on_admission": one("on_admission"),
                 "on_preemption": one("on_preemption"),
+                "on_moved": lambda request, *facts: policy.on_moved(self.request(request), *facts),
                 "on_step_end": lambda step: policy.on_step_end(replace(step, requests=self.requests(step.requests))),
                 "on_departures": batched("on_departures"),
+                "on_program_end": lambda program, now: policy.on_program_end(self.program(program), now),
             },
         )
 
@@ -174,6 +194,25 @@ class StrictRequest(_View):
     __slots__ = ()
     _what = "request"
     _public = public_names(RequestView)
+
+    @property
+    def program(self) -> ProgramView | None:
+        """See `RequestView.program`."""
+        program: ProgramView | None = self._target.program
+        return None if program is None else self._views.program(program)
+
+
+class StrictProgram(_View):
+    """A `ProgramView` and nothing more."""
+
+    __slots__ = ()
+    _what = "program"
+    _public = public_names(ProgramView)
+
+    def siblings(self, request: RequestView) -> Sequence[str]:
+        """See `ProgramView.siblings`."""
+        found: Sequence[str] = self._target.siblings(self._views.real(request))
+        return found
 
 
 class StrictReplicaView(_View):

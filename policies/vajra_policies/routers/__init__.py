@@ -9,9 +9,12 @@ from vajra_policies.routers import (
     consistent_hashing,
     dynamo_kv_router,
     endpoint_picker,
+    llumnix,
     lmetric,
     preble_e2,
     sglang_cache_aware,
+    splitwise_mixed_pool,
+    thunderagent,
 )
 from vajra_py.contract import PolicySpec, RoutingPartSpec
 
@@ -22,6 +25,9 @@ POLICIES: tuple[PolicySpec, ...] = (
     preble_e2.SPEC,
     lmetric.SPEC,
     consistent_hashing.SPEC,
+    thunderagent.SPEC,
+    llumnix.SPEC,
+    splitwise_mixed_pool.SPEC,
 )
 
 

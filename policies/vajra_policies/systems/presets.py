@@ -82,6 +82,15 @@ PRESETS: list[Preset] = [
         replica=_VLLM_REPLICA,
     ),
     Preset(
+        name="llumnix",
+        summary="Llumnix over vLLM: to the freest replica, and live migration; `migration:` has its defaults.",
+        source="Llumnix (OSDI'24); AlibabaPAI/llumnix, GlobalSchedulerConfig and MigrationConfig",
+        scheduling=_scheduling(
+            VICTIMS_FIRST, {"policy": "vllm_v1", "params": {"victim": "latest_admitted"}}, "llumnix"
+        ),
+        replica=_VLLM_REPLICA,
+    ),
+    Preset(
         name="nano-vllm",
         summary="nano-vLLM of 2026: the first prompt of a step may be cut.",
         source="nano-vLLM bb823b3, Config",

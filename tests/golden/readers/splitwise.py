@@ -20,9 +20,8 @@ from vajra_py.workload.request import RequestSpec
 SCHEMA = "splitwise-golden/1"
 UNIT = "requests"
 TOLERANCE_S = 1e-9
-SCHEDULERS = ("jsq", "token_jsq", "kv_jsq", "overlap_kv_jsq", "kv_token_jsq", "kv_round_robin")
-"""Schedulers of the recordings that are followed. `mixed_pool` is not: its instances change pools by memory as it was scheduled, and
-its transfers to a full instance are tried again once a second."""
+SCHEDULERS = ("jsq", "token_jsq", "kv_jsq", "overlap_kv_jsq", "kv_token_jsq", "kv_round_robin", "mixed_pool")
+"""Schedulers of the recordings that are followed."""
 
 
 def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
@@ -40,11 +39,10 @@ def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
     except VajraError as error:
         failed = Difference("none", "the simulation", "runs to its end", str(error))
         return Result(system, name, len(rows), failed, UNIT)
-    names = [one[0] for one in trace["config"]["instances"]]
     compared = []
     for row in rows:
         request_id = str(row["id"])
-        compared += _placement(row, names, seen.get(request_id))
+        compared += _placement(row, trace["config"], seen.get(request_id))
         compared += _times(row, record.life(request_id))
     return Result(system, name, len(rows), first_difference(compared, {row["id"]: row for row in rows}), UNIT)
 
@@ -66,11 +64,14 @@ def run(trace: Mapping[str, Any], record: Record, seen: Seen) -> None:
     if config["prompt_instances"] is None:
         system |= {"num_replicas": len(instances), "replica": replica_of(config, instances[0])}
     else:
-        counts = {"prefill": config["prompt_instances"], "decode": config["token_instances"]}
-        system["pools"] = {
-            "prefill": {"num_replicas": counts["prefill"], "replica": replica_of(config, instances[0])},
-            "decode": {"num_replicas": counts["decode"], "replica": replica_of(config, instances[-1])},
-        }
+        counts = config["prompt_instances"], config["token_instances"]
+        prompts = {"num_replicas": counts[0], "replica": replica_of(config, instances[0])}
+        tokens = {"num_replicas": counts[1], "replica": replica_of(config, instances[-1])}
+        system["pools"] = {"prefill": prompts, "decode": tokens}
+        if config["scheduler"] == "mixed_pool":
+            system["pools"] = {"prompt": {"role": "mixed", **prompts}, "token": {"role": "mixed", **tokens}}
+            limit = {"max_pending_prompt_tokens": config["prompt_max_pending_batch_tokens"]}
+            system["scheduling"]["replicaset_scheduler"] = {"policy": "splitwise_lending_router", "params": limit}
         system["hand_off"] = {"preset": "splitwise", "kv_bytes_per_token": config["kv_bytes_per_token"]}
         bandwidth_gb_s = config["transfer_bandwidth_gib_s"] * 2**30 / 1e9
         system["links"] = {"contention": "none", "bandwidth_gb_s": bandwidth_gb_s}
@@ -117,13 +118,23 @@ def step_times(trace: Mapping[str, Any], hardware: str) -> SplitwiseLinear | Spl
     return SplitwiseTable(table)
 
 
-def _placement(row: Mapping[str, Any], names: Sequence[str], placed: Placed | None) -> Iterator[Compared]:
+def _placement(row: Mapping[str, Any], config: Mapping[str, Any], placed: Placed | None) -> Iterator[Compared]:
+    names = [one[0] for one in config["instances"]]
     chosen = (None, None) if placed is None else (names[placed.prompt_at], names[placed.token_at])
     for field, actual in zip(("prompt_instance", "token_instance"), chosen, strict=True):
         yield Compared(row["arrival"], row["id"], field, row[field], actual)
     expected = [[name, count, tokens] for name, count, tokens, _ in row["before"]]
     here = [[names[one], count, tokens] for one, count, tokens in ([] if placed is None else placed.loads)]
     yield Compared(row["arrival"], row["id"], "before", expected, here)
+    if placed is not None and placed.memory:
+        per_token = config["kv_bytes_per_token"]
+        scheduled = [
+            (memory - model) / per_token
+            for (*_, memory), (*_, model) in zip(row["before"], config["instances"], strict=True)
+        ]
+        yield Compared(row["arrival"], row["id"], "memory before", scheduled, list(placed.memory))
+        mixed = sorted(names[one] for one in placed.mixed)
+        yield Compared(row["arrival"], row["id"], "mixed", sorted(row["mixed"]), mixed)
 
 
 def _times(row: Mapping[str, Any], life: Life) -> Iterator[Compared]:

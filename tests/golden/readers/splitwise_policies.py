@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from tests.golden.readers.policies import BindsOnArrival
+from vajra_policies.routers.splitwise_mixed_pool import MixedPool, MixedPoolConfig
 from vajra_py.contract import (
     BatchBuilder,
     EndedStep,
@@ -39,6 +40,10 @@ class Placed:
     prompt_at: ReplicaId
     token_at: ReplicaId
     loads: Sequence[Load]
+    memory: Sequence[int] = ()
+    """Tokens that requests were given at each replica, where that is counted."""
+    mixed: Sequence[ReplicaId] = ()
+    """Replicas of the mixed pool after it."""
 
 
 Seen = dict[str, Placed]
@@ -103,20 +108,56 @@ class Instance:
         self._batch_tokens = 0
         self._steps_left = 0
         self._is_cut = False
+        self._replica_id = -1
+        self._came: dict[RequestView, int] = {}
+        """By request: when it came, or its KV."""
+        self._num_came = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Go on with the batch, or choose another."""
-        for request in replica.waiting():
-            if request not in self._tasks:
-                self._tasks[request] = []
-                for is_prompt in self._kinds(request):
-                    self._arrive(Task(request, is_prompt))
+        self._replica_id = replica.replica_id
+        new = [one for one in replica.waiting() if one not in self._tasks]
+        for request in sorted(new, key=self._came.__getitem__):
+            self._tasks[request] = []
+            for is_prompt in self._kinds(request):
+                self._arrive(Task(request, is_prompt))
         self._steps_left -= 1
         if self._steps_left <= 0 or self._is_cut:
             self._finish_tasks()
             self._choose(batch.free_blocks)
         for task in self._batch:
             self._run(task, batch, now)
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Tasks are queued in the order in which they come to an instance."""
+        for request in requests:
+            self._note(request)
+
+    def _note(self, request: RequestView) -> None:
+        self._came[request] = self._num_came
+        self._num_came += 1
+
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The instance that has sent KV looks at its queue again when that has arrived."""
+        self._note(request)
+        has_room = len(self._batch) < self._max_size and self._batch_tokens < self._max_tokens
+        if source == self._replica_id and has_room and not any(one.is_prompt for one in self._batch):
+            self._is_cut = self._is_cut or bool(self._queue) or any(map(self._has_come_since, self._came))
+
+    def _has_come_since(self, request: RequestView) -> bool:
+        """True if a request's prompt waits here since the last step was formed."""
+        placed = self._seen.get(request.request_id)
+        is_here = placed is not None and placed.prompt_at == self._replica_id
+        return is_here and request not in self._tasks and not request.num_output_tokens
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """They come no more."""
+        for request in requests:
+            self._came.pop(request, None)
+
+    def has_waiting(self, num_arriving: int) -> bool:
+        """True if a task waits: of a request that has just come, one that was not in a batch yet, or one that was left out."""
+        return bool(num_arriving > len([one for one in self._tasks if not one.is_resident]) or self._queue)
 
     def _kinds(self, request: RequestView) -> Sequence[bool]:
         """Tasks of a request that run here, prompts as True."""
@@ -229,6 +270,31 @@ class _Choice:
         return True
 
 
+class LendingRouter(MixedPool):
+    """`splitwise_mixed_pool`; whether a queue is empty is known to the instance alone, whose tasks wait one by one."""
+
+    def __init__(
+        self, config: MixedPoolConfig, context: PolicyContext, seen: Seen, instances: Sequence[Instance]
+    ) -> None:
+        super().__init__(config, context)
+        self._seen, self._instances = seen, instances
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The instance of the prompt."""
+        self._see(replicas)
+        before = [self._scheduled[one.replica_id] for one in replicas]
+        loads = [(number, len(one.here), one.pending) for number, one in enumerate(before)]
+        memory = [one.memory for one in before]
+        prompt_at = super().assign(request, replicas, now)
+        placed = self._placed[request]
+        mixed = list(self._mixed)
+        self._seen[request.request_id] = Placed(placed.prompt_at, placed.token_at, loads, memory, mixed)
+        return prompt_at
+
+    def _has_waiting(self, replica: ReplicaLoadView) -> bool:
+        return self._instances[replica.replica_id].has_waiting(replica.num_waiting)
+
+
 class RouterConfig(PolicyConfig):
     """Parameters of the placement."""
 
@@ -286,12 +352,25 @@ class Router(BindsOnArrival):
 
 def specs(seen: Seen) -> Sequence[PolicySpec]:
     """The policies of one run; the router writes down what it saw."""
+    instances: list[Instance] = []
+
+    def instance(config: InstanceConfig, context: PolicyContext) -> Instance:
+        instances.append(Instance(config, context, seen))
+        return instances[-1]
+
     return [
+        PolicySpec(
+            name="splitwise_lending_router",
+            layer=Layer.REPLICASET_SCHEDULER,
+            config=MixedPoolConfig,
+            build=lambda config, context: LendingRouter(config, context, seen, instances),
+            summary="Placement of splitwise-sim with a mixed pool.",
+        ),
         PolicySpec(
             name="splitwise_instance",
             layer=Layer.REPLICA_SCHEDULER,
             config=InstanceConfig,
-            build=lambda config, context: Instance(config, context, seen),
+            build=instance,
             summary="An instance of splitwise-sim.",
         ),
         PolicySpec(

@@ -39,6 +39,8 @@ def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[P
     workload = load_workload(config)
     if workload.has_followers:
         return "its requests follow one another, wherever they were served"
+    if "program_id" in workload.columns.stated:
+        return "its programs have calls that may be served by any replica"
     seeds = NotedSeeds(SeedTree(config.seed))
     whole = SimulatedRun(Run(config, registry, workload, seeds))
     division = divide(whole, config, seeds, count)

@@ -27,6 +27,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
+from vajra_py.experiment.runs.results import with_programs
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
@@ -36,6 +37,7 @@ from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.requests.request import Request
@@ -118,6 +120,7 @@ class RunRecording:
         self._decisions: DecisionLog | None = None
         self._admissions: AdmissionLog | None = None
         self._movement: MovementLog | None = None
+        self._retention: RetentionLog | None = None
         self._controller: Controller | None = None
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
@@ -133,7 +136,7 @@ class RunRecording:
     def _keeps_on(self) -> bool:
         """Return whether it still records; called between events. Once stopped, its observers are removed."""
         if self.stopped and self._controller is not None:
-            kept = (self._recorder, self._decisions, self._admissions, self._movement)
+            kept = (self._recorder, self._decisions, self._admissions, self._retention, self._movement)
             self._controller.unwatch([one for one in kept if one is not None])
             self._controller = self._recorder = None
         return not self.stopped
@@ -144,7 +147,7 @@ class RunRecording:
     @property
     def observers(self) -> Sequence[Observer]:
         """Observers that record the run."""
-        kept = (self._recorder, self._decisions, self._admissions, self._movement, self._changes)
+        kept = (self._recorder, self._decisions, self._admissions, self._retention, self._movement, self._changes)
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
@@ -169,6 +172,7 @@ class RunRecording:
         )
         if has_gate:
             self._admissions = AdmissionLog(path / ADMISSIONS_FILE, self._open)
+        self._retention = RetentionLog(path / RETENTION_FILE, self._open)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
@@ -183,6 +187,8 @@ class RunRecording:
             self._outputs.flush()
             if self._admissions is not None:
                 self._admissions.flush()
+            if self._retention is not None:
+                self._retention.flush()
 
     def note(self, entry: Input) -> None:
         """Record an input of the controller."""
@@ -232,6 +238,8 @@ class RunRecording:
         self._decisions.close()
         if self._admissions is not None:
             self._admissions.close()
+        if self._retention is not None:
+            self._retention.close()
         self._inputs.close()
         self._outputs.close()
         self._raw_outputs.close()
@@ -252,6 +260,7 @@ class RunRecording:
             write_parquet(self._movement.table, path / TRANSFERS_FILE)
             inside = np.ones(requests.num_rows, dtype=np.bool_)
             summary = summary.with_sections(movement_section(self._movement.table.to_table(), requests, inside))
+        summary = with_programs(summary, requests, path) or summary
         (path / "summary.json").write_text(summary.to_json())
 
     def _facts(self, end: SessionEnd) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vajra_py.experiment.runs.folder import FINISHED, RUNNING
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog, read_admissions
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.input_log import (
@@ -34,6 +35,7 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     PolicyViolation,
+    ProgramIdle,
     Readmission,
     RecordedOutput,
     ReplicaChange,
@@ -173,7 +175,7 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
         log = Path(folder) / DECISIONS_FILE
         error, violations = _replay_log(recording, registry, log)
-        difference = _compare_logs(path / DECISIONS_FILE, log) or _compare_admissions(path, Path(folder))
+        difference = _compare_logs(path / DECISIONS_FILE, log) or _compare_lines(path, Path(folder))
     difference = difference or _compare_violations(recording, violations)
     if difference is None and error is not None and _status(path) == FINISHED:
         difference = f"the replay ended otherwise than the run: {error}"
@@ -289,6 +291,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
         elif isinstance(one, Readmission):
             simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
+        elif isinstance(one, ProgramIdle):
+            simulator.inject(one.tick, Phase.PROGRAM, one.program_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
@@ -370,7 +374,8 @@ def _replay_log(
     """Replay into a decision log; the error that ended it, and the violations that did not."""
     log = DecisionLog(target)
     admissions = AdmissionLog(target.with_name(ADMISSIONS_FILE))
-    simulator = _simulator(recording, registry, (log, admissions))
+    retention = RetentionLog(target.with_name(RETENTION_FILE))
+    simulator = _simulator(recording, registry, (log, admissions, retention))
     try:
         simulator.run(())
     except VajraError as error:
@@ -378,6 +383,7 @@ def _replay_log(
     finally:
         log.close()
         admissions.close()
+        retention.close()
     return None, simulator.violations
 
 
@@ -393,15 +399,17 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
     return None
 
 
-def _compare_admissions(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first decision of the admission policy that differs."""
-    try:
-        pairs = zip_longest(*(read_admissions(one / ADMISSIONS_FILE) for one in (recorded, replayed)))
-        for number, (one, other) in enumerate(pairs, 1):
-            if one != other:
-                return f"admission decision {number}: {_short(one)} in the run, {_short(other)} in the replay"
-    except (OSError, EOFError, ValueError) as error:
-        raise RunError(str(Problem(str(recorded / ADMISSIONS_FILE), f"cannot be read ({error})"))) from error
+def _compare_lines(recorded: Path, replayed: Path) -> str | None:
+    """Describe the first decision of the admission policy that differs, or of what replicas keep."""
+    logs = (("admission decision", ADMISSIONS_FILE, read_admissions), ("retention", RETENTION_FILE, read_retention))
+    for what, file, read in logs:
+        try:
+            pairs = zip_longest(*(read(one / file) for one in (recorded, replayed)))
+            for number, (one, other) in enumerate(pairs, 1):
+                if one != other:
+                    return f"{what} {number}: {_short(one)} in the run, {_short(other)} in the replay"
+        except (OSError, EOFError, ValueError) as error:
+            raise RunError(str(Problem(str(recorded / file), f"cannot be read ({error})"))) from error
     return None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_e
 from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.summary.warnings import rate_warnings
 from vajra_py.metrics.summary.rates import steady_window
+from vajra_py.metrics.tables.programs import programs_section, programs_table, write_programs
 from vajra_py.metrics.tables.replicas import active_times, replicas_section, scaled_replicasets, write_replicas
 from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
 from vajra_py.metrics.summary.movement import movement_section
@@ -26,6 +27,7 @@ from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE, TransfersBuilder
 
+IdealMakespans: TypeAlias = Callable[[ArrowTable], Mapping[str, float]]
 _WARMUP_OFF = (0.0, 0)
 
 
@@ -46,6 +48,8 @@ class Tables:
     """States of replicas (`ReplicaStates.table`); None without a scaler."""
     transfers: TransfersBuilder | None = None
     """KV on its way between replicas; None where requests cannot move."""
+    ideal_makespans: IdealMakespans | None = None
+    """Ideal makespans of programs, given the requests table; asked last, since predictions are counted. None: unknown."""
 
 
 def write_results(
@@ -75,11 +79,26 @@ def write_results(
             inside = window.holds(requests.column("arrived_at").to_numpy())
             summary = summary.with_sections(movement_section(tables.transfers.to_table(), requests, inside))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
+        programs = with_programs(summary, requests, path, tables.ideal_makespans)
+        summary = summary if programs is None else programs
         if tables.emitted is not None:
             write_emitted(tables.emitted, path)
             summary = summary.with_sections(emitted_section(tables.emitted))
         writing.result()
     (path / "summary.json").write_text(summary.to_json())
+
+
+def with_programs(
+    summary: Summary, requests: ArrowTable, path: Path, ideal: IdealMakespans | None = None
+) -> Summary | None:
+    """Write the table of programs, and return the summary with their section; None for a run without programs."""
+    if "program_id" not in requests.column_names:
+        return None
+    table = programs_table(requests, None if ideal is None else ideal(requests))
+    assert table is not None
+    write_programs(table, path)
+    window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
+    return summary.with_sections(programs_section(table, window))
 
 
 def _while_active(

@@ -21,6 +21,7 @@ from vajra_py.metrics.plots.over_time import (
     service_difference,
     step_timeline,
 )
+from vajra_py.metrics.plots.programs import has_programs, program_makespans
 from vajra_py.metrics.plots.rates import (
     attainment_by_rate,
     class_latency_by_rate,
@@ -42,6 +43,7 @@ __all__ = [
     "has_emitted",
     "has_movement",
     "has_pools",
+    "has_programs",
     "has_rate_sweep",
     "has_scaling",
     "latency_by_rate",
@@ -49,6 +51,7 @@ __all__ = [
     "latency_ranges",
     "movement_times",
     "pools_over_time",
+    "program_makespans",
     "queue_and_kv",
     "replicas_over_time",
     "service_by_tenant",

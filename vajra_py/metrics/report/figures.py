@@ -135,6 +135,16 @@ FIGURES: tuple[FigureSpec, ...] = (
         "e2e_p99_s",
     ),
     FigureSpec(
+        "program_makespans",
+        "Programs",
+        "Makespans of programs",
+        "Share of programs whose last call ended so long after their first one arrived, and how many times as long as alone on the system; logarithmic. A line that ends below 100 % left programs "
+        "unfinished, or failed them.",
+        plots.program_makespans,
+        "makespan_mean_s",
+        plots.has_programs,
+    ),
+    FigureSpec(
         "slowdown_by_prompt_length",
         "Latency",
         "Slowdown by prompt length",

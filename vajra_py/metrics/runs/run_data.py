@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
+from vajra_py.metrics.tables.programs import PROGRAMS_FILE, no_programs
 from vajra_py.metrics.tables.replicas import REPLICAS_FILE, replicas_table
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, MOVEMENT_TEXTS, TRANSFERS_FILE, TransfersBuilder
@@ -27,6 +28,7 @@ from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.requests import (
     ADMISSION_COLUMNS,
     ADMISSION_TEXTS,
+    PROGRAM_COLUMNS,
     REQUEST_COLUMNS,
     STATED_COLUMNS,
     TBT_COLUMNS,
@@ -147,6 +149,15 @@ class RunData:
         """Figures that policies emitted of their own (`vajra_py.metrics.tables.emitted`), empty where none did."""
         return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
 
+    def programs(self) -> ArrowTable:
+        """Programs with their makespans (`vajra_py.metrics.tables.programs`), empty for a run without programs."""
+        return self._optional(PROGRAMS_FILE, no_programs())
+
+    @property
+    def has_programs(self) -> bool:
+        """True if some request belonged to a program."""
+        return (self.path / PROGRAMS_FILE).exists()
+
     def replicas(self) -> ArrowTable:
         """States of replicas over time (`vajra_py.metrics.tables.replicas`), empty for a run without a scaler."""
         return self._optional(REPLICAS_FILE, replicas_table())
@@ -257,7 +268,9 @@ class RunData:
         path = self._file(file, hint)
         try:
             with pq.ParquetFile(path) as parquet:
-                further = [name for name in _FURTHER if name in parquet.schema_arrow.names]
+                names = parquet.schema_arrow.names
+                further = [name for name in _FURTHER if name in names]
+                further += [name for name in PROGRAM_COLUMNS if name in names or name in columns]
                 known = [*_TABLES[file], *(further if file == REQUESTS_FILE else ())]
                 unknown = [name for name in columns if name not in known]
                 if unknown:

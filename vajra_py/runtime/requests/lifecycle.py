@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.pinning import Pinning
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.support.clock import to_seconds
@@ -15,6 +17,8 @@ from vajra_py.runtime.support.clock import to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
 
+PinSeconds: TypeAlias = Callable[[Request, float], float]
+"""(request, now in seconds) to seconds for which its content is pinned; 0: not at all."""
 MOVED = "moved"
 """Kind of a chunk by which a request that came with its KV begins to run on its replica."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
@@ -32,8 +36,13 @@ class Held:
 class Lifecycle:
     """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""
 
-    def __init__(self, replica_id: int, running_set: RunningSet) -> None:
+    def __init__(
+        self, replica_id: int, running_set: RunningSet, replicaset: str = "", pins: PinSeconds | None = None
+    ) -> None:
+        """`pins`: the retention policy's choice of how long an ended request's content is pinned; None: it has none."""
         self.replica_id = replica_id
+        self.pinning = Pinning(replicaset, replica_id, running_set.memory)
+        self._pins = pins
         self._running_set = running_set
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
@@ -150,8 +159,16 @@ class Lifecycle:
         memory = self._running_set.memory
         for request in self.holding:
             memory.free(request, request.num_computed_tokens, for_good=True)
+            if self._pins is not None:
+                self._pin_ended(request, self._pins)
             memory.forget(request)
         self.holding.clear()
+
+    def _pin_ended(self, request: Request, pins: PinSeconds) -> None:
+        now = self._running_set.memory.now()
+        seconds = pins(request, now)
+        if seconds > 0:
+            self.pinning.pin(request, seconds, now)
 
     # KV comes and goes
 
@@ -189,9 +206,13 @@ class Lifecycle:
         memory = self._running_set.memory
         self.register(request, now)
         hit = memory.allocate(request, num_tokens)
+        while hit is None and not self._running_set.num_running and self.pinning.release_one(memory.now()):
+            hit = memory.allocate(request, num_tokens)
         if hit is None:
             memory.forget(request)
             return None
+        if num_tokens > request.num_known_tokens:
+            self._running_set.has_spare_blocks = True
         return min(hit, num_tokens)
 
     def unreserve(self, request: Request) -> None:

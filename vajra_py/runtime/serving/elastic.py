@@ -135,6 +135,9 @@ class Elasticity(Generic[R]):
         self._driver.announce_all(name, moved)
         if movement is not None:
             movement.hand_offs.divert(one)
+            scaling = self._driver.controller.replicasets[name].scaling
+            if scaling is not None and scaling.drains_by_migration(one.replica.replica_id):
+                movement.drain(one)
         self.goes_down(one)
 
     def goes_down(self, one: R) -> bool:

@@ -27,6 +27,8 @@ from vajra_py.runtime.support.clock import to_seconds
 TARGET_FULL = "the replica that was to go on with it is full"
 """Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
 _PLACED_ANEW = "the request is placed anew"
+MAX_RETRIES = 100_000
+"""Looks at full targets, while no replica computes, after which requests are held to wait for each other."""
 
 
 class Stage(Enum):
@@ -42,6 +44,8 @@ class Stage(Enum):
     """The request waits for blocks of its target."""
     STAYING = "staying"
     """The request goes on at its source, once that is between two of its steps."""
+    RETRYING = "retrying"
+    """Its target had no room, and is looked at again after a while."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
@@ -92,6 +96,8 @@ class HandOffs(Generic[R]):
         """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()
         """Targets whose lines are served when their step ends."""
+        self._num_retries = 0
+        """Looks at full targets since blocks were last set aside, or a replica was seen to compute."""
 
     # The way of a request
 
@@ -144,6 +150,8 @@ class HandOffs(Generic[R]):
         if self._settings.reserve == "at_admission":
             one.stage = Stage.QUEUED
             self._queue(request, one.target)
+        elif self._settings.when_full == "retry":
+            self._try(one, one.target)
         else:
             one.stage = Stage.RESERVING
             self._lines.setdefault(chosen, deque()).append(one)
@@ -206,14 +214,12 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, one.num_tokens, to_seconds(self._driver.now))
+            hit = target.replica.lifecycle.reserve(
+                one.request, self._tokens_reserved(one), to_seconds(self._driver.now)
+            )
             if hit is not None:
                 line.popleft()
-                if one.is_early:
-                    one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
-                    self._compute_prompt(one)
-                else:
-                    self._start(one, hit)
+                self._reserved(one, hit)
                 if self._one_at_a_time:
                     break
                 continue
@@ -229,6 +235,38 @@ class HandOffs(Generic[R]):
         target.replica.expects_kv = self._one_at_a_time and bool(line)
         for one in dropped:
             self._end(one, EndReason.REJECTED, TARGET_FULL)
+
+    def _try(self, one: HandOff[R], target: R) -> None:
+        """Set blocks aside at a target that takes any request for which it has room, or look again after a while."""
+        if self._of.get(one.request) is not one or one.target is not target:
+            return
+        self._driver.touch(target)
+        now = to_seconds(self._driver.now)
+        hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
+        if hit is not None:
+            self._num_retries = 0
+            self._reserved(one, hit)
+            return
+        one.stage = Stage.RETRYING
+        is_computing = any(each.num_in_flight for each in self._replicaset.replicas)
+        self._num_retries = 0 if is_computing else self._num_retries + 1
+        if self._num_retries > MAX_RETRIES:
+            stall = self._driver.controller.stall(self._driver.now)
+            if stall is not None:
+                raise stall
+        self._transfers.after(self._settings.retry_interval_s, lambda: self._try(one, target))
+
+    def _tokens_reserved(self, one: HandOff[R]) -> int:
+        return min(one.num_tokens + self._settings.reserve_ahead_tokens, _most_tokens(one.request))
+
+    def _reserved(self, one: HandOff[R], hit: int) -> None:
+        """Go on with a request for which blocks of its target are set aside."""
+        hit = min(hit, one.num_tokens)
+        if one.is_early:
+            one.stage, one.has_reserved, one.hit = Stage.COMPUTING, True, hit
+            self._compute_prompt(one)
+        else:
+            self._start(one, hit)
 
     def _start(self, one: HandOff[R], hit: int) -> None:
         target = one.target
@@ -259,8 +297,11 @@ class HandOffs(Generic[R]):
         del self._of[request]
         now = to_seconds(self._driver.now)
         target.replica.lifecycle.arrived(request, now)
+        ends = source.replica.replica_id, target.replica.replica_id
         for observer in self._replicaset.observers:
-            observer.on_arrived(request, source.replica.replica_id, target.replica.replica_id, now)
+            observer.on_arrived(request, *ends, now)
+        for tell in self._replicaset.listeners.moves:
+            tell(request, *ends, now)
         self._driver.arrived(request, target)
         if self._one_at_a_time:
             self._reserve(target)
@@ -365,6 +406,18 @@ class HandOffs(Generic[R]):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
                 self._forget(one, _PLACED_ANEW)
 
+    def recall_prompt(self, request: Request) -> None:
+        """Forget what is planned for one prompt that is not computed; blocks that are set aside for it are free for others."""
+        one = self._of.get(request)
+        if one is None or not one.is_early:
+            return
+        target = one.target
+        if target is not None:
+            self._driver.touch(target)
+        self._forget(one, _PLACED_ANEW)
+        if target is not None:
+            self._reserve(target)
+
     def recall(self) -> None:
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
@@ -415,7 +468,7 @@ class HandOffs(Generic[R]):
     def divert(self, draining: R) -> None:
         """Find other targets for those that wait for a replica that takes no more requests: for its blocks, or to be admitted."""
         for one in list(self._of.values()):
-            if one.target is draining and one.stage in (Stage.RESERVING, Stage.QUEUED):
+            if one.target is draining and one.stage in (Stage.RESERVING, Stage.RETRYING, Stage.QUEUED):
                 self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
@@ -424,7 +477,8 @@ class HandOffs(Generic[R]):
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
-        self.hold_back()
+        if self._replicaset.newly_held_back:
+            self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)
@@ -435,6 +489,11 @@ class HandOffs(Generic[R]):
         self._unplaced.clear()
         self._lines.clear()
         self._asked_while_busy.clear()
+
+
+def _most_tokens(request: Request) -> int:
+    """Tokens whose KV a request may come to hold."""
+    return request.num_prompt_tokens + request.max_tokens - 1
 
 
 def _runs_full(one: R) -> bool:

@@ -7,6 +7,7 @@ it has arrived its source holds everything, so that a migration that is called o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -65,6 +66,8 @@ class Migrations(Generic[R]):
         self._of: dict[Request, Migration[R]] = {}
         self._num_at: Counter[int] = Counter()
         """Migrations from and to each replica."""
+        self.on_slot_free: Callable[[], None] | None = None
+        """Called when a replica takes part in one migration less."""
 
     # Moves
 
@@ -84,17 +87,18 @@ class Migrations(Generic[R]):
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
-            self._begin(request, move.target, move.reason)
-        elif move.target is None:
+            self.begin(request, move.target, move.reason)
+        elif move.target is None and request not in self._replicaset.held_back:
             raise self._wrong(request, f"calls back a request that does not wait ({request.state.value})")
 
     def _wrong(self, request: Request, message: str) -> PolicyError:
         return PolicyError(self._replicaset.scheduler_name, message, request_id=request.request_id)
 
     def _check_target(self, request: Request, target: object) -> None:
-        up = [
-            one.replica_id for one in self._replicaset.bounds.holders(request) if self._replicaset.is_up(one.replica_id)
-        ]
+        holders = self._replicaset.bounds.holders(request)
+        is_decode = request.state is RequestState.RUNNING and request.num_output_tokens > 0
+        candidates = holders.of_decodes if is_decode else holders.all
+        up = [one.replica_id for one in candidates if self._replicaset.is_up(one.replica_id)]
         if target not in up:
             raise self._wrong(
                 request, f"moves a request to replica {target!r}. Replicas that are up and can run it: {up}"
@@ -105,6 +109,7 @@ class Migrations(Generic[R]):
     def _move_waiting(self, request: Request, target: int | None, reason: str) -> None:
         replicaset, now = self._replicaset, to_seconds(self._driver.now)
         source_id = None
+        self._hand_offs.recall_prompt(request)
         if request in replicaset.shared:
             if target is None:
                 return
@@ -118,11 +123,19 @@ class Migrations(Generic[R]):
             observer.on_assigned(request, target, now)
         self._driver.announce(request, replicaset.bind(request, target, now))
 
-    def _begin(self, request: Request, target_id: int, reason: str) -> None:
+    def is_moving(self, request: Request) -> bool:
+        """Return True while a request is copied, and goes on computing."""
+        return request in self._of
+
+    def has_slot(self, replica_id: int) -> bool:
+        """Return True if a replica may take part in one more migration."""
+        return self._num_at[replica_id] < self._rules.max_per_replica
+
+    def begin(self, request: Request, target_id: int, reason: str) -> None:
+        """Begin to copy a running request to another replica, if both may take part in one more migration."""
         source = self._driver.replica(self._replicaset.name, request.replica_id)
-        most = self._rules.max_per_replica
-        if request in self._of or self._num_at[source.replica.replica_id] >= most or self._num_at[target_id] >= most:
-            return  # the scheduler may ask again
+        if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
+            return  # whoever asked may ask again
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one
@@ -195,6 +208,8 @@ class Migrations(Generic[R]):
         del self._of[one.request]
         self._num_at[one.source.replica.replica_id] -= 1
         self._num_at[one.target.replica.replica_id] -= 1
+        if self.on_slot_free is not None:
+            self.on_slot_free()
 
     def _call_off(self, one: Migration[R], why: str) -> None:
         """Give back what the target has set aside; the source goes on as if nothing had been."""

@@ -9,6 +9,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.drain import Drains
 from vajra_py.runtime.serving.hand_off import HandOffs
 from vajra_py.runtime.serving.migration import Migrations
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -29,12 +30,15 @@ class Movement(Generic[R]):
         self._transfers = Transfers(replicaset, rules, driver, is_timed=times_transfers)
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
+        self._drains = Drains(replicaset, self._migrations, driver)
+        self._migrations.on_slot_free = self._drains.room_changed
 
     # Events
 
     def transfers_due(self) -> None:
         """Let KV arrive whose transfer has ended by now."""
         self._transfers.due()
+        self._drains.advance()
 
     def is_under_way(self, number: int) -> bool:
         """Return True if a transfer that is not timed is under way."""
@@ -51,6 +55,8 @@ class Movement(Generic[R]):
             self.hand_offs.begin(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
+            self._drains.room_changed()
+        self._drains.advance()
 
     def requests_ended(self, ended: Iterable[tuple[Request, EndReason]]) -> None:
         """Give back what is set aside for requests that have ended by themselves."""
@@ -77,6 +83,10 @@ class Movement(Generic[R]):
 
     # Replicas come and go
 
+    def drain(self, one: R) -> None:
+        """Let the running requests of a replica that drains from now on move away."""
+        self._drains.begin(one)
+
     def lose(self, one: R) -> None:
         """Call off what a lost replica takes part in; before its memory is cleared, and `place_again` follows."""
         self._transfers.forget_waiting(one)
@@ -86,6 +96,7 @@ class Movement(Generic[R]):
     def place_again(self) -> None:
         """Find targets for requests that have none."""
         self.hand_offs.place_again()
+        self._drains.advance()
 
     def involves(self, one: R) -> bool:
         """Return True if a replica takes part in a move, or is to do so after its step."""
@@ -95,4 +106,5 @@ class Movement(Generic[R]):
         """Forget everything; the replicas' memories are cleared by others."""
         self._transfers.clear("the replicaset is out of service")
         self._migrations.clear()
+        self._drains.clear()
         self.hand_offs.clear()

@@ -1,8 +1,8 @@
 """Scaling of a replicaset: how many replicas of each pool its scaler asks for, which of them start and which stop.
 
 Replicas are built up to the largest number that a pool may have; those in excess are down. A replica that starts takes requests after
-`startup_s`. A replica that stops drains: its waiting requests that have not begun are placed anew, the others are finished, and then it
-goes down with an empty memory. A lost replica is not started until it is restored; another takes its place where the pool may have more.
+`startup_s`. A replica that stops drains: its waiting requests that have not begun are placed anew, the others are finished or move to other
+replicas, and then it goes down with an empty memory. A lost replica is not started until it is restored; another takes its place where the pool may have more.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class ElasticPool:
     startup_s: float = 0.0
     startup_spread_s: float = 0.0
     """Each start takes up to so much longer."""
+    drains_by_migration: bool = False
+    """True if what runs on a draining replica moves to others; False: it is waited for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -169,11 +171,18 @@ class ReplicasetScaling:
     def _change(self, replica_id: int, state: ReplicaState, now: int) -> ReplicaChange:
         return ReplicaChange(now, self.replicaset.name, replica_id, state.value)
 
+    def drains_by_migration(self, replica_id: int) -> bool:
+        """Return True if what runs on a replica moves to others while it drains."""
+        return self._pool_of(replica_id).drains_by_migration
+
+    def _pool_of(self, replica_id: int) -> ElasticPool:
+        return next(pool for pool in self.pools if replica_id in pool.replica_ids)
+
     # Start-up
 
     def begin_start(self, replica_id: int, now: int) -> Start:
         """Note that a replica starts; return the event at which it is up."""
-        pool = next(pool for pool in self.pools if replica_id in pool.replica_ids)
+        pool = self._pool_of(replica_id)
         startup_s = pool.startup_s
         if pool.startup_spread_s > 0:
             startup_s += pool.startup_spread_s * self.random.random()
@@ -188,14 +197,17 @@ class ReplicasetScaling:
 
 
 def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the waiting requests of a draining replica like arrivals, except those that have begun.
+    """Place the waiting requests of a draining replica like arrivals, except those that have begun and go on there.
 
-    Requests that had begun before they were preempted go on there, like those that run. Return the requests with the replica that each
-    is bound to now (None: the shared queue). Raises `PolicyError`.
+    Requests that had begun before they were preempted stay like those that run, unless these move away. Return the requests with the
+    replica that each is bound to now (None: the shared queue). Raises `PolicyError`.
     """
+    scaling = replicaset.scaling
+    all_leave = scaling is not None and scaling.drains_by_migration(replica.replica_id)
+    states = (RequestState.WAITING, RequestState.PREEMPTED) if all_leave else (RequestState.WAITING,)
     waiting = [one for one in replica.queue.ordered(to_seconds(now)) if isinstance(one, Request)]
     waiting += [one for one in replicaset.held_back if one.replica_id == replica.replica_id]
-    moving = [one for one in waiting if one.state is RequestState.WAITING and one not in replica.to_end]
+    moving = [one for one in waiting if one.state in states and one not in replica.to_end]
     for request in moving:
         replicaset.unbind(request)
     return [(request, replicaset.place(request, now)) for request in moving]

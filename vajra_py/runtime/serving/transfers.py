@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Hashable
+from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Generic
 
@@ -14,7 +15,7 @@ from vajra_py.runtime.serving.backend import R, Transfer
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.support.clock import to_seconds
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
@@ -39,6 +40,9 @@ class Transfers(Generic[R]):
         """Keys of the transfers under way that are not timed, by number."""
         self._ended: dict[Hashable, None] = {}
         """Transfers that have ended now and were not called back yet."""
+        self._timers: list[tuple[int, int, Callable[[], None]]] = []
+        """(tick, number, action) of what happens at a time."""
+        self._num_timers = 0
         self._scheduled_at: int | None = None
         self._waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
         """Actions by replica, in order of number."""
@@ -116,7 +120,16 @@ class Transfers(Generic[R]):
             key = next(iter(self._ended))
             del self._ended[key]
             self._arrived(key)
+        while self._timers and self._timers[0][0] <= now:
+            heappop(self._timers)[2]()
         self._schedule(network)
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Call `action` after so many seconds, when transfers that end then have ended."""
+        tick = self._driver.now + to_ticks(delay_s)
+        heappush(self._timers, (tick, self._num_timers, action))
+        self._num_timers += 1
+        self._driver.events.push(tick, Phase.TRANSFER, self._replicaset.name)
 
     def _schedule(self, network: Network) -> None:
         tick = network.next_change()
@@ -135,7 +148,7 @@ class Transfers(Generic[R]):
 
     def step_ended(self, one: R) -> None:
         """Call the actions that waited for the replica's step."""
-        waiting = self._waiting.get(one.replica.replica_id)
+        waiting = self._waiting.get(one.replica.replica_id) if self._waiting else None
         while waiting and not one.replica.num_in_flight:
             _, action = waiting.pop(0)
             action()
@@ -153,3 +166,4 @@ class Transfers(Generic[R]):
         for key in list(self._sent):
             self.cancel(key, why)
         self._waiting.clear()
+        self._timers.clear()

@@ -12,6 +12,7 @@ from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
@@ -93,6 +94,8 @@ class Builder(PlanDraft):
 
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
+        if self._memory.next_due <= now:
+            self._lifecycle.pinning.settle(now)
         self._empty(now)
         self._order = None
         self.idle_at = None
@@ -114,7 +117,7 @@ class Builder(PlanDraft):
         """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
         own: Request = request  # type: ignore[assignment]  # `cast` would cost as much as the rest
         if num_tokens == 1 and not self.bulk and own in self._members:
-            return self._add_decode(own)
+            return self._add_decode(own, reserve_tokens)
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
         if num_tokens < 1:
@@ -133,7 +136,7 @@ class Builder(PlanDraft):
         if num_tokens > num_left or not self._one_group:
             self._check_chunk(own, num_tokens, computed, computed + num_left)
         if num_tokens == 1 and own.is_decode:
-            if not self._grow_decode(own):
+            if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
             self._put_decode(own)
             return None
@@ -147,7 +150,7 @@ class Builder(PlanDraft):
         self._put_chunk(own, num_tokens, computed, "running")
         return None
 
-    def _add_decode(self, request: Request) -> Refusal | None:
+    def _add_decode(self, request: Request, reserve_tokens: int | None) -> Refusal | None:
         """Add the one token of a pool member, as `add`, for policies that take members one by one."""
         selected = self.selected
         if request in selected:
@@ -161,7 +164,7 @@ class Builder(PlanDraft):
             self._growing = pool.needing_blocks()
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule
         needs_room = request in self._growing or self._caches_decodes  # full private blocks need no entry yet
-        if needs_room and not self._grow_decode(request):
+        if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
             self.bulk_position = len(self.chunks)
@@ -252,8 +255,10 @@ class Builder(PlanDraft):
                 if not running_set.skipped:
                     return None
                 self._go_through(sorted(running_set.skipped, key=by_admission), of_decodes=True)
-            else:
+            elif running_set.pool.members or running_set.skipped:
                 self._go_through(running_set.decodes(), of_decodes=True)
+            else:
+                return None
         return self._add_in_order(None)
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
@@ -360,12 +365,15 @@ class Builder(PlanDraft):
             self._materialize(request)
             self._memory.cache_blocks(request, request.num_computed_tokens + 1)
 
-    def _grow_decode(self, request: Request) -> bool:
-        """Give the request room for one more token; False (nothing changed) when no block is free."""
+    def _grow_decode(self, request: Request, reserve_tokens: int | None) -> bool:
+        """Give the request room for one more token, or for more if given; False (nothing changed) when too few blocks are free."""
         needed = request.num_computed_tokens + 1
+        to_hold = needed if reserve_tokens is None or reserve_tokens < needed else reserve_tokens
         self._materialize(request)
-        if not self._memory.grow(request, needed):
+        if not self._memory.grow(request, to_hold):
             return False
+        if to_hold > needed:
+            self._running_set.has_spare_blocks = True
         if self._options.cache_at_schedule:
             self._memory.cache_blocks(request, needed)
         return True
@@ -417,6 +425,18 @@ class Builder(PlanDraft):
             raise IllegalPlan(own, f"cannot drop it without a reason (got {reason!r}). A sentence for its client")
         self._lifecycle.drop(own, f"{self.policy_name}: {reason}", self.now)
         self.dropped.append((own, EndReason.REJECTED))
+
+    # Pins
+
+    def pin(self, request: RequestView, seconds: float) -> Refusal | None:
+        """Keep a request's cached content; see `BatchBuilder.pin`."""
+        own, seconds = self._own(request), checked_seconds(seconds)
+        self._materialize(own)
+        return None if self._lifecycle.pinning.pin(own, seconds, self.now) else Refusal.PINS
+
+    def unpin(self, request: RequestView) -> None:
+        """End a pin; see `BatchBuilder.unpin`."""
+        self._lifecycle.pinning.unpin(request, self.now)
 
     # Queries
 

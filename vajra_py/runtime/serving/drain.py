@@ -1,0 +1,85 @@
+"""Drain replicas by migration: what runs there moves away while it is computed, as far as other replicas have room."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from vajra_py.contract import PoolRole
+from vajra_py.contract.views import ReplicaState
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.migration import Migrations
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.services import DriverServices
+from vajra_py.runtime.support.clock import to_seconds
+
+_DRAIN = "its replica drains"
+"""Reason of these migrations, as observers are told."""
+
+
+class Drains(Generic[R]):
+    """Draining replicas of one replicaset whose running requests move to other replicas.
+
+    A request for which no replica has room goes on where it is, until one has, or to its end. What a replica computes prompts for
+    leaves it by hand-off anyway.
+    """
+
+    def __init__(self, replicaset: Replicaset, migrations: Migrations[R], driver: DriverServices[R]) -> None:
+        self._replicaset = replicaset
+        self._migrations = migrations
+        self._driver = driver
+        self._draining: dict[int, R] = {}
+        self._num_admissions: dict[int, int] = {}
+        """Admissions of each of them at the last look; others may have come with KV that was on its way."""
+        self._is_due = False
+        """True if a request may be able to move that could not at the last look."""
+
+    def begin(self, one: R) -> None:
+        """Let the requests of a replica move away that drains from now on. Raises `PolicyError`."""
+        if one.replica.parts.role is not PoolRole.PREFILL:
+            self._draining[one.replica.replica_id] = one
+            self.room_changed()
+            self.advance()
+
+    def room_changed(self) -> None:
+        """Note that some replica may have room that it had not before."""
+        self._is_due = True
+
+    def advance(self) -> None:
+        """Begin the migrations that are possible now. Raises `PolicyError`, since the replicaset scheduler chooses targets."""
+        for replica_id, one in list(self._draining.items()):
+            if self._replicaset.state_of(replica_id) is not ReplicaState.DRAINING:
+                del self._draining[replica_id]
+                continue
+            num_admissions = one.replica.running_set.num_admissions
+            if self._is_due or num_admissions != self._num_admissions.get(replica_id):
+                self._num_admissions[replica_id] = num_admissions
+                self._move_from(one)
+        self._is_due = False
+
+    def _move_from(self, one: R) -> None:
+        self._driver.touch(one)
+        running_set = one.replica.running_set
+        for request in [*running_set.running(), *running_set.in_flight]:
+            if not self._migrations.has_slot(one.replica.replica_id):
+                return
+            if request.state is RequestState.RUNNING and request not in one.replica.to_end:
+                self._move(request)
+
+    def _move(self, request: Request) -> None:
+        if self._migrations.is_moving(request):
+            return
+        able = []
+        for replica in self._replicaset.bounds.holders(request).of_decodes:
+            if self._replicaset.is_up(replica.replica_id) and self._migrations.has_slot(replica.replica_id):
+                self._driver.touch(self._driver.replica(self._replicaset.name, replica.replica_id))
+                if replica.has_room_for(request):
+                    able.append(replica)
+        target = self._replicaset.place_running(request, able, to_seconds(self._driver.now))
+        if target is not None:
+            self._migrations.begin(request, target, _DRAIN)
+
+    def clear(self) -> None:
+        """Forget every drain."""
+        self._draining.clear()
+        self._num_admissions.clear()
