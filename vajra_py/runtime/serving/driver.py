@@ -473,6 +473,8 @@ class Driver(Generic[R]):
                 self.controller.settle(dropped, self.now)
                 if self._movements and (movement := self._movements.get(one.replica.replicaset)) is not None:
                     movement.requests_ended(dropped)
+            if one.replica.builder.handed_off:
+                self._movements[one.replica.replicaset].hand_offs.leave(one)
             if one.replica.builder.loads:
                 self._movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:

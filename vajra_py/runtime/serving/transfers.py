@@ -60,6 +60,11 @@ class Transfers(Generic[R]):
             self._network.cancel(key, self._driver.now)
             self._schedule()
 
+    @property
+    def is_busy(self) -> bool:
+        """True if KV is on its way."""
+        return bool(self._done)
+
     def due(self) -> None:
         """Call back for the transfers that have ended by now."""
         now = self._driver.now
