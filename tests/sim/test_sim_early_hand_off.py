@@ -103,7 +103,7 @@ def test_a_request_that_decodes_goes_on_elsewhere_without_losing_a_token() -> No
 
     specs = [RequestSpec(f"r{one}", 0.0, 60, 30) for one in range(3)]
     alone = simulate(mixed(), specs, registry=registry_of(lambda one: False, stays=True))
-    run, simulator, ways = prepared(mixed(), registry=registry_of(after_ten))
+    _, simulator, ways = prepared(mixed(), registry=registry_of(after_ten))
     simulator.run(specs)
     for name, way in ways.of.items():
         assert way.reason is EndReason.STOP
