@@ -158,6 +158,11 @@ class Lifecycle:
         self._running_set.memory.free(request, request.num_computed_tokens, for_good=True)
         self._running_set.memory.forget(request)
 
+    def release_left(self, request: Request) -> None:
+        """Give back the blocks of a request that has left, which its replica frees between two steps, since it comes again before that."""
+        if request in self.held:
+            self.release_held(request)
+
     def resume_held(self, request: Request) -> None:
         """Let a held request run here again."""
         del self.held[request]
@@ -170,6 +175,7 @@ class Lifecycle:
         Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
         """
         memory = self._running_set.memory
+        self.release_left(request)
         memory.register(request, request.hashes)
         hit = memory.allocate(request, num_tokens)
         if hit is None:
@@ -201,6 +207,7 @@ class Lifecycle:
         """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
         request.move_to(RequestState.REMOTE)
         request.replica_id = self.replica_id
+        self.release_left(request)
         self._running_set.memory.register(request, request.hashes)
         self._running_set.queue.add(request, now)
 

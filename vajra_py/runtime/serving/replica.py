@@ -134,6 +134,7 @@ class Replica:
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request that was bound to this replica."""
         request.replica_id = self.replica_id
+        self.lifecycle.release_left(request)
         self.memory.register(request, request.hashes)
         self.queue.add(request, now)
 
