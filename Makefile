@@ -16,9 +16,11 @@ PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
 COUNT ?= 2000
+STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
 SEED ?= $(shell date +%s)
+POLICY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +35,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random mutants bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,11 +77,20 @@ test-fast: install ## the tests that take seconds
 test-random: install ## every test in random order, each failing for what it leaks itself (SEED=n repeats an order)
 	VAJRA_TEST_ORDER=$(SEED) $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
 
+worlds: install ## random worlds of pools, moves, losses, scaling and admission at once, each checked at every step: STEPS=1000000 SEED=first (an hour)
+	nice -n 10 $(PY) -m tests.sim.run_worlds --first $(if $(filter file,$(origin SEED)),0,$(SEED)) --steps $(STEPS)
+
 mutants: install ## change the source of contract, runtime, simulator and policies in small ways and list what no test notices: COUNT=400 SEED=0 (hours)
 	nice -n 15 $(PY) benchmarks/mutants.py --count $(if $(filter file,$(origin COUNT)),400,$(COUNT)) --seed $(if $(filter file,$(origin SEED)),0,$(SEED)) --workers $(if $(filter file,$(origin WORKERS)),1,$(WORKERS))
 
 bench: install ## scheduler and simulator costs, as ratios measured in one run
 	$(PY) benchmarks/run.py
+
+claims: install ## hold the built-in policies against their papers' claims and write docs/policy-library.md: POLICY=one of them (under 30 minutes)
+	$(PY) benchmarks/claims.py --workers $(WORKERS) $(if $(POLICY),--policy $(POLICY))
+
+papers: install ## published results about split pools and early rejection, on paired seeds in the simulator (a minute)
+	$(PY) benchmarks/disaggregation.py
 
 bench-sim: install ## simulation speed on a CSV of arrivals, prompt and output tokens: WORKLOAD=file.csv REPLICAS=n
 	@test -n "$(WORKLOAD)" || { echo 'make bench-sim: no workload. WORKLOAD=file.csv: arrivals, prompt and output tokens.' >&2; exit 2; }

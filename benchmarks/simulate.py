@@ -94,6 +94,28 @@ def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int =
     return {"sim_outputs_x_none": wall, "sim_outputs_cpu_x_none": cpu, "sim_outputs_mb": size / 1e6}
 
 
+def in_two_pools(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The same replicas, three of eight for prompts and the others for decodes; every request is handed off."""
+    num_replicas = mapping["num_replicas"]
+    num_prefill = 3 * num_replicas // 8
+    pools = {"prefill": {"num_replicas": num_prefill}, "decode": {"num_replicas": num_replicas - num_prefill}}
+    rest = {key: value for key, value in mapping.items() if key != "num_replicas"}
+    return {**rest, "pools": pools, "hand_off": "distserve", "links": {"bandwidth_gb_s": 50, "latency_s": 0.0005}}
+
+
+def measure_pools(rounds: int = 3) -> dict[str, float]:
+    """Measure the cost of hand-offs: CPU time of 16,000 requests on 64 replicas in two pools, over one pool, in alternating rounds."""
+    one_pool = experiment(drawn(16_000, 356.0), 64)
+    two_pools = in_two_pools(one_pool)
+    runs = [(measure_run(one_pool), measure_run(two_pools)) for _ in range(rounds)]
+    one, two = (min((pair[which] for pair in runs), key=lambda run: run["cpu_s"]) for which in range(2))
+    return {
+        "sim_two_pools_x_one": two["cpu_s"] / one["cpu_s"],
+        "sim_two_pools_cpu_s": two["cpu_s"],
+        "sim_two_pools_steps_x_one": two["num_steps"] / one["num_steps"],
+    }
+
+
 def _peak_memory_mb() -> float:
     """Return the peak memory of this process, without that of its parent where the system reports it."""
     status = Path("/proc/self/status")
@@ -123,6 +145,56 @@ def _has_dates(path: Path) -> bool:
         return False  # the reader raises the error
 
 
+def agents(num_programs: int) -> dict[str, Any]:
+    """Programs of 30 calls on average, at the pace of 10,000 a day on 16 replicas: loops, rounds of fork and join, and searches."""
+    latency = {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}
+    mapping = experiment({}, 16, latency)
+    constant = {"type": "constant"}
+    mapping["workload"] = {
+        "type": "programs",
+        "arrivals": {"type": "poisson", "rate": DAY_PROGRAMS / 86_400},
+        "num_programs": num_programs,
+        "shapes": [
+            {"type": "chain", "share": 6, "calls": {"type": "lognormal", "mu": 2.9, "sigma": 0.9, "max": 200}},
+            {
+                "type": "fork_join",
+                "share": 3,
+                "rounds": {"type": "uniform", "min": 2, "max": 6},
+                "width": {"type": "uniform", "min": 2, "max": 10},
+            },
+            {
+                "type": "tree",
+                "share": 1,
+                "depth": {**constant, "value": 3},
+                "branching": {"type": "uniform", "min": 2, "max": 4},
+            },
+        ],
+        "task_tokens": {"type": "lognormal", "mu": 7.5, "sigma": 0.8},
+        "call_tokens": {"type": "lognormal", "mu": 5.8, "sigma": 1.2, "max": 20_000},
+        "output_tokens": {"type": "lognormal", "mu": 5.4, "sigma": 0.8, "max": 4_000},
+        "delay_s": {"type": "lognormal", "mu": 1.5, "sigma": 1.2, "max": 300},
+        "system_prompts": {"count": 20, "tokens": {**constant, "value": 8_000}},
+        "max_context_tokens": 120_000,
+    }
+    mapping["scheduling"]["replicaset_scheduler"] = "thunderagent"
+    memory = {"num_blocks": 2_500, "block_size": 256, "prefix_cache": {"enabled": True}}
+    mapping["replica"] = {"max_batch_size": 256, "max_batch_tokens": 8192, "memory": memory}
+    return mapping
+
+
+DAY_PROGRAMS, DAY_CALLS = 10_000, 300_000
+
+
+def measure_agents(num_programs: int = 300) -> dict[str, float]:
+    """CPU seconds of a day of agents, by its first programs: the event loop of these, over their calls, times a day's calls."""
+    figures = measure_run(agents(num_programs))
+    return {
+        "sim_agents_cpu_s_a_day": figures["cpu_s"] / figures["num_requests"] * DAY_CALLS,
+        "sim_agents_calls_per_program": figures["num_requests"] / num_programs,
+        "sim_agents_steps_per_cpu_s": figures["steps_per_cpu_s"],
+    }
+
+
 CASES = {
     "1_replica_2000": (1, 2_000, 5.5, 5),
     "8_replicas_16000": (8, 16_000, 44.5, 2),
@@ -140,7 +212,7 @@ def measure(large: bool = False) -> dict[str, float]:
         answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for key in ("cpu_s", "requests_per_cpu_s", "steps_per_cpu_s", "num_output_tokens", "peak_memory_mb"):
             figures[f"sim_{name}_{key}"] = answer[key]
-    return figures | measure_outputs()
+    return figures | measure_agents() | measure_pools() | measure_outputs()
 
 
 def main() -> int:

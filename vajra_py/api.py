@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep, load_config
-from vajra_py.contract import AdmissionSpec, AnyPolicySpec, Layer, PolicySpec, RoutingPartSpec, ScalerSpec
+from vajra_py.contract import (
+    AdmissionSpec,
+    AnyPolicySpec,
+    Layer,
+    PolicySpec,
+    RetentionSpec,
+    RoutingPartSpec,
+    ScalerSpec,
+)
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.backend import Progress
 from vajra_py.experiment.runs.check import problems_of_parts
@@ -310,6 +318,11 @@ def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> b
     schedulings = [one.scheduling for one in config.effective_replicasets.values()]
     scalers = {spec.name for spec in specs if isinstance(spec, ScalerSpec)}
     if any(one.scaling is not None and one.scaling.policy in scalers for one in schedulings):
+        return True
+    retained = {spec.name for spec in specs if isinstance(spec, RetentionSpec)}
+    pools = [pool for one in config.effective_replicasets.values() for pool in one.pools.values()]
+    choices = [*(one.retention for one in schedulings), *(one.retention for one in pools)]
+    if any(one is not None and one.policy in retained for one in choices):
         return True
     return any((layer, one.choice(layer).policy) in given for one in schedulings for layer in Layer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import AdmissionSpec, PolicySpec, RoutingPartSpec, ScalerSpec, hookimpl
+from vajra_py.contract import AdmissionSpec, PolicySpec, RetentionSpec, RoutingPartSpec, ScalerSpec, hookimpl
 from vajra_py.contract.hookspecs import Preset
 
 
@@ -10,13 +10,16 @@ from vajra_py.contract.hookspecs import Preset
 def vajra_policies() -> list[PolicySpec]:
     """Vajra's own policies, and those of other systems; imported when asked for."""
     from vajra_policies import (
+        atlas,
         dynamic_chunk,
         edf,
         fcfs,
         fixed_chunk,
         least_loaded,
         lrs,
+        plas,
         power_of_two,
+        preemptive,
         prefix_affinity,
         priority,
         pull,
@@ -24,12 +27,16 @@ def vajra_policies() -> list[PolicySpec]:
         round_robin,
         space_sharing,
     )
+    from vajra_policies.fairness import POLICIES as FAIRNESS
     from vajra_policies.routers import POLICIES as ROUTERS
+    from vajra_policies.size import POLICIES as SIZE
+    from vajra_policies.slo import BATCHERS, PRIORITIZERS
     from vajra_policies.systems import POLICIES
 
-    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, plas.SPEC, atlas.SPEC]
+    prioritizers += [*FAIRNESS, *SIZE, *PRIORITIZERS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
-    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
+    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS]
     return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
 
 
@@ -47,6 +54,15 @@ def vajra_scalers() -> list[ScalerSpec]:
     from vajra_policies.scaling import dynamo_planner, target_utilization
 
     return [target_utilization.SPEC, dynamo_planner.SPEC]
+
+
+@hookimpl
+def vajra_retention_policies() -> list[RetentionSpec]:
+    """Orders in which idle cached content is given up; imported when asked for."""
+    from vajra_policies.retention import age, arc, frequency, recency, request_priority, session_pin, ttl
+
+    simple = [recency.LRU, frequency.LFU, age.FIFO, recency.MRU, age.FILO, frequency.SLRU]
+    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC]
 
 
 @hookimpl

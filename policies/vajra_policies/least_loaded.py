@@ -63,4 +63,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to the least loaded replica, by requests or by tokens.",
     source="Join-the-shortest-queue (Winston 1977)",
+    aliases=("join_shortest_queue",),
 )

@@ -15,6 +15,7 @@ from vajra_py.config import config_from_mapping
 from vajra_py.errors import RunError
 from vajra_py.experiment.runs.pool import RunTask, run_in_pool
 from vajra_py.experiment.runs.replay import replay
+from vajra_py.runtime.records.input_log import TransferEnd, read_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,19 @@ def test_ranks_of_a_replica_meet_across_nodes(
     assert outputs(there) == here
     assert json.loads((there.path / "engine.json").read_text())["default"]["device"].startswith("cpu of node ")
     assert replay(there.path).is_equal
+
+
+def test_requests_leave_a_node_with_their_kv(
+    connected: RayCluster, model: Path, here: dict[str, list[int]], tmp_path: Path
+) -> None:
+    settings = engine(model) | {"pools": {"prefill": {}, "decode": {}}}
+    del settings["num_replicas"]
+    config = config_from_mapping(settings)
+    run = run_in_pool(pool_on(connected, config), RunTask(config, tmp_path / "apart"))
+    assert outputs(run) == here
+    moved = [one for one in read_inputs(run.path / "inputs.jsonl.gz") if isinstance(one, TransferEnd)]
+    assert len(moved) == len(here)
+    assert replay(run.path).is_equal
 
 
 def test_a_lost_node_takes_its_replica_only(

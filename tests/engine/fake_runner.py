@@ -12,10 +12,12 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
@@ -34,7 +36,7 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.supervision import Outcome, Restarted, RestartLimits
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.runtime.kv import CopyDirection
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.runtime.support.clock import NEVER
 
 T = TypeVar("T")
@@ -175,6 +177,22 @@ class FakeRunner:
         }
         return StepOutput([slot for slot, _ in sampled], [token for _, token in sampled], 1e-6, logprobs, scores)
 
+    @property
+    def kv_block_bytes(self) -> int:
+        """See `KvRunner`."""
+        return 8 * self._options.block_size
+
+    def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """See `KvRunner`."""
+        buffer[:] = self._device[list(block_ids)].reshape(-1).view(np.uint8)
+
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
+        """See `KvRunner`."""
+        self._move(copies)
+        self._device[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -194,13 +212,16 @@ class FakeRunner:
             if update.start > len(table):
                 raise ExecutorError(f"slot {update.slot}: its block table has a hole")
             table[update.start :] = update.block_ids
-        for source, target, direction, _ in step.copies:
+        self._move(step.copies)
+        if len({*step.decodes, *(chunk.slot for chunk in step.chunks)}) != len(step.decodes) + len(step.chunks):
+            raise ExecutorError("step: names a slot twice")
+
+    def _move(self, copies: Sequence[BlockCopy]) -> None:
+        for source, target, direction, _ in copies:
             if direction is CopyDirection.TO_HOST:
                 self._host[target] = self._device[source]
             else:
                 self._device[target] = self._host[source]
-        if len({*step.decodes, *(chunk.slot for chunk in step.chunks)}) != len(step.decodes) + len(step.chunks):
-            raise ExecutorError("step: names a slot twice")
 
     def _sample(self, row: _Slot, token_ids: Sequence[int], start: int, samples: bool = True) -> int:
         size, end = self._options.block_size, start + len(token_ids)
@@ -231,6 +252,40 @@ class _Mortal(FakeRunner):
 def runner_that_dies_on_long_prompts(options: RunnerOptions) -> FakeRunner:
     """Load a runner whose process is killed by a chunk of more than 100 tokens. Defined here since a process must import it."""
     return _Mortal(options)
+
+
+class _DiesExporting(FakeRunner):
+    def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        super().export_kv(block_ids, buffer)
+        _die_once(self._options, "exporting")
+
+
+class _DiesImporting(FakeRunner):
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
+        self._device[block_ids[0]] = _EMPTY  # half of it
+        _die_once(self._options, "importing")
+        super().import_kv(block_ids, buffer, copies)
+
+
+def _die_once(options: RunnerOptions, what: str) -> None:
+    """Kill this process, unless another one of the same model's folder has been killed for this."""
+    try:
+        (Path(options.model) / f"died {what}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def runner_that_dies_exporting(options: RunnerOptions) -> FakeRunner:
+    """Load a runner whose process is killed when KV was copied out of its memory, the first time."""
+    return _DiesExporting(options)
+
+
+def runner_that_dies_importing(options: RunnerOptions) -> FakeRunner:
+    """Load a runner whose process is killed while KV is copied into its memory, the first time."""
+    return _DiesImporting(options)
 
 
 class _Paced(FakeRunner):

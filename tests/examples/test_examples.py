@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -79,6 +80,27 @@ def test_what_the_demo_shows_is_there_at_a_small_size(tmp_path: Path) -> None:
         policy = one.scheduling.request_prioritizer.policy
         waits[policy] = vajra.run(one, folder=tmp_path / policy).summary.value("by_slo_class.chat.ttft_s.p99")
     assert waits["fcfs"] > 10 * waits["lrs"]
+
+
+def test_pools_in_the_right_ratio_keep_slos_longer_than_one_pool(tmp_path: Path) -> None:
+    """What `examples/disaggregation.py` shows, at the load at which the ways part, for fewer requests."""
+    config = load_example("disaggregation.yaml", tmp_path, workload__num_requests=150)
+    points = [one for _, one in expand_sweep(config)]
+    assert len({one.workload.arrivals.rate for one in points}) >= 4
+    assert all(sum(pool.num_replicas for pool in one.pools.values()) == 8 for one in points)
+    chosen = [one for one in points if one.workload.arrivals.rate == 36]
+    runs = [vajra.run(one, folder=tmp_path / str(number)) for number, one in enumerate(chosen)]
+    example = runpy.run_path(str(EXAMPLES / "disaggregation.py"))
+    met = {example["way_of"](run): example["attainment"](run) for run in runs}
+    assert (
+        met["6 prefill + 2 decode"] > 0.9 > max(met["8 chunks_512"], met["8 chunks_2048"], met["7 prefill + 1 decode"])
+    )
+    assert met["5 prefill + 3 decode"] > met["4 prefill + 4 decode"]
+    text = "\n".join(example["what_to_see"](runs))
+    assert "6 prefill + 2 decode   36 requests/s (prefill" in text
+    assert "7 prefill + 1 decode   none" in text
+    example["draw"](runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -45,6 +45,14 @@ TWO_KINDS = {
     "long": {"num_replicas": 2, "scheduling": POLICIES | {"replicaset_scheduler": "least_loaded"}},
 }
 
+SPLIT = {
+    "short": {
+        **{"select": {"max_prompt_tokens": 200}, "scheduling": POLICIES, "replica": {"memory": {"num_blocks": 120}}},
+        **{"pools": {"prefill": {"num_replicas": 2}, "decode": {}}, "links": {"bandwidth_gb_s": 2.0}},
+    },
+    "long": {"num_replicas": 2, "scheduling": POLICIES},
+}
+
 
 def config_of(folder: Path, **changes: Any) -> ExperimentConfig:
     mapping = BASE | changes
@@ -88,6 +96,7 @@ def bytes_of_both(config: ExperimentConfig, count: int) -> tuple[dict[str, bytes
         ({"scheduling": POLICIES | {"replicaset_scheduler": "random", "request_prioritizer": "lrs"}}, 3),
         ({"num_replicas": 2}, 2),
         ({"scheduling": None, "replicasets": TWO_KINDS}, 3),
+        ({"scheduling": None, "num_replicas": None, "replicasets": SPLIT}, 3),
         ({"replica": {"max_model_len": 400, "memory": {"num_blocks": 30, "host_blocks": 20}}}, 3),
         ({"output": {"steps": False}}, 3),
         ({"output": {"decision_log": False}}, 3),
@@ -97,6 +106,7 @@ def bytes_of_both(config: ExperimentConfig, count: int) -> tuple[dict[str, bytes
         "random, lrs",
         "fewer replicas than workers",
         "two replicasets",
+        "requests that move",
         "rejected, preempted",
         "no steps",
         "no decision log",

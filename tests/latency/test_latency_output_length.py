@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vajra_py.contract.latency import LengthEstimate, OutputLengthPredictor
+from vajra_py.errors import ConfigError
 from vajra_py.latency import BUILTIN_OUTPUT_LENGTHS
+from vajra_py.plugins import OutputLengthInputs, build_output_lengths
+from vajra_py.testing.harness import Harness, HarnessOptions
 
 SPECS = {spec.name: spec for spec in BUILTIN_OUTPUT_LENGTHS}
 
@@ -21,6 +24,7 @@ class Request:
     request_id: str = "r0"
     num_output_tokens: int = 0
     max_tokens: int = 100_000
+    tenant: str = ""
 
 
 def build(kind: str, truth: dict[str, int] | None = None, seed: int = 0, **parameters: Any) -> OutputLengthPredictor:
@@ -33,7 +37,7 @@ def build(kind: str, truth: dict[str, int] | None = None, seed: int = 0, **param
 
 
 def test_all_predictors_are_offered() -> None:
-    assert set(SPECS) == {"none", "constant", "histogram", "oracle", "noisy_oracle"}
+    assert set(SPECS) == {"none", "constant", "histogram", "history", "oracle", "noisy_oracle"}
 
 
 def test_none_knows_nothing() -> None:
@@ -45,6 +49,30 @@ def test_a_constant_stays_between_generated_and_allowed() -> None:
     assert predictor.predict(Request()) == LengthEstimate(100, 100, 300)
     assert predictor.predict(Request(num_output_tokens=150)) == LengthEstimate(150, 150, 300)
     assert predictor.predict(Request(max_tokens=50)) == LengthEstimate(50, 50, 50)
+
+
+@pytest.mark.parametrize("kind", ["oracle", "noisy_oracle"])
+def test_an_oracle_is_refused_where_nobody_knows(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{kind}' of vajra-py .* cannot be built: .*not here.*Allowed here: none, "):
+        build_output_lengths(kind, {}, OutputLengthInputs(np.random.default_rng, {}))
+
+
+def test_history_is_of_the_same_tenant_and_of_the_last_requests() -> None:
+    harness = Harness(
+        "fcfs", "round_robin", "fixed_chunk", HarnessOptions(output_lengths=build("history", window=3, by_tenant=True))
+    )
+    predict = harness.options.output_lengths.predict
+    first = harness.submit("probe", 5, 1, tenant="a")
+    assert predict(first) is None, "nothing has ended yet"
+    for index, length in enumerate((50, 2, 4, 9)):
+        harness.submit(f"r{index}", 5, length, tenant="a")
+        harness.submit(f"other{index}", 5, 30, tenant="b")
+        harness.steps_until_idle()
+    assert predict(Request(tenant="a")) == LengthEstimate(5.0, 4.0, 9.0)
+    assert predict(Request(tenant="b")) == LengthEstimate(30.0, 30.0, 30.0)
+    assert predict(Request(tenant="c")) is None
+    assert predict(Request(tenant="a", num_output_tokens=3)) == LengthEstimate(6.5, 4.0, 9.0)
+    assert predict(Request(tenant="a", num_output_tokens=9)) is None
 
 
 def test_the_oracle_tells_the_truth_and_only_of_what_it_knows() -> None:

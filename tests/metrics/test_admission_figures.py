@@ -23,6 +23,7 @@ from vajra_py.contract import (
     RequestView,
 )
 from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.comparison.comparison import compare
 from vajra_py.metrics.report.report import render_report
 from vajra_py.metrics.report.timeline import timeline_events
 from vajra_py.metrics.runs.run_data import RunData
@@ -45,7 +46,7 @@ class Turns:
         if kind in (2, 3):
             return Refuse("even" if kind == 2 else "odd", 1.0)
         if kind == 4 and now < request.arrived_at + 0.25:
-            return Defer(request.arrived_at + 0.25)
+            return Defer(request.arrived_at + 0.25, "not yet")
         if kind == 5 and sum(one.num_running for one in replicasets[0].replicas):
             return Defer()
         return ACCEPT
@@ -81,6 +82,8 @@ def test_the_requests_table_has_a_row_of_decisions(run: RunData) -> None:
         kind, what = row["index"] % 6, row["admission"]
         assert what == ("accepted", "degraded", "refused", "refused", "accepted", "accepted")[kind]
         assert row["degraded"] == ("max_tokens=2, slo_class=batch" if kind == 1 else "")
+        if row["num_deferrals"]:
+            assert row["deferral_reason"] == ("not yet" if kind == 4 else "")
         assert row["shed_reason"] == {2: "even", 3: "odd"}.get(kind, "")
         if kind == 4:
             assert (row["num_deferrals"], row["deferred_at"]) == (1, row["arrived_at"])
@@ -103,6 +106,7 @@ def test_the_summary_counts_what_the_table_says(run: RunData) -> None:
         "deferred": 0,
     }
     assert section["refused_by_reason"] == {"even": 20, "odd": 20}
+    assert section["deferred_by_reason"] == {"not yet": 20}
     rejected = Counter(rejection_kind(row["detail"]) for row in rows if row["reason"] == "rejected")
     assert section["rejected"] == {"shed": 40, "queue_full": rejected["queue_full"], "no_replica": 0, "cannot_run": 0}
     assert rejected["queue_full"] > 0
@@ -127,7 +131,9 @@ def test_rejected_requests_miss_their_slos_whoever_rejected_them(run: RunData) -
 
 def test_a_report_and_a_comparison_show_it(run: RunData) -> None:
     page = render_report([run])
-    for label in ("Shed by admission", "Found a full queue", "Degraded by admission", "Deferral mean"):
+    assert compare([run]).reasons == {"deferred: not yet": (20,), "refused: even": (20,), "refused: odd": (20,)}
+    words = ("Shed by admission", "Found a full queue", "Degraded by admission", "Deferral mean", "deferred: not yet")
+    for label in words:
         assert label in page
 
 
@@ -150,6 +156,8 @@ def test_the_decisions_are_kept_in_order(run: RunData) -> None:
     by_kind = Counter(one["decision"] for one in decisions)
     assert by_kind["refuse"] == 40
     first: dict[str, Any] = next(one for one in decisions if one["decision"] == "refuse")
+    deferred = {one["index"] % 6: one.get("reason") for one in decisions if one["decision"] == "defer"}
+    assert deferred == {4: "not yet", 5: None}  # no reason is none, not an empty one
     assert {key: first[key] for key in ("policy", "reason", "retry_after_s")} == {
         "policy": "turns",
         "reason": "even",

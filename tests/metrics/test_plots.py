@@ -18,9 +18,7 @@ from vajra_py.metrics.plots.ticks import ReadableLogLocator
 from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
-FIGURES = [
-    name for name in plots.__all__ if name not in ("has_emitted", "has_rate_sweep", "has_scaling", "workload_figure")
-]
+FIGURES = [name for name in plots.__all__ if not name.startswith("has_") and name != "workload_figure"]
 
 
 def grid(make_run: Make, rates: Sequence[float] = (6.0, 40.0)) -> list[RunData]:

@@ -19,6 +19,16 @@ PRIORITIZERS: list[PolicySource] = [
     ("lrs", {"min_deadline_s": 0.01}),
     ("lars", {"use_request_deadlines": True}),
     "priority",
+    "vtc",
+    "least_counter_first",
+    ("deficit_round_robin", {"quantum": 40.0}),
+    "sjf",
+    "srpt",
+    "trail",
+    ("ltr", {"starvation_s": 0.1, "boost_steps": 3}),
+    "hrrn",
+    ("skip_join_mlfq", {"promotion_steps": 10, "starvation_s": 0.1}),
+    ("qoserve", {"default_ttft_s": 0.3}),
 ]
 CHOOSERS: list[PolicySource] = [
     "round_robin",
@@ -27,6 +37,8 @@ CHOOSERS: list[PolicySource] = [
     "power_of_two",
     "random",
     "prefix_affinity",
+    "lmetric",
+    "consistent_hashing",
 ]
 BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("fixed_chunk", {"chunk_size": 48}),
@@ -35,6 +47,12 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("dynamic_chunk", {"target_batch_time_s": 1e-6}),
     ("space_sharing", {"target_batch_time_s": 0.015, "long_seq_kv_cache_len_threshold": 64}),
     ("space_sharing", {"target_batch_time_s": 0.015, "class_shares": {"gold": 0.6, "iron": 0.4}}),
+    ("preemptive", {"chunk_size": 48}),
+    ("preemptive", {"chunk_size": 1}),
+    ("slack_chunk", {"sizes": [8, 64]}),
+    ("past_future", {"chunk_size": 48}),
+    ("hygen", {"chunk_size": 48, "latency_budget_s": 0.008}),
+    ("scorpio", {"chunk_size": 48, "rejects": False}),
 ]
 
 requests: st.SearchStrategy[dict[str, Any]] = st.builds(
@@ -69,7 +87,7 @@ def options(draw: st.DrawFn) -> HarnessOptions:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     st.sampled_from(PRIORITIZERS),
     st.sampled_from(CHOOSERS),

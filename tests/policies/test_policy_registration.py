@@ -14,7 +14,10 @@ from vajra_py.contract import Layer, PolicySpec
 from vajra_py.plugins import load_registry, parameters_of
 
 OWN = {
-    Layer.REQUEST_PRIORITIZER: {"fcfs", "edf", "lrs", "priority"},
+    Layer.REQUEST_PRIORITIZER: {
+        *("fcfs", "edf", "lrs", "priority", "vtc", "least_counter_first", "deficit_round_robin"),
+        *("sjf", "srpt", "trail", "ltr", "hrrn", "skip_join_mlfq", "qoserve"),
+    },
     Layer.REPLICASET_SCHEDULER: {
         "round_robin",
         "pull",
@@ -26,8 +29,13 @@ OWN = {
         "dynamo_kv_router",
         "sglang_cache_aware",
         "preble_e2",
+        "lmetric",
+        "consistent_hashing",
     },
-    Layer.REPLICA_SCHEDULER: {"fixed_chunk", "dynamic_chunk", "space_sharing"},
+    Layer.REPLICA_SCHEDULER: {
+        *("fixed_chunk", "dynamic_chunk", "space_sharing"),
+        *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
+    },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)
 

@@ -18,8 +18,9 @@ VIEW = "vajra_py/contract/requests.py"
 MADE_UP = {
     "pool": ("str", '""'),
     "ancestors": ("tuple[str, ...]", "()"),
-    "stage": ("int | None", "None"),
+    "level": ("int | None", "None"),
     "turn": ("int", "0"),
+    "urgent": ("bool", "False"),
     "weight": ("float | None", "None"),
     "patience_s": ("float | None", "None"),
 }

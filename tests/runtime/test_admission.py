@@ -235,6 +235,7 @@ def test_a_deferred_request_expires_and_is_taken_back_like_a_waiting_one() -> No
         (Defer(0.25), "into the past"),
         (Defer(float("inf")), "a time that is not a number"),
         (Defer("soon"), "a time that is not a number"),  # type: ignore[arg-type]
+        (Defer(9.0, 4), "for a reason that is no text"),  # type: ignore[arg-type]
     ],
 )
 def test_nonsense_names_the_policy_and_the_request(answer: Any, complaint: str) -> None:

@@ -242,8 +242,5 @@ def test_the_only_replica_is_asked_for_by_name() -> None:
     with pytest.raises(ConfigError, match="there is more than one replica"):
         bench.controller.only_replica()
     assert bench.replicaset.bounds.are_equal is False
-    with pytest.raises(ConfigError, match="its replicas have different limits"):
-        _ = bench.replicaset.limits_in_common
     alone = Bench((SMALL, FAST, CHUNKS))
     assert alone.controller.only_replica() is alone.replicaset.replicas[0]
-    assert alone.replicaset.limits_in_common.num_blocks == 10

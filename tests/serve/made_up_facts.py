@@ -20,8 +20,16 @@ from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.testing.strict import StrictViews
 from vajra_py.workload import RequestSpec, SloClass, Workload, read_csv, read_jsonl, write_jsonl
 
-STATED = {"pool": "blue", "ancestors": ("a", "b"), "stage": 3, "turn": 2, "weight": -0.5, "patience_s": 1.5}
-NOTHING = {"pool": "", "ancestors": (), "stage": None, "turn": 0, "weight": None, "patience_s": None}
+STATED = {
+    "pool": "blue",
+    "ancestors": ("a", "b"),
+    "level": 3,
+    "turn": 2,
+    "urgent": True,
+    "weight": -0.5,
+    "patience_s": 1.5,
+}
+NOTHING = {"pool": "", "ancestors": (), "level": None, "turn": 0, "urgent": False, "weight": None, "patience_s": None}
 
 
 class Reader:
@@ -53,8 +61,8 @@ def seen_in_a_run(requests: list[RequestSpec]) -> dict[str, dict[str, Any]]:
 def two(tmp_path: Path) -> Workload:
     file = tmp_path / "t.csv"
     file.write_text(
-        "arrived_at,num_prompt_tokens,num_output_tokens,pool,ancestors,stage,turn,weight,patience_s\n"
-        "0,5,6,blue,a; b,3,2,-0.5,1.5\n1,5,6,,,,0,,\n"
+        "arrived_at,num_prompt_tokens,num_output_tokens,pool,ancestors,level,turn,urgent,weight,patience_s\n"
+        "0,5,6,blue,a; b,3,2,true,-0.5,1.5\n1,5,6,,,,0,,,\n"
     )
     return read_csv(file)
 
@@ -73,7 +81,7 @@ def test_a_class_of_service_may_state_them(two: Workload) -> None:
     import numpy as np
 
     labelled = two.with_slo_classes([SloClass("c", 1.0, {"pool": "red", "turn": 7})], np.random.default_rng(0))
-    assert [(one.pool, one.turn, one.stage) for one in labelled] == [("red", 7, 3), ("red", 7, None)]  # type: ignore[attr-defined]
+    assert [(one.pool, one.turn, one.level) for one in labelled] == [("red", 7, 3), ("red", 7, None)]  # type: ignore[attr-defined]
 
 
 def test_policies_see_them_in_a_simulated_run(two: Workload) -> None:
@@ -87,9 +95,17 @@ def test_extra_args_of_vllm_state_them() -> None:
     assert stated_in(given) == STATED
 
 
-BODY = {"pool": "blue", "ancestors": ["a", "b"], "stage": 3, "turn": 2, "weight": -0.5, "patience_ms": 1500}
+BODY = {
+    "pool": "blue",
+    "ancestors": ["a", "b"],
+    "level": 3,
+    "turn": 2,
+    "urgent": True,
+    "weight": -0.5,
+    "patience_ms": 1500,
+}
 HEADERS = {
-    "x-pool": "blue", "x-ancestors": "a, b", "x-stage": "3", "x-turn": "2", "x-weight": "-0.5", "x-patience-ms": "1500",
+    "x-pool": "blue", "x-ancestors": "a, b", "x-level": "3", "x-turn": "2", "x-urgent": "true", "x-weight": "-0.5", "x-patience-ms": "1500",
 }  # fmt: skip
 
 
@@ -99,7 +115,7 @@ def test_http_recording_replay_and_table_have_them(puppet_server: Callable[..., 
     for body, headers in ((BODY, {}), ({}, HEADERS), ({}, {})):
         body = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 2, **body}
         assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
-    assert server.post(stage="three").status_code == 400
+    assert server.post(level="three").status_code == 400
     document = httpx.get(f"{server.url}/openapi.json").json()
     assert {*BODY} <= {*document["components"]["schemas"]["CompletionBody"]["properties"]}
     assert {*HEADERS} <= {one["name"] for one in document["paths"]["/v1/completions"]["post"]["parameters"]}
@@ -113,7 +129,7 @@ def test_http_recording_replay_and_table_have_them(puppet_server: Callable[..., 
     table = pq.read_table(folder / "requests.parquet")
     assert table.select(list(STATED)).to_pylist()[:2] == [as_kept, as_kept]
     assert table.column("pool").to_pylist()[2] == ""
-    frame = RunData.load(folder).requests_frame("pool", "stage")
+    frame = RunData.load(folder).requests_frame("pool", "level")
     assert frame.pool.tolist() == ["blue", "blue", ""]
 
 
@@ -127,7 +143,7 @@ def test_a_run_of_before_has_nothing_in_their_place(puppet_server: Callable[...,
     pq.write_table(pq.read_table(file).drop_columns(list(STATED)), file)
     kept = RunData.load(folder).requests().select(list(STATED)).to_pylist()[0]
     assert (kept["pool"], kept["ancestors"], kept["turn"]) == ("", [], 0)
-    assert [kept[name] == kept[name] for name in ("stage", "weight", "patience_s")] == [False] * 3  # NaN
+    assert [kept[name] == kept[name] for name in ("level", "weight", "patience_s")] == [False] * 3  # NaN
 
 
 def test_the_documentation_lists_them() -> None:

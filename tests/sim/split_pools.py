@@ -70,7 +70,7 @@ class Ways(Observer):
     def on_kv_released(self, request: RequestView, replica_id: int, now: float) -> None:
         self._note("released", request, now).released = now
 
-    def on_migration_aborted(self, request: RequestView, source: int, target: int, now: float) -> None:
+    def on_migration_aborted(self, request: RequestView, source: int, target: int, reason: str, now: float) -> None:
         self._note("aborted", request, now)
 
     def on_first_token(self, request: RequestView, now: float) -> None:

@@ -15,6 +15,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     QueueView,
+    ReplicaId,
     ReplicaLoadView,
     RequestView,
 )
@@ -270,3 +271,43 @@ def test_one_reservation_at_a_time_and_repeated_steps_give_the_same(seed: int) -
     fast, slow = (simulate(mapping, requests, wants_steps=each) for each in (False, True))
     assert fast.ways == slow.ways
     assert fast.order == slow.order
+
+
+class DecodeReplicasInTurn:
+    """Assigns prompts to replica 0, and decodes to each other replica in turn."""
+
+    def __init__(self) -> None:
+        self.num_placed = 0
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The first."""
+        return 0
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Nothing."""
+        return ()
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """The next of the others."""
+        self.num_placed += 1
+        return 1 + self.num_placed % 2
+
+
+@pytest.mark.parametrize("first_token", ["source", "recompute"])
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+def test_a_scheduler_of_all_pools_is_asked_once_where_a_prompt_goes(first_token: str, role: str) -> None:
+    """Also where the target samples the first token again: for this it computes the last token of the prompt."""
+    scheduler = DecodeReplicasInTurn()
+    spec = PolicySpec("in_turn", Layer.REPLICASET_SCHEDULER, PolicyConfig, lambda *_: scheduler, "In turn.")
+    mapping = settings(
+        scheduling={**POLICIES, "replicaset_scheduler": "in_turn"},
+        pools={"prefill": {}, "others": {"num_replicas": 2, "role": role}},
+        hand_off={"kv_bytes_per_token": 1000, "first_token": first_token},
+    )
+    requests = [RequestSpec(f"r{index}", 0.05 * index, 30, 4) for index in range(6)]
+    finished = simulate(mapping, requests, registry=load_registry().with_policies([spec]))
+    assert scheduler.num_placed == 6
+    assert [what for what, _, _ in finished.order].count("transfer") == 6
+    assert {way.target for way in finished.ways.values()} == {1, 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.split_pools import prepared, settings, simulate
+from tests.sim.split_pools import POLICIES, prepared, settings, simulate
 from vajra_py.contract import (
     Layer,
     Move,
@@ -206,3 +206,50 @@ def test_random_moves_lose_nothing_and_do_not_depend_on_repeated_steps(seed: int
             assert not replica.lifecycle.held
         results.append((ways.of, ways.order))
     assert results[0] == results[1]
+
+
+def reserving_first(num_blocks: int, **more: Any) -> dict[str, Any]:
+    """Two prefill replicas, and one decode replica whose blocks are set aside before a prompt is computed."""
+    return settings(
+        scheduling={**POLICIES, "replicaset_scheduler": "mover"},
+        pools={"prefill": {"num_replicas": 2}, "decode": {"replica": {"memory": {"num_blocks": num_blocks}}}},
+        hand_off={"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt"},
+        **more,
+    )
+
+
+def test_a_prompt_that_moves_takes_its_reservation_along() -> None:
+    """b waits behind a with blocks of the decode replica; on the other prefill replica it begins at once."""
+
+    to_move = ["b"]
+
+    def moves(alive: dict[str, RequestView], now: float) -> Iterable[Move]:
+        return [Move(alive[to_move.pop()], 1)] if to_move else []
+
+    requests = [RequestSpec("a", 0.0, 900, 5), RequestSpec("b", 0.001, 900, 5)]
+    mapping = reserving_first(200)
+    ways = simulate(mapping, requests, registry=registry_of([0.02], moves)).ways
+    assert ways["b"].assigned == [0, 1]
+    assert ways["b"].held == pytest.approx(0.02 + 0.01 + 0.0001 * 900)
+    assert ways["b"].target == 2
+
+
+def test_a_prompt_that_waits_for_blocks_of_its_target_is_not_called_back() -> None:
+    """It is bound already, and its blocks come next; to call it back changes nothing."""
+
+    def moves(alive: dict[str, RequestView], now: float) -> Iterable[Move]:
+        return [Move(alive["b"], None)]
+
+    requests = [RequestSpec("a", 0.0, 900, 5), RequestSpec("b", 0.001, 900, 5)]
+    called = simulate(reserving_first(60), requests, registry=registry_of([0.02], moves)).ways
+    assert called == simulate(reserving_first(60), requests, registry=registry_of([], moves)).ways
+    assert called["a"].ended is not None
+    assert called["b"].held is not None
+    assert called["b"].held > called["a"].ended
+
+
+def test_a_decode_does_not_move_to_a_replica_that_computes_prompts_alone() -> None:
+    """It would grow there beyond what the replica may hold."""
+    mapping = reserving_first(200)
+    with pytest.raises(PolicyError, match=r"moves a request to replica 1\. Replicas that are up and can run it: \[2\]"):
+        simulate(mapping, [RequestSpec("a", 0.0, 100, 100)], registry=registry_of([0.5], move_all(1)))

@@ -7,12 +7,12 @@ are geometric. With many short steps that is an exponential service time: replic
 from __future__ import annotations
 
 import heapq
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from tests.sim.queueing import erlang_c, mean_and_error
 from vajra_py.contract import RequestView
 from vajra_py.contract.observer import Observer
 from vajra_py.latency import ConstantModel
@@ -22,7 +22,6 @@ from vajra_py.workload import RequestSpec
 
 STEP_S = 0.003
 MEAN_STEPS = 16
-NUM_BATCHES = 20
 
 
 class Waits(Observer):
@@ -73,20 +72,6 @@ class Queue:
             waits.append(begun_at - at)
             heapq.heappush(free_at, begun_at + steps * STEP_S)
         return np.array(waits)
-
-
-def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """The mean and its standard error by batch means: waits of neighbours are far from independent."""
-    batches = values[len(values) // 20 :]
-    batches = batches[: len(batches) // NUM_BATCHES * NUM_BATCHES].reshape(NUM_BATCHES, -1).mean(axis=1)
-    return float(batches.mean()), float(batches.std(ddof=1) / math.sqrt(NUM_BATCHES))
-
-
-def erlang_c(num_servers: int, load: float) -> float:
-    """The part of arrivals that find every server busy in M/M/k (Erlang 1917)."""
-    terms = [load**k / math.factorial(k) for k in range(num_servers)]
-    last = load**num_servers / math.factorial(num_servers) * num_servers / (num_servers - load)
-    return last / (sum(terms) + last)
 
 
 @pytest.mark.parametrize(("utilisation", "num_servers"), [(0.6, 1), (0.6, 2)])

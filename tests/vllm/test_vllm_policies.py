@@ -29,6 +29,7 @@ CHOOSERS = [*built_in(Layer.REPLICASET_SCHEDULER), "example_prefix_affinity"]
 BATCHERS = [*built_in(Layer.REPLICA_SCHEDULER), "example_capped_chunk"]
 PARAMS = {
     "dynamic_chunk": "{target_batch_time_s: 0.05}",
+    "scorpio": "{rejects: false}",
     "example_capped_chunk": "{chunk_tokens: 256, capped_chunk_tokens: 48}",
 }
 NUM_BLOCKS = 15

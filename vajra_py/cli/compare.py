@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--scope",
-    help="A class or tenant named in the output, in place of all requests. CSV and JSON hold every scope without it.",
+    help="A class, tenant or pool named in the output, in place of all requests. CSV and JSON hold every scope without it.",
 )
 @click.option(
     "--each-run", is_flag=True, help="Show every run; without it, runs that differ in their seed only are one."
@@ -100,6 +100,7 @@ def _text(comparison: Comparison, view: _View) -> str:
     """Return the comparison as text for other programs."""
     from vajra_py.metrics.comparison import tables as comparison_tables
     from vajra_py.metrics.comparison.compared_settings import OVERALL
+    from vajra_py.metrics.comparison.reason_table import further_tables
     from vajra_py.metrics.comparison.table_renderers import csv_text, latex, markdown
 
     position = None if view.baseline is None else comparison.position(view.baseline)
@@ -113,7 +114,10 @@ def _text(comparison: Comparison, view: _View) -> str:
     scope = view.scope or OVERALL
     if view.baseline is not None:
         return (markdown if view.form == "markdown" else latex)(_differences(comparison, view))
-    return comparison.to_markdown(scope) if view.form == "markdown" else comparison.to_latex(scope, view.columns)
+    if view.form == "latex":
+        return comparison.to_latex(scope, view.columns)
+    further = further_tables(comparison) if view.scope is None else []
+    return "\n".join([comparison.to_markdown(scope), *map(markdown, further)])
 
 
 def _differences(comparison: Comparison, view: _View) -> Table:
@@ -128,13 +132,15 @@ def _differences(comparison: Comparison, view: _View) -> Table:
 
 def _show(comparison: Comparison, view: _View, loaded: Sequence[RunData]) -> None:
     """Print the comparison for a reader."""
-    from vajra_py.cli.options import say_step_times, say_warnings, show_table
+    from vajra_py.cli.options import say_step_times, say_warnings, show_further_tables, show_table
     from vajra_py.metrics.comparison.compared_settings import OVERALL
 
     if view.baseline is not None:
         show_table(_differences(comparison, view))
         return
     show_table(comparison.render(view.scope or OVERALL, view.columns).table)
+    if view.scope is None:
+        show_further_tables(comparison)
     say_step_times(loaded, comparison)
     say_warnings(loaded)
     if len(comparison.scopes) > 1 and view.scope is None:

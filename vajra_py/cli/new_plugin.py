@@ -12,10 +12,10 @@ import click
 @click.option("--directory", type=click.Path(path_type=Path), default=Path(), help="Where to put it. Default: here.")
 @click.option(
     "--kind",
-    type=click.Choice(["policies", "admission", "scaler", "scorer", "filter", "picker", "decider"]),
+    type=click.Choice(["policies", "admission", "scaler", "retention", "scorer", "filter", "picker", "decider"]),
     default="policies",
     show_default=True,
-    help="What it offers: a policy for each layer, an admission policy, a scaler, or a part of composable routers.",
+    help="What it offers: a policy for each layer, an admission policy, a scaler, a retention policy, or a part of composable routers.",
 )
 def new_plugin(name: str, directory: Path, kind: str) -> None:
     """Write package NAME: one working policy for each layer, or another kind, with parameters and tests.

@@ -119,6 +119,16 @@ def show_table(table: Table) -> None:
     wide_console(shown.width).print(shown)
 
 
+def show_further_tables(comparison: Comparison) -> None:
+    """Print the tables of pools, and of moves, deferrals and refusals by reason, as far as a few runs have any."""
+    from vajra_py.metrics.comparison.reason_table import further_tables
+    from vajra_py.metrics.comparison.tables import WIDE
+
+    if len(comparison.names) <= WIDE:  # pools of more settings are in the report, and under --scope
+        for table in further_tables(comparison):
+            show_table(table)
+
+
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
     """Print the origin of these runs' step times below a table, and whether differences exceed their known error."""
     from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins

@@ -196,13 +196,14 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
     counts += [f"{num_copies} would repeat them under another seed"] if num_copies else []
     click.echo(f"results: {' '.join(places)}" + (f" ({'; '.join(counts)})" if counts else ""))
     if not quiet:
-        from vajra_py.cli.options import say_step_times, say_warnings, show_table
+        from vajra_py.cli.options import say_step_times, say_warnings, show_further_tables, show_table
         from vajra_py.metrics.comparison.comparison import compare
         from vajra_py.metrics.runs.naming import distinct
 
         runs = distinct(runs)
         comparison = compare(runs)
         show_table(comparison.render().table)
+        show_further_tables(comparison)
         say_step_times(runs, comparison)
         say_warnings(runs)
     if report is not None:

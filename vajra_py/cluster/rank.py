@@ -5,14 +5,18 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import ray
 
-from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
+from vajra_py.engine.compute import KvRunner, LoadRunner, ModelFacts, ModelRunner, RunnerOptions
+from vajra_py.engine.kv_copy import RankCopy, exported
 from vajra_py.engine.worker import placed, said, set_passive_omp_wait
 from vajra_py.errors import ExecutorError
+from vajra_py.runtime.kv import BlockCopy
 
 WATCH = "watch"
 """Group of the calls that do not wait for those before them; declared here, as Ray Client cannot name it in a call."""
@@ -47,6 +51,28 @@ class Rank:
             return getattr(self._runner, name)(*arguments)
         except Exception as error:
             return _sendable(error)
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def export_kv(self, number: int, block_ids: Sequence[int]) -> tuple[RankCopy | BaseException, Any]:
+        """Return that the copy is done, and KV blocks, which stay in the cluster's memory."""
+        try:
+            return RankCopy(number, part=True), exported(cast(KvRunner, self._runner), block_ids)
+        except Exception as error:
+            return _sendable(error), None
+
+    def import_kv(
+        self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy], part: Sequence[Any]
+    ) -> RankCopy | BaseException:
+        """Copy what another rank has exported (`part`: a reference to it) into KV blocks."""
+        try:
+            buffer = np.array(ray.get(part[0]))  # a writable copy, as tensors want it
+        except ray.exceptions.RayError:
+            return RankCopy(number, is_lost=True)
+        try:
+            cast(KvRunner, self._runner).import_kv(block_ids, buffer, copies)
+        except Exception as error:
+            return _sendable(error)
+        return RankCopy(number)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> None:

@@ -18,6 +18,7 @@ from vajra_py.cluster.rank import WATCH, Rank
 from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import LoadRunner, LookaheadStep, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
+from vajra_py.engine.kv_copy import KvExport, KvImport, RankCopy
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
 from vajra_py.errors import ExecutorError
@@ -75,6 +76,8 @@ class RayWorker:
         self._placement = placement
         self._facts: list[ModelFacts] = []
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._exported: dict[tuple[int, int], Any] = {}
+        """References to KV that ranks were told to export, by (rank, transfer)."""
         self._receiver: threading.Thread | None = None
         self._closes = threading.Lock()
         resources, ranks = placement.resources(options.device), range(options.num_ranks)
@@ -140,6 +143,16 @@ class RayWorker:
         for rank, one in enumerate(self._actors):
             self._expect(rank, one.call.remote(name, step))
 
+    def copy_kv(self, copy: KvExport | KvImport) -> None:
+        """See `Worker`: KV goes from rank to rank through the cluster's memory for objects, not by way of this process."""
+        for rank, one in enumerate(self._actors):
+            if isinstance(copy, KvExport):
+                done, content = one.export_kv.remote(copy.number, copy.block_ids)
+                self._exported[rank, copy.number] = content
+            else:
+                done = one.import_kv.remote(copy.number, copy.block_ids, copy.copies, [copy.content[rank]])
+            self._expect(rank, done)
+
     def close(self) -> None:
         """See `Worker`."""
         from ray.util.placement_group import remove_placement_group
@@ -192,6 +205,8 @@ class RayWorker:
                 answer = done.result()
             except Exception as error:  # the actor's end
                 answer = ExecutorError(_gone(error))
+            if isinstance(answer, RankCopy) and answer.part is not None:
+                answer = replace(answer, part=self._exported.pop((rank, answer.number)))
             if isinstance(answer, BaseException):
                 deliver(Finished(self._replica, None, said(answer)))
                 return

@@ -20,9 +20,12 @@ from vajra_py.config.sections import PolicyChoice, TypedChoice
 from vajra_py.contract import Layer, RoutingPartChoice, RoutingPartKind
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
-from vajra_py.plugins import ADMISSION, SCALER, AnyOffer, Kind, Offer, Registry, kind_of
+from vajra_py.plugins import ADMISSION, RETENTION, SCALER, AnyOffer, Kind, Offer, Registry, kind_of
 
 STAND_IN = "stand-in"
+
+_BESIDE: tuple[Kind[Any], ...] = (SCALER, RETENTION)
+"""Policies that a replicaset may have beside those of its layers."""
 
 _BACKENDS: dict[str, type[BaseModel]] = {}
 
@@ -104,11 +107,12 @@ class PluginParts:
                 continue
             choice = self._policy(layer, (*path, "scheduling", layer.value), scheduling.get(layer.value))
             scheduling[layer.value] = choice or PolicyChoice(policy=STAND_IN)
-        if scheduling.get(SCALER.key) is not None:
-            choice = self._beside(SCALER, (*path, "scheduling", SCALER.key), scheduling[SCALER.key])
-            scheduling[SCALER.key] = choice or PolicyChoice(policy=STAND_IN)
+        for kind in _BESIDE:
+            if scheduling.get(kind.key) is not None:
+                choice = self._beside(kind, (*path, "scheduling", kind.key), scheduling[kind.key])
+                scheduling[kind.key] = choice or PolicyChoice(policy=STAND_IN)
         if not complete:
-            known = {"preset", SCALER.key, *(layer.value for layer in Layer)}
+            known = {"preset", *(kind.key for kind in _BESIDE), *(layer.value for layer in Layer)}
             for key in [each for each in scheduling if each not in known]:
                 self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
             section["scheduling"] = None
@@ -121,12 +125,15 @@ class PluginParts:
             self._found((*path, ADMISSION.key), message, "Allowed: scheduling.admission at the top of the file")
 
     def _pools(self, path: KeyPath, section: dict[str, Any]) -> None:
-        """Complete the replica scheduler of each pool that has one."""
+        """Complete the replica scheduler and the retention policy of each pool that has its own."""
         key = Layer.REPLICA_SCHEDULER.value
         for name, pool in _mapping(section.get("pools")).items():
             if isinstance(pool, dict) and pool.get(key) is not None:
                 choice = self._policy(Layer.REPLICA_SCHEDULER, (*path, "pools", name, key), pool[key])
                 pool[key] = choice or PolicyChoice(policy=STAND_IN)
+            if isinstance(pool, dict) and pool.get(RETENTION.key) is not None:
+                choice = self._beside(RETENTION, (*path, "pools", name, RETENTION.key), pool[RETENTION.key])
+                pool[RETENTION.key] = choice or PolicyChoice(policy=STAND_IN)
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice; None if it is wrong."""

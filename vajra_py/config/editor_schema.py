@@ -11,10 +11,10 @@ from pydantic import BaseModel, TypeAdapter
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.load import EXPERIMENT_KEYS
 from vajra_py.config.schema import ExperimentConfig
-from vajra_py.contract import AdmissionSpec, Layer, PolicySpec
-from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.routing import PART_CHOICES
-from vajra_py.plugins import ADMISSION, SCALER, Offer, Registry
+from vajra_py.plugins import ADMISSION, RETENTION, Offer, OffersBeside, Registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]
@@ -41,10 +41,13 @@ def json_schema(registry: Registry) -> Schema:
             ],
         }
     layers: Schema = definitions["SchedulingConfig"]["properties"]
-    layers[SCALER.key] = _beside(layers[SCALER.key].get("description", ""), registry.scalers, definitions)
+    for key, offers in registry.beside_layers.items():
+        if key in layers:
+            layers[key] = _beside(layers[key].get("description", ""), offers, definitions)
     scheduler = definitions["SchedulingConfig"]["properties"][Layer.REPLICA_SCHEDULER.value]
     own_scheduler: Schema = definitions["PoolConfig"]["properties"]
     own_scheduler["replica_scheduler"] = _in_place_of(own_scheduler["replica_scheduler"], scheduler)
+    own_scheduler[RETENTION.key] = _in_place_of(own_scheduler[RETENTION.key], layers[RETENTION.key])
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
     properties["scheduling"] = _with_admission(properties["scheduling"], registry, definitions)
     simulator: Schema = definitions["SimulatorConfig"]["properties"]
@@ -91,7 +94,7 @@ def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema)
 
 def _beside(
     description: str,
-    offers: Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]],
+    offers: OffersBeside,
     definitions: Schema,
 ) -> Schema:
     """Return the schema of the choice of a policy beside the layers; null: none."""
@@ -102,7 +105,7 @@ def _beside(
 
 
 def _policy_variants(
-    offers: Mapping[str, Offer[PolicySpec]] | Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]],
+    offers: Mapping[str, Offer[PolicySpec]] | OffersBeside,
     definitions: Schema,
 ) -> Iterable[Schema]:
     for name, offer in offers.items():

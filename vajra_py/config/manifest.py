@@ -14,7 +14,7 @@ from typing import Any
 from vajra_py import __version__
 from vajra_py.config.schema import SystemConfig
 from vajra_py.contract import Layer
-from vajra_py.plugins import ADMISSION, SCALER, AnyOffer, Registry
+from vajra_py.plugins import ADMISSION, RETENTION, SCALER, AnyOffer, Registry
 
 MANIFEST_VERSION = 1
 LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
@@ -90,7 +90,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the policy, package and version for each replicaset and layer, and of its scaler."""
+    """Return the policy, package and version for each replicaset and layer, of its scaler and its retention policies."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name, replicaset in config.effective_replicasets.items():
         scheduling = replicaset.scheduling
@@ -99,6 +99,11 @@ def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, d
         }
         if scheduling.scaling is not None:
             offers[SCALER.key] = registry.scaler(scheduling.scaling.policy)
+        if scheduling.retention is not None:
+            offers[RETENTION.key] = registry.retention_policy(scheduling.retention.policy)
+        for pool, settings in replicaset.pools.items():
+            if settings.retention is not None:
+                offers[f"{RETENTION.key} of {pool}"] = registry.retention_policy(settings.retention.policy)
         found[name] = {key: _origin(offer) for key, offer in offers.items()}
     return found
 

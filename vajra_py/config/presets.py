@@ -13,7 +13,7 @@ from typing import Any
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, get, locate, merged, put, written_at
 from vajra_py.contract import Layer
 from vajra_py.errors import UnknownNameError, did_you_mean
-from vajra_py.plugins import ADMISSION, SCALER, Registry
+from vajra_py.plugins import ADMISSION, RETENTION, SCALER, Registry
 
 CHOICES: Sequence[KeyPath] = tuple(("backend", "simulator", key) for key in ("latency", "predictions", "output_length"))
 
@@ -24,7 +24,7 @@ def long_forms(root: Entries) -> Entries:
     """Return the tree with `lrs` expanded to `{policy: lrs}` and `none` to `{type: none}`, so that paths can address
     both.
     """
-    layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALER.key)]
+    layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALER.key, RETENTION.key)]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
     policies: list[KeyPath] = [
         *layers,
@@ -32,9 +32,10 @@ def long_forms(root: Entries) -> Entries:
         ("scheduling", ADMISSION.key),
     ]
     policies += [
-        (*path, "pools", pool, Layer.REPLICA_SCHEDULER.value)
+        (*path, "pools", pool, key)
         for path in replicaset_paths(root)
         for pool in _names(root, *path, "pools")
+        for key in (Layer.REPLICA_SCHEDULER.value, RETENTION.key)
     ]
     own += [(*path, "pools", pool) for path in own for pool in _names(root, *path, "pools")]
     typed = [*CHOICES, *((*path, key) for path in own for key in ("latency", "predictions"))]
@@ -99,7 +100,7 @@ def _with_pools_completed(root: Entries, path: KeyPath, registry: Registry) -> E
 
 def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
     moved = ("pools", "hand_off", "links", "migration")
-    for key in ("scheduling", "replica", "num_replicas", "elastic", *moved, "view_interval_s"):
+    for key in ("scheduling", "replica", "num_replicas", "elastic", *moved, "view_interval_s", "kv_event_lag_s"):
         by_pool = key in ("num_replicas", "elastic") and "pools" in own
         if key not in root or by_pool or (key == "pools" and "num_replicas" in own):
             continue
@@ -148,7 +149,7 @@ def _completed(over: Any, under: Any, registry: Registry) -> Any:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
         if mine is not None and theirs is not None and not _same_policy(layer, mine, theirs, registry):
             under = under.without(layer.value)
-    for kind in (ADMISSION, SCALER):
+    for kind in (ADMISSION, SCALER, RETENTION):
         mine, theirs = get(over, kind.key, "policy"), get(under, kind.key, "policy")
         if mine is not None and theirs is not None and mine != theirs:
             under = under.without(kind.key)

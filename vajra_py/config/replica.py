@@ -51,6 +51,9 @@ class PrefixCacheConfig(Section):
             "others read blocks that were never computed."
         ),
     )
+    max_pinned_fraction: float = Field(
+        0.5, strict=True, ge=0, le=1, description="Part of the KV blocks that pins of policies may hold, fraction."
+    )
 
 
 class MemoryConfig(Section):
@@ -142,6 +145,9 @@ class PoolConfig(Section):
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
     replica_scheduler: PolicyChoice | None = Field(
         None, description="What runs in a step of its replicas; null: the replicaset's replica scheduler."
+    )
+    retention: PolicyChoice | None = Field(
+        None, description="Which idle cached content its replicas overwrite first; null: as the replicaset's say."
     )
     elastic: ElasticConfig | None = Field(
         None, description="Number of replicas that the replicaset's scaler may choose; null: always `num_replicas`."

@@ -126,6 +126,7 @@ class ReplicasetConfig(Section):
     links: LinksConfig = Field(default_factory=LinksConfig, description="As at the top.")
     migration: MigrationConfig = Field(default_factory=MigrationConfig, description="As at the top.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
+    kv_event_lag_s: Seconds = Field(0.0, description="As at the top.")
 
     @model_validator(mode="after")
     def _sized(self) -> Self:
@@ -238,6 +239,15 @@ class BackendConfig(BaseModel):
         return getattr(self, self.kind)
 
 
+class ProgramsConfig(Section):
+    """Programs: the calls of one agent, workflow or task (`program_id`)."""
+
+    idle_s: PositiveSeconds | None = Field(
+        3600.0,
+        description="A program has ended when none of its calls came for so long, seconds; null: when its client says so.",
+    )
+
+
 class OutputConfig(Section):
     """Output of a run: its files and folder."""
 
@@ -289,10 +299,18 @@ class SystemConfig(Section):
             "0: as they are now."
         ),
     )
+    kv_event_lag_s: Seconds = Field(
+        0.0,
+        description=(
+            "How late policies know what the replicas' prefix caches have come to hold and have lost, as routers that follow KV events, "
+            "seconds; 0: at once."
+        ),
+    )
     replicasets: dict[str, ReplicasetConfig] = Field(
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
+    programs: ProgramsConfig = Field(default_factory=ProgramsConfig, description="When programs of calls have ended.")
     backend: BackendConfig = Field(description="What executes it.")
     policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
@@ -324,8 +342,11 @@ class SystemConfig(Section):
         return made
 
     @model_serializer(mode="wrap")
-    def _written_admission_policy(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Put `scheduling.admission` back, and leave `programs` out where it says nothing: then results are those of before."""
         data: dict[str, Any] = handler(self)
+        if self.programs == ProgramsConfig():
+            data.pop("programs", None)
         choice = self._admission_policy
         if choice is not None and "scheduling" in data:
             data["scheduling"] = {**(data["scheduling"] or {}), ADMISSION.key: choice.model_dump(mode="json")}
@@ -377,6 +398,7 @@ class SystemConfig(Section):
             links=self.links,
             migration=self.migration,
             view_interval_s=self.view_interval_s,
+            kv_event_lag_s=self.kv_event_lag_s,
         )
         return {"default": only}
 

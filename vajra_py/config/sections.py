@@ -108,6 +108,13 @@ class SchedulingConfig(Section):
     scaling: PolicyChoice | None = Field(
         None, description="How many replicas are there? A scaler by name; null: always `num_replicas`."
     )
+    retention: PolicyChoice | None = Field(
+        None,
+        description=(
+            "Which idle cached content is overwritten first? A retention policy by name; null: the order of `memory.prefix_cache`, "
+            "which is `lru` unless that says otherwise."
+        ),
+    )
 
     def choice(self, layer: Layer) -> PolicyChoice:
         """Return the policy of a layer."""

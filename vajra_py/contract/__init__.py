@@ -18,7 +18,15 @@ from vajra_py.contract.admission import (
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState, WakeUps
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
-from vajra_py.contract.hookspecs import AdmissionSpec, AnyPolicySpec, PolicySpec, RoutingPartSpec, ScalerSpec, hookimpl
+from vajra_py.contract.hookspecs import (
+    AdmissionSpec,
+    AnyPolicySpec,
+    PolicySpec,
+    RetentionSpec,
+    RoutingPartSpec,
+    ScalerSpec,
+    hookimpl,
+)
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
@@ -40,7 +48,18 @@ from vajra_py.contract.policies import (
     SteadyState,
     TimeLinearPrioritizer,
 )
+from vajra_py.contract.programs import ProgramEnd, ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestId, RequestView
+from vajra_py.contract.retention import (
+    CachedBlock,
+    ExpiresContent,
+    ListensToCaches,
+    ListensToContent,
+    PinsContent,
+    RetainsInSegments,
+    RetentionPolicy,
+    TimeLinearRetention,
+)
 from vajra_py.contract.routing import (
     DeciderChoice,
     DisaggregationDecider,
@@ -84,6 +103,7 @@ __all__ = [
     "AnyPolicySpec",
     "BatchBuilder",
     "BatchFeatures",
+    "CachedBlock",
     "ChunkRule",
     "ChunksSoloPrompts",
     "DeciderChoice",
@@ -93,6 +113,7 @@ __all__ = [
     "EmitFigure",
     "EndReason",
     "EndedStep",
+    "ExpiresContent",
     "FilterChoice",
     "HandlesWakes",
     "InFlightLoads",
@@ -101,12 +122,15 @@ __all__ = [
     "Layer",
     "LearnsPlacements",
     "LengthEstimate",
+    "ListensToCaches",
+    "ListensToContent",
     "ListensToRequests",
     "LoadColumns",
     "LocalReplicaView",
     "Move",
     "MovesRequests",
     "PickerChoice",
+    "PinsContent",
     "PlacesAfterPrompt",
     "PolicyConfig",
     "PolicyContext",
@@ -121,6 +145,8 @@ __all__ = [
     "PrefixMatches",
     "PriorityKey",
     "ProducerChoice",
+    "ProgramEnd",
+    "ProgramView",
     "QueueView",
     "RandomStream",
     "Refusal",
@@ -139,6 +165,9 @@ __all__ = [
     "RequestId",
     "RequestPrioritizer",
     "RequestView",
+    "RetainsInSegments",
+    "RetentionPolicy",
+    "RetentionSpec",
     "RoutingContext",
     "RoutingPartChoice",
     "RoutingPartKind",
@@ -152,6 +181,7 @@ __all__ = [
     "SharedState",
     "SteadyState",
     "TimeLinearPrioritizer",
+    "TimeLinearRetention",
     "WakeUps",
     "add_all_decodes",
     "fill",

@@ -37,6 +37,8 @@ class Defer:
 
     until: float | None = None
     """Seconds on the run's clock; None: when the policy is next woken, or when a request has ended."""
+    reason: str = ""
+    """Words for tables and reports."""
 
 
 AdmissionDecision: TypeAlias = Accept | Refuse | Defer

@@ -24,6 +24,7 @@ class Refusal(Enum):
     LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
     NO_TARGET = "no other replica that is up could go on with it, or requests do not move between replicas here"
     STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"
+    PINS = "pins hold as much of the KV memory as they may"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 
@@ -128,6 +129,18 @@ class BatchBuilder(Protocol):
 
         What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can.
         """
+
+    def pin(self, request: RequestView, seconds: float) -> Refusal | None:
+        """Keep the content that the prefix cache holds of a request now for so long, whatever the retention policy says.
+
+        A request of a session pins for the session, whose earlier pin ends; any other one for itself. Pinned blocks that nobody
+        uses are not free. `PINS` is refused where pins would hold more than `replica.memory.prefix_cache.max_pinned_fraction`. A pin
+        ends before its time where the replica could run nobody otherwise, the one that would last longest first. Raises `ValueError`
+        for a negative time.
+        """
+
+    def unpin(self, request: RequestView) -> None:
+        """End the pin of the request's session, or its own; no effect if there is none."""
 
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.

@@ -22,6 +22,7 @@ class FactKind(Enum):
     TEXTS = "list of texts"
     INTEGER = "whole number"
     NUMBER = "number"
+    FLAG = "true or false"
     DURATION = "seconds"
     """A number >= 0; its name ends in `_s`, and over HTTP it is in milliseconds."""
 
@@ -37,6 +38,7 @@ class FactInfo:
         seen_as: Name in `RequestView` and in the requests table; empty: the fact's own; None: neither has it.
         span: Attribute of a request's span; empty: `vajra.request.` and the name; None: none.
         has_extra_arg: Whether vLLM's `extra_args` may state it.
+        is_of_programs: Whether only calls of programs state it: tables and recordings have it only where it is stated.
     """
 
     meaning: str
@@ -45,13 +47,14 @@ class FactInfo:
     seen_as: str | None = ""
     span: str | None = ""
     has_extra_arg: bool = True
+    is_of_programs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedFacts:
     """The facts, and what holds where a client states nothing.
 
-    A type is `str`, `tuple[str, ...]`, `int`, `int | None` or `float | None`.
+    A type is `str`, `tuple[str, ...]`, `bool`, `int`, `int | None` or `float | None`.
     """
 
     priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = (
@@ -77,6 +80,48 @@ class StatedFacts:
         float | None, FactInfo("Longest wait before it starts, from arrival", seen_as=None, span=None)
     ] = None
     session_id: Annotated[str, FactInfo("The conversation that it belongs to", span="gen_ai.conversation.id")] = ""
+    program_id: Annotated[
+        str,
+        FactInfo(
+            "The program that it is a call of: the calls of one agent, workflow or task",
+            headers=(
+                *("x-program-id", "x-dynamo-session-id", "x-claude-code-session-id"),
+                *("x-session-affinity", "session-id"),
+            ),
+            is_of_programs=True,
+        ),
+    ] = ""
+    stage: Annotated[
+        str,
+        FactInfo(
+            "The program's word for this kind of call, such as `plan`",
+            body="program_stage",
+            headers=("x-program-stage",),
+            is_of_programs=True,
+        ),
+    ] = ""
+    parent_calls: Annotated[
+        tuple[str, ...], FactInfo("Ids of the calls of its program whose results it uses", is_of_programs=True)
+    ] = ()
+    num_program_calls: Annotated[
+        int | None, FactInfo("Calls that its program makes in all, as far as is known", is_of_programs=True)
+    ] = None
+    is_last_call: Annotated[
+        bool,
+        FactInfo(
+            "No other call of its program comes after it",
+            headers=("x-last-call", "x-dynamo-session-final"),
+            is_of_programs=True,
+        ),
+    ] = False
+    next_call_after_s: Annotated[
+        float | None,
+        FactInfo("Expected time from its end to its program's next call, while a tool runs", is_of_programs=True),
+    ] = None
+    program_slo_s: Annotated[
+        float | None,
+        FactInfo("Promised time from its program's first call to the program's end", is_of_programs=True),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +139,13 @@ class Fact:
     seen_as: str | None
     span: str | None
     has_extra_arg: bool
+    is_of_programs: bool
 
 
 _KINDS: dict[Any, FactKind] = {
     str: FactKind.TEXT,
     tuple[str, ...]: FactKind.TEXTS,
+    bool: FactKind.FLAG,
     int: FactKind.INTEGER,
     int | None: FactKind.INTEGER,
     float | None: FactKind.NUMBER,
@@ -125,6 +172,7 @@ def _fact(name: str, annotation: Any, default: Any) -> Fact:
         seen_as=info.seen_as if info.seen_as != "" else name,
         span=info.span if info.span != "" else f"vajra.request.{name}",
         has_extra_arg=info.has_extra_arg,
+        is_of_programs=info.is_of_programs,
     )
 
 

@@ -27,6 +27,7 @@ from vajra_py.contract.context import PolicyConfig, PolicyContext
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import Layer, SchedulingPolicy
+from vajra_py.contract.retention import RetentionPolicy
 from vajra_py.contract.routing import RoutingContext, RoutingPartKind
 
 PROJECT = "vajra"
@@ -77,6 +78,23 @@ class ScalerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RetentionSpec:
+    """Makes a retention policy available as `scheduling: {retention: name}`.
+
+    `build` gets parameters that `config` has validated and the context of one replica; it is called for each replica.
+    """
+
+    name: str
+    config: type[PolicyConfig]
+    build: Callable[[Any, PolicyContext], RetentionPolicy]
+    summary: str
+    source: str = ""
+    """Paper, section or system that the policy follows."""
+    follows_release: bool = False
+    """True if blocks go in the order in which they become idle, at any time: kept as a list instead of a search tree."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingPartSpec:
     """Makes a part of composable routers available by name. `build` gets parameters that `config` has validated."""
 
@@ -90,7 +108,7 @@ class RoutingPartSpec:
     """Paper, section or system that the part follows."""
 
 
-AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RoutingPartSpec
+AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSpec | RoutingPartSpec
 """Spec of a policy, of a layer or beside the layers, or of a part of one."""
 
 
@@ -175,6 +193,11 @@ def vajra_output_length_predictors() -> Iterable[OutputLengthSpec]:  # type: ign
 @hookspec
 def vajra_scalers() -> Iterable[ScalerSpec]:  # type: ignore[empty-body]
     """Scalers that this package offers."""
+
+
+@hookspec
+def vajra_retention_policies() -> Iterable[RetentionSpec]:  # type: ignore[empty-body]
+    """Retention policies that this package offers."""
 
 
 @hookspec

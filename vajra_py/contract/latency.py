@@ -143,7 +143,10 @@ class LengthEstimate:
 
 
 class OutputLengthPredictor(Protocol):
-    """Estimate a request's output length; the only access of policies to anything like the true length."""
+    """Estimate a request's output length; the only access of policies to anything like the true length.
+
+    A predictor that learns may have the methods of `ListensToRequests`, and hears of the requests of every replicaset.
+    """
 
     def predict(self, request: object) -> LengthEstimate | None:
         """The estimate for a `RequestView`, or None when this predictor knows nothing."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from vajra_py.contract.admission import AdmissionDecision
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
+from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
+from vajra_py.contract.retention import CachedBlock
 from vajra_py.contract.views import ReplicaState
 
-__all__ = ["EndReason", "Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
+__all__ = ["EndReason", "Observer", "PinEnd", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,17 @@ class PolicySwap:
     """Waiting requests that were put in order, or placed, anew."""
 
 
+class PinEnd(Enum):
+    """Reason that a pin ended."""
+
+    RELEASED = "released"
+    """A policy ended it."""
+    EXPIRED = "expired"
+    """Its time was over."""
+    FORCED = "forced"
+    """The replica could run nobody while pins held blocks."""
+
+
 class Observer:
     """Optional callbacks; override what you need. Methods must not change anything that they are shown.
 
@@ -135,13 +149,33 @@ class Observer:
     ) -> None:
         """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them."""
 
+    def on_transfer_end(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
+    ) -> None:
+        """The KV of a transfer is at its target, or, with a `failure` that says why, will never be."""
+
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The target has the KV of a request, which waits there to run."""
 
     def on_kv_released(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The source of a request has given back the blocks that it held for it."""
 
-    def on_migration_aborted(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+    def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request that was held to leave its replica continues there after all."""
+
+    def on_moved(
+        self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
+    ) -> None:
+        """A waiting request goes from one queue to another (None: the shared one), as the replicaset scheduler asked."""
+
+    def on_migration_begun(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
+        """A running request is to go to another replica while it continues to compute, as the replicaset scheduler asked."""
+
+    def on_migration_aborted(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
         """A running request does not move after all; it continues at its source, unless it has ended or was preempted."""
 
     def on_first_token(self, request: RequestView, now: float) -> None:
@@ -149,6 +183,9 @@ class Observer:
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         """A request left for good."""
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """A program has ended; `end_reason` is why."""
 
     def on_step_begin(self, step: StepRecord) -> None:
         """A step was formed; only with `wants_steps`."""
@@ -202,6 +239,17 @@ class Observer:
         self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
     ) -> None:
         """A replica's KV memory was emptied on demand; `requests` ran there and wait to be computed again, which is no preemption."""
+
+    def on_pinned(
+        self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
+    ) -> None:
+        """The cached content of a request was pinned under a name, whose earlier pin has ended with that."""
+
+    def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
+        """A pin has ended."""
+
+    def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
+        """Idle content is about to be overwritten, by the choice of a retention policy other than the default one."""
 
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

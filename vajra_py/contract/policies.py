@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
+from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
 
@@ -120,6 +121,8 @@ class Move:
     request: RequestView
     target: ReplicaId | None
     """None calls a waiting request back into the shared queue."""
+    reason: str = ""
+    """Words for tables and reports."""
 
 
 @runtime_checkable
@@ -262,6 +265,9 @@ class ListensToRequests(Protocol):
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """A program has ended; `end_reason` is why. Every policy of the run is told, after it was told of the program's last call."""
 
 
 @runtime_checkable

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, TypeAlias
 
+from vajra_py.contract.programs import ProgramView
+
 RequestId: TypeAlias = str
 ReplicaId: TypeAlias = int
 
@@ -153,11 +155,50 @@ class RequestView(Protocol):
     def session_id(self) -> str:
         """The conversation that it belongs to; empty when none."""
 
+    @property
+    def program_id(self) -> str:
+        """The program that it is a call of; empty when none."""
+
+    @property
+    def stage(self) -> str:
+        """The program's word for this kind of call, such as `plan`; empty when none."""
+
+    @property
+    def parent_calls(self) -> tuple[str, ...]:
+        """Ids of the calls of its program whose results it uses, as far as its client says."""
+
+    @property
+    def num_program_calls(self) -> int | None:
+        """Calls that its program makes in all, as its client says; None: unknown."""
+
+    @property
+    def is_last_call(self) -> bool:
+        """True if its client says that no other call of its program comes after it."""
+
+    @property
+    def next_call_after_s(self) -> float | None:
+        """Expected time from its end to its program's next call, seconds; None: unknown."""
+
+    @property
+    def program_slo_s(self) -> float | None:
+        """Promised time from its program's first call to the program's end, seconds."""
+
+    @property
+    def program(self) -> ProgramView | None:
+        """Its program, as far as it is known now; None for a request without one."""
+
     def block_hashes(self) -> Sequence[Hashable]:
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
 
         Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
         that nobody else has, and before the request reaches the admission policy or a queue.
+        """
+
+    def prefix_hit_tokens(self) -> int:
+        """Return how many leading tokens the prefix cache of the replica where it waits holds now; the cache's order stays.
+
+        0 for a request in a shared queue, where each replica has hits of its own (`ReplicaLoadView.prefix_hit_tokens`), and for one that
+        runs.
         """
 
     @property

@@ -9,12 +9,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
-from vajra_py.config import ReplicasetConfig, SystemConfig, system_from_mapping
-from vajra_py.contract import Layer
+from vajra_py.config import DEFAULT_POOL, ReplicasetConfig, SystemConfig, system_from_mapping
+from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.ahead import LookAhead, spare_blocks
 from vajra_py.engine.clock import EngineClock, WallClock
@@ -37,6 +38,9 @@ from vajra_py.runtime.serving import build as mechanism
 from vajra_py.runtime.serving.build import ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
+
+PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
+"""Sizes of each pool of a replicaset, where its settings leave them open."""
 
 _DRY_RUN_BLOCKS = 1 << 20
 _PROBE_TOKENS = 4096
@@ -84,7 +88,7 @@ class WorkerMaker:
     """
 
     services: EngineServices
-    options: Mapping[str, RunnerOptions]
+    options: Mapping[ReplicaKey, RunnerOptions]
     ordinals: Mapping[ReplicaKey, int]
     in_process: bool
 
@@ -93,18 +97,17 @@ class WorkerMaker:
         cls, settings: ModelBackendConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
     ) -> WorkerMaker:
         """The maker for these settings."""
-        options = _options_by_replicaset(settings, replicasets, services)
+        options = _options_by_replica(settings, replicasets, services)
         ordinals: dict[ReplicaKey, int] = {}
         ordinal = 0
-        for name, one in replicasets.items():
-            for replica_id in range(one.total_replicas):
-                ordinals[name, replica_id] = ordinal
-                ordinal += options[name].num_ranks
+        for key, one in options.items():
+            ordinals[key] = ordinal
+            ordinal += one.num_ranks
         return cls(services, options, ordinals, settings.workers == "in_process")
 
     def begin(self, replica: ReplicaKey) -> Worker:
         """A worker that is loaded, or loads in processes of its own; to be waited for."""
-        services, options, ordinal = self.services, self.options[replica[0]], self.ordinals[replica]
+        services, options, ordinal = self.services, self.options[replica], self.ordinals[replica]
         if services.make_worker is not None:
             return services.make_worker(replica, options)
         if self.in_process and options.num_ranks == 1:
@@ -144,10 +147,11 @@ class Engine:
         problems = settings.problems(replicasets)
         if problems:
             raise ConfigError(problems)
-        dry = {
-            name: mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS) for name in replicasets
-        }
-        _probe(_dry_controller(config, services, dry))
+        unknown = mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
+        dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
+        controller = _dry_controller(config, services, dry)
+        _check_transfers(controller, settings)
+        _probe(controller)
         maker = WorkerMaker.of(settings, replicasets, services)
         began = time.monotonic()
         workers = _load_workers(maker)
@@ -164,11 +168,9 @@ class Engine:
     def _built(cls, config: SystemConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
         services = maker.services
         replicasets = config.effective_replicasets
-        models = {
-            name: checked_facts([workers[key].facts for key in workers if key[0] == name]) for name in replicasets
-        }
-        sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
-        executors = {key: _executor(maker.options[key[0]]) for key in workers}
+        models = {name: _facts_of(name, one, workers) for name, one in replicasets.items()}
+        sizes = {name: _sizes(name, one, workers) for name, one in replicasets.items()}
+        executors = {key: _executor(maker.options[key]) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
         served = config.backend.settings.served_models(replicasets)
         controller = build_controller(config, replace(all_services, records_copies=True, served_models=served))
@@ -176,8 +178,8 @@ class Engine:
             key: EngineReplica(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
         }
-        for (name, _), one in replicas.items():
-            if maker.options[name].spare_blocks:
+        for key, one in replicas.items():
+            if maker.options[key].spare_blocks:
                 one.ahead = LookAhead(one.replica, one.executor)
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
         return cls(controller, replicas, models, salted, config, maker)
@@ -215,10 +217,7 @@ class Engine:
         for name, each in scheduling.items():
             (settings["replicasets"][name] if settings.get("replicasets") else settings)["scheduling"] = each
         config = system_from_mapping(settings, (), self.maker.services.registry)
-        sizes = {
-            name: _sizes_of(facts, self.controller.replicasets[name].limits_in_common.num_blocks)
-            for name, facts in self.models.items()
-        }
+        sizes = {name: self._sizes_in_force(name) for name in self.models}
         _probe(_dry_controller(config, self.maker.services, sizes), strict=True)
         return PolicyChange(replicaset, layer, config.effective_replicasets[replicaset].scheduling.choice(layer))
 
@@ -290,9 +289,28 @@ class Engine:
                 "max_model_len": facts.max_model_len,
                 "kv_bytes_per_token": facts.kv_bytes_per_token,
                 "vocab_size": facts.vocab_size,
-                "num_blocks": self.controller.replicasets[name].limits_in_common.num_blocks,
+                **self._described_pools(name),
             }
             for name, facts in self.models.items()
+        }
+
+    def _described_pools(self, replicaset: str) -> dict[str, object]:
+        """Return the KV blocks of each replica; by pool where the replicaset names its pools."""
+        replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
+        if not self.config.effective_replicasets[replicaset].pools:
+            return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
+        pools = {
+            name: {"num_blocks": one.limits.num_blocks, "max_model_len": one.limits.max_model_len}
+            for name, one in reversed(replicas.items())
+        }
+        return {"pools": pools}
+
+    def _sizes_in_force(self, replicaset: str) -> PoolSizes:
+        """Return the sizes that the replicas have."""
+        facts = self.models[replicaset]
+        replicas = {one.parts.pool: one for one in self.controller.replicasets[replicaset].replicas}
+        return {
+            name: _sizes_of(facts, one.limits.num_blocks, one.limits.max_model_len) for name, one in replicas.items()
         }
 
     def discard_workers(self) -> None:
@@ -312,9 +330,7 @@ class Engine:
         close_all([one.worker for one in self.replicas.values()])
 
 
-def _dry_controller(
-    config: SystemConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
-) -> Controller:
+def _dry_controller(config: SystemConfig, services: EngineServices, sizes: Mapping[str, PoolSizes]) -> Controller:
     """Build the controller without workers."""
     executor = EngineExecutor(1)
     return build_controller(config, _services(services, sizes, lambda name, replica_id: executor))
@@ -346,53 +362,108 @@ def _probe(controller: Controller, *, strict: bool = False) -> None:
 
 def _services(
     services: EngineServices,
-    sizes: Mapping[str, mechanism.ModelFacts],
+    sizes: Mapping[str, PoolSizes],
     executor_of: Callable[[str, int], EngineExecutor],
 ) -> Services:
+    models = {}
+    for name, pools in sizes.items():
+        latency = services.latency_of(name)
+        by_pool = {pool: ReplicasetModel(latency, facts) for pool, facts in pools.items()}
+        models[name] = ReplicasetModel(latency, next(iter(pools.values())), by_pool)
     return Services(
         registry=services.registry,
         latency=services.latency,
         output_lengths=services.output_lengths,
         seeds=services.seeds,
-        facts=next(iter(sizes.values())),
+        facts=next(iter(models.values())).facts,
         executor_of=executor_of,
-        models={name: ReplicasetModel(services.latency_of(name), facts) for name, facts in sizes.items()},
+        models=models,
     )
 
 
-def _sizes_of(facts: ModelFacts, num_blocks: int) -> mechanism.ModelFacts:
+def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> None:
+    """Raise `ConfigError` where requests move with their KV in a way that the backend cannot carry out."""
+    problems = []
+    for name, replicaset in controller.replicasets.items():
+        if replicaset.hand_off is None:
+            continue
+        where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
+        if not settings.can_move_kv:
+            message = f"moves requests with their KV, which the backend `{settings.kind}` does not"
+            message = f"{replicaset.scheduler_name} {message}"
+            advice = "A scheduler that lets requests stay; `engine` and `simulator` move them"
+            problems.append(Problem(f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}", message, advice))
+        if replicaset.hand_off.settings.when_full == "retry":
+            message = "a full target is looked at again after a time on the run's clock, which replays cannot repeat"
+            problems.append(
+                Problem(f"{where}hand_off.when_full", message, "Allowed: wait, hold, drop (backend: engine)")
+            )
+        stages = {one.parts.pool: one.limits.pipeline_stages for one in replicaset.replicas}
+        if len(set(stages.values())) > 1:
+            message = f"KV does not move between replicas of different pipeline_stages (got {stages})"
+            problems.append(Problem(f"{where}pools", message, "Allowed: replica.pipeline_stages alike in all pools"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _sizes_of(facts: ModelFacts, num_blocks: int, max_model_len: int) -> mechanism.ModelFacts:
     return mechanism.ModelFacts(
         num_blocks=lambda block_size, fraction: num_blocks,
-        max_model_len=facts.max_model_len,
+        max_model_len=max_model_len,
         kv_bytes_per_token=facts.kv_bytes_per_token,
     )
 
 
-def _sizes(replicaset: str, facts: ModelFacts, workers: Mapping[ReplicaKey, Worker]) -> mechanism.ModelFacts:
-    return mechanism.ModelFacts(
-        num_blocks=lambda block_size, fraction: _profiled_blocks(replicaset, workers, fraction),
-        max_model_len=facts.max_model_len,
-        kv_bytes_per_token=facts.kv_bytes_per_token,
-    )
+def _sizes(replicaset: str, settings: ReplicasetConfig, workers: Mapping[ReplicaKey, Worker]) -> PoolSizes:
+    sizes = {}
+    for pool, replica_ids in replica_ids_of(settings).items():
+        keys = [(replicaset, one) for one in replica_ids]
+        facts = workers[keys[0]].facts
+        sizes[pool] = mechanism.ModelFacts(
+            num_blocks=partial(_profiled_blocks, keys, workers),
+            max_model_len=facts.max_model_len,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
+        )
+    return sizes
 
 
-def _options_by_replicaset(
+def _facts_of(replicaset: str, settings: ReplicasetConfig, workers: Mapping[ReplicaKey, Worker]) -> ModelFacts:
+    """Return the facts of a replicaset's model, with the longest sequence that some pool takes to its end."""
+    facts = checked_facts([worker.facts for key, worker in workers.items() if key[0] == replicaset])
+    ids = replica_ids_of(settings)
+    ending = [pool for pool in ids if settings.role_of(pool) is not PoolRole.PREFILL]
+    longest = max(workers[replicaset, ids[pool].start].facts.max_model_len for pool in ending)
+    return replace(facts, max_model_len=longest)
+
+
+def replica_ids_of(settings: ReplicasetConfig) -> dict[str, range]:
+    """Return the ids of each pool's replicas."""
+    found: dict[str, range] = {}
+    first = 0
+    for name, pool in settings.effective_pools.items():
+        found[name] = range(first, first := first + pool.most_replicas)
+    return found
+
+
+def _options_by_replica(
     settings: ModelBackendConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
-) -> dict[str, RunnerOptions]:
-    options = {}
+) -> dict[ReplicaKey, RunnerOptions]:
+    options: dict[ReplicaKey, RunnerOptions] = {}
     for name, one in replicasets.items():
-        num_stages = one.replica.pipeline_stages or services.latency_of(name).num_stages
         own = settings.of(name)
-        options[name] = own.runner_options(one.replica, num_stages, own.num_threads)
-        asked: bool | None = settings.begins_ahead
-        if asked or (asked is None and options[name].device.startswith("cuda")):
-            spare = spare_blocks(options[name].max_requests)
-            options[name] = replace(options[name], spare_blocks=spare)
-    num_workers = sum(one.total_replicas * options[name].num_ranks for name, one in replicasets.items())
+        for pool, replica_ids in replica_ids_of(one).items():
+            replica = one.effective_pools[pool].replica
+            num_stages = replica.pipeline_stages or services.latency_of(name).num_stages
+            of_pool = own.runner_options(replica, num_stages, own.num_threads)
+            asked: bool | None = settings.begins_ahead
+            if asked or (asked is None and of_pool.device.startswith("cuda")):
+                of_pool = replace(of_pool, spare_blocks=spare_blocks(of_pool.max_requests))
+            options |= {(name, replica_id): of_pool for replica_id in replica_ids}
+    num_workers = sum(one.num_ranks for one in options.values())
     if num_workers == 1:
         return options
     num_threads = max(1, _usable_cores() // num_workers)
-    return {name: replace(one, num_threads=one.num_threads or num_threads) for name, one in options.items()}
+    return {key: replace(one, num_threads=one.num_threads or num_threads) for key, one in options.items()}
 
 
 def _executor(options: RunnerOptions) -> EngineExecutor:
@@ -419,11 +490,9 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
     return workers
 
 
-def _profiled_blocks(replicaset: str, workers: Mapping[ReplicaKey, Worker], fraction: float) -> int:
-    """Blocks that every replica of a replicaset has room for; replicas on one device share its memory."""
+def _profiled_blocks(
+    pool: Sequence[ReplicaKey], workers: Mapping[ReplicaKey, Worker], block_size: int, fraction: float
+) -> int:
+    """Blocks that every replica of a pool has room for; replicas on one device share its memory."""
     sharing = Counter(worker.facts.device for worker in workers.values())
-    return min(
-        worker.profile_num_blocks(fraction / sharing[worker.facts.device])
-        for (name, _), worker in workers.items()
-        if name == replicaset
-    )
+    return min(workers[key].profile_num_blocks(fraction / sharing[workers[key].facts.device]) for key in pool)

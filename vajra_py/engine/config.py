@@ -184,6 +184,8 @@ class ModelBackendConfig(Section):
     """The backend's name."""
     can_swap: ClassVar[bool]
     """True when KV blocks can be copied to host memory and back."""
+    can_move_kv: ClassVar[bool]
+    """True when KV blocks can be copied from one replica to another."""
 
     model: ModelFolder = Field(
         description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one."
@@ -262,6 +264,7 @@ class EngineConfig(ModelBackendConfig):
 
     kind: ClassVar[str] = "engine"
     can_swap: ClassVar[bool] = True
+    can_move_kv: ClassVar[bool] = True
 
     self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
     fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
@@ -309,10 +312,12 @@ class EngineConfig(ModelBackendConfig):
             for name in self.replicasets
             if name not in replicasets
         ]
-        found += check_replicasets(self.kind, replicasets)
+        found += check_scaling(self.kind, replicasets)
         models: dict[tuple[str, bool], None] = {}
         for name, one in replicasets.items():
             found += check_replica(where_of(name, replicasets), one.replica)
+            for pool in one.pools:
+                found += check_replica(f"{section_of(name, replicasets)}pools.{pool}.replica", one.pools[pool].replica)
             own = self.of(name)
             models[own.model, own.random_weights] = None
         for model, random_weights in models:
@@ -353,24 +358,36 @@ class EngineConfig(ModelBackendConfig):
 
 def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
     """The place of a replicaset's sizes in an experiment's file."""
-    return "replica" if len(replicasets) == 1 else f"replicasets.{replicaset}.replica"
+    return f"{section_of(replicaset, replicasets)}replica"
 
 
-def check_replicasets(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return the scalers and pools, which a backend cannot obey whose workers all run from the start and keep their KV."""
+def section_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
+    """The beginning of the places of a replicaset's settings in an experiment's file."""
+    return "" if len(replicasets) == 1 else f"replicasets.{replicaset}."
+
+
+def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+    """Return the scalers, which a backend cannot obey whose workers all run from the start."""
     problems = []
     for name, one in replicasets.items():
-        where = "" if len(replicasets) == 1 else f"replicasets.{name}."
         scaler = one.scheduling.scaling
         if scaler is not None:
             message = (
                 f"the backend `{backend}` neither starts nor stops replicas while it serves (got {scaler.policy!r})"
             )
             advice = "Allowed: null; simulate it with `simulator`"
-            problems.append(Problem(f"{where}scheduling.{SCALER.key}", message, advice))
+            problems.append(Problem(f"{section_of(name, replicasets)}scheduling.{SCALER.key}", message, advice))
+    return problems
+
+
+def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+    """Return the pools, which a backend cannot have whose replicas keep their KV."""
+    problems = []
+    for name, one in replicasets.items():
         if one.pools:
             message = f"the backend `{backend}` has replicas of one pool alone (got {', '.join(one.pools)})"
-            problems.append(Problem(f"{where}pools", message, "Leave it out; simulate pools with `simulator`"))
+            advice = "Leave it out; `engine` and `simulator` have pools"
+            problems.append(Problem(f"{section_of(name, replicasets)}pools", message, advice))
     return problems
 
 

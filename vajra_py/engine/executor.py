@@ -91,6 +91,8 @@ class EngineExecutor:
         """Steps under way, in order."""
         self._pool_rows: _PoolRows | None = None
         """Pool rows of the last step."""
+        self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
+        """Tokens that were sampled and are no output, unless their request stays."""
 
     # Backend of the mechanism
 
@@ -98,22 +100,37 @@ class EngineExecutor:
         """Number of tokens after which the request ends, if its submission states it."""
         return self._submissions[request].num_output_tokens
 
+    def withheld_token(self, request: Request) -> StepResult:
+        """See `Executor`; it is output from now on."""
+        token, logprobs = self._withheld.pop(request)
+        buffer = self._submissions[request].output
+        if not buffer.append(token, logprobs) and buffer.looks_for_stop_strings:
+            detokenize((buffer,))
+        return StepResult([(request, token)], frozenset((request,) if buffer.stopped_by is not None else ()))
+
     def release(self, request: Request) -> None:
         """Forget a request that has left."""
         if self._submissions.pop(request, None) is not None:
-            self._drop_row(request)
+            self.leave(request)
 
     # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """A request that may run here."""
+        """A request that may run here; what the worker knows of it from before is out of date."""
         self._submissions[request] = submission
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Let the worker forget a request that goes on elsewhere."""
+        self._drop_row(request)
+        self._withheld.pop(request, None)
 
     def start_again(self) -> None:
         """The worker is another one, which knows nothing."""
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
+        self._withheld.clear()
         self.forget_steps()
 
     def forget_steps(self) -> None:
@@ -183,8 +200,11 @@ class EngineExecutor:
                 growing.append(row.slot)
         return LookaheadDecodes(decodes, growing) if decodes and len(growing) <= num_spare else None
 
-    def step_result(self, output: StepOutput) -> StepResult:
-        """Return the mechanism's part of a worker's answer; requests' outputs are brought up to date."""
+    def step_result(self, output: StepOutput, withheld: Collection[Request] = ()) -> StepResult:
+        """Return the mechanism's part of a worker's answer; requests' outputs are brought up to date.
+
+        `withheld`: requests whose token is no output; see `withheld_token`.
+        """
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         searched: dict[Request, OutputBuffer] = {}
@@ -200,6 +220,9 @@ class EngineExecutor:
             if slot in faults:
                 continue
             request, buffer = step.sampled[slot]
+            if request in withheld:
+                self._withheld[request] = token, logprobs.get(slot)
+                continue
             tokens.append((request, token))
             if buffer.append(token, logprobs.get(slot)):
                 stopped.append(request)

@@ -1,8 +1,8 @@
 """The engine's loop: a driver's backend that computes steps with workers, on the wall clock.
 
 One thread, in turns. A turn reads the clock once, and everything that has become known happens at that tick, in the driver's
-order: at most one step that came back (or one replica that was lost or restarted), then arrivals, expiries, aborts and
-policy changes, then the forming of steps. Each turn's tick is above the last one's. So a simulator that is given the same
+order: at most one step that came back (or one transfer of KV that ended, or one replica that was lost or restarted), then
+arrivals, expiries, aborts and policy changes, then the forming of steps. Each turn's tick is above the last one's. So a simulator that is given the same
 events at the same ticks decides the same.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -20,6 +20,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
+from vajra_py.engine.kv_transfers import KvTransfers
 from vajra_py.engine.outputs import Submission, detokenize
 from vajra_py.engine.replica import (
     AbortRequest,
@@ -32,12 +33,12 @@ from vajra_py.engine.replica import (
     Timed,
 )
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey, lost
+from vajra_py.engine.worker import Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart, StageEnd
-from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import Backend
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.backend import Backend, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
@@ -49,7 +50,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
-WorkerMessage: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
+WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | Restarted | GivenUp
 
 
 class EngineLoop(Backend[EngineReplica]):
@@ -84,12 +85,16 @@ class EngineLoop(Backend[EngineReplica]):
         self._options = options = options or LoopOptions()
         self._note = note
         rules = DriverOptions(
-            options.check_every_steps, serves=options.serves, isolates_policies=options.isolates_policies
+            options.check_every_steps,
+            times_transfers=False,
+            serves=options.serves,
+            isolates_policies=options.isolates_policies,
         )
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_through(self._form_step)
         self._events = self._driver.events
         self._finished: deque[WorkerMessage] = deque()
+        self._transfers = KvTransfers(self.inbox.put)
         self._suspects: dict[Request, int] = {}
         """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
         self._num_suspected: dict[Request, int] = {}
@@ -182,7 +187,8 @@ class EngineLoop(Backend[EngineReplica]):
                 return False
             if due <= self._clock.now():
                 return True
-            if due == NEVER and not (self._num_in_flight or self._awaits_restart or self._waits_for_others()):
+            is_busy = self._num_in_flight or len(self._transfers) or self._awaits_restart
+            if due == NEVER and not (is_busy or self._waits_for_others()):
                 return False
             message = self._clock.wait(self.inbox, due)
             if message is not None:
@@ -209,7 +215,9 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _sort(self, message: Message) -> None:
         """Make a message an event of the next turn; of what workers answer, one a turn."""
-        if isinstance(message, LeftFirstStage | Finished | Restarted | GivenUp):
+        if isinstance(message, KvExported):
+            self._transfers.exported(message)
+        elif isinstance(message, LeftFirstStage | Finished | KvImported | Restarted | GivenUp):
             self._finished.append(message)
         elif isinstance(message, Submission):
             self._events.push(self.now, Phase.ARRIVAL, message)
@@ -263,7 +271,11 @@ class EngineLoop(Backend[EngineReplica]):
     def _take_worker_message(self, message: WorkerMessage) -> None:
         """Turn a worker's message into an event of this turn."""
         one = self._replicas[message.replica]
-        if isinstance(message, Restarted):
+        if isinstance(message, KvImported):
+            end = self._transfers.imported(message, self.now)
+            if end is not None:
+                self._events.push(self.now, Phase.TRANSFER, end)
+        elif isinstance(message, Restarted):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             self._restarting.discard(message.replica)
@@ -292,6 +304,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._events.push(self.now, Phase.STEP_END, (one, output, one.epoch), one.rank)
         elif one.num_stages == 1:
             one.submit(step.parts[0])
+            one.send_exports()
 
     def _left_first_stage(self, one: EngineReplica) -> None:
         if one.num_stale:
@@ -306,11 +319,13 @@ class EngineLoop(Backend[EngineReplica]):
 
     # Requests
 
-    def on_transfer(self, request: Request, source: EngineReplica, target: EngineReplica) -> None:
-        """See `Backend`; pools are refused when an engine is built, so that a scheduler has chosen this by itself."""
-        name = self.controller.replicasets[request.replicaset].scheduler_name
-        message = "lets a request go on at another replica, and KV does not move between replicas of this engine"
-        raise PolicyError(name, message, request_id=request.request_id)
+    def on_transfer(self, transfer: Transfer[EngineReplica]) -> None:
+        """See `Backend`."""
+        self._transfers.begin(transfer)
+
+    def on_transfer_cancelled(self, transfer: Transfer[EngineReplica]) -> None:
+        """See `Backend`."""
+        self._transfers.cancel(transfer)
 
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""
@@ -335,6 +350,10 @@ class EngineLoop(Backend[EngineReplica]):
         """See `Backend`."""
         for one in replicas:
             one.executor.expect(request, self._submissions[request])
+        if request.state is RequestState.ARRIVED:  # with its KV
+            for one in self._driver.replicas_of(request.replicaset):
+                if one not in replicas:
+                    one.executor.leave(request)
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; submitters are notified."""
@@ -381,7 +400,7 @@ class EngineLoop(Backend[EngineReplica]):
         plan = replica.under_way.popleft().plan
         replica.compute_s += payload.duration_s
         replica.busy_ticks += self.now - plan.formed_at
-        result = replica.executor.step_result(payload)
+        result = replica.executor.step_result(payload, _withheld(replica.replica, plan))
         self._progressed.update(dict.fromkeys(request for request, _ in result.tokens or ()))
         if self._suspects:
             self._clear_suspects(result)
@@ -410,9 +429,8 @@ class EngineLoop(Backend[EngineReplica]):
         if self.restarter is not None and self.restarter.lost((name, replica_id), one.worker, one.replica.num_steps):
             self._restarting.add((name, replica_id))
         self._check_failed(detail)
-        num_up = self.controller.replicasets[name].num_up
-        others = num_up > 1 or any(one == name for one, _ in self._restarting)
-        max_reruns = self._options.max_reruns if others else None
+        could_serve = self._could_serve(name)
+        max_reruns = self._options.max_reruns if could_serve else None
         # A request that was computed alone is to blame; one of several is suspected, longer each time.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
@@ -420,8 +438,19 @@ class EngineLoop(Backend[EngineReplica]):
                 self._num_suspected[request] = count = self._num_suspected.get(request, 0) + 1
                 self._suspects[request] = 1 << min(count - 1, 30)
         self._events.push(self.now, Phase.FAILURE, Failure(self.now, name, replica_id, detail, max_reruns, guilty))
-        if num_up == 1:
-            self._abandon_at[name] = self.now + to_ticks(self._options.wait_s)
+        if not self.controller.replicasets[name].can_serve_with(self._up(name)):
+            until = self.now + (to_ticks(self._options.wait_s) if could_serve else 0)
+            self._abandon_at[name] = min(until, self._abandon_at.get(name, NEVER))
+
+    def _up(self, replicaset: str) -> list[int]:
+        return [
+            replica_id for (name, replica_id), one in self._replicas.items() if name == replicaset and not one.is_lost
+        ]
+
+    def _could_serve(self, name: str) -> bool:
+        """Return whether a replicaset could serve requests to their end with the replicas that are up or being started again."""
+        restarting = [replica_id for one, replica_id in self._restarting if one == name]
+        return self.controller.replicasets[name].can_serve_with([*self._up(name), *restarting])
 
     def _clear_suspects(self, result: StepResult) -> None:
         """Those that gave a token by themselves have one less to give."""
@@ -433,12 +462,11 @@ class EngineLoop(Backend[EngineReplica]):
                 self._suspects[request] = num_left - 1
 
     def _restore(self, one: EngineReplica, message: Restarted) -> None:
-        one.worker, one.is_lost = message.worker, False
-        one.executor.start_again()
-        if one.ahead is not None:
-            one.ahead.forget()
+        one.start_again(message.worker)
         self._restarting.discard(message.replica)
-        self._abandon_at.pop(message.replica[0], None)
+        name = message.replica[0]
+        if self.controller.replicasets[name].can_serve_with(self._up(name)):
+            self._abandon_at.pop(name, None)
         self._events.push(self.now, Phase.FAILURE, Restart(self.now, *message.replica))
 
     def _check_failed(self, detail: str) -> None:
@@ -449,7 +477,7 @@ class EngineLoop(Backend[EngineReplica]):
                 self.on_failed(detail)
 
     def _abandon_unless_some(self, name: str, detail: str) -> None:
-        if name in self._abandon_at and not any(one == name for one, _ in self._restarting):
+        if name in self._abandon_at and not self._could_serve(name):
             self._abandon(name, detail)
 
     def _abandon(self, name: str, detail: str) -> None:
@@ -484,3 +512,10 @@ class EngineLoop(Backend[EngineReplica]):
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
         """See `Backend`."""
         _log.error("replicaset %s is out of service: %s", replicaset, error, exc_info=error.__cause__)
+
+
+def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
+    """Requests of a step whose token is no output, since they leave and their target samples it again."""
+    if not replica.hands_off or replica.gives_first_token:
+        return ()
+    return {chunk.request for chunk in plan.chunks if replica.withholds_token(chunk.request)}

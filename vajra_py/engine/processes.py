@@ -13,8 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vajra_py.engine.compute import (
+    KvRunner,
     LoadRunner,
     LookaheadRunner,
     LookaheadStep,
@@ -33,12 +34,16 @@ from vajra_py.engine.compute import (
     StepInput,
     load_runner,
 )
+from vajra_py.engine.kv_copy import KvExport, KvImport, RankCopy, SharedBuffer
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, placed, said, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
+from vajra_py.runtime.kv import BlockCopy
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
+_SENT_APART = True
+"""Stands for a buffer whose descriptor follows its message."""
 _JOIN_S = 10.0
 _CLOSE_S = 2.0
 """Time that processes may take to end by themselves; then, and as long again, to be killed."""
@@ -75,11 +80,37 @@ def _answer(pipe: Connection, runner: ModelRunner) -> None:
     while (message := pipe.recv()) is not None:
         name, arguments = message
         try:
+            if name in _COPIES:
+                _COPIES[name](pipe, cast(KvRunner, runner), *arguments)
+                continue
             pipe.send(getattr(runner, name)(*arguments))
             if name == "run_ahead":
                 cast(LookaheadRunner, runner).begin_ahead()
         except Exception as error:
             _send(pipe, error)
+
+
+def _export(pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence[int]) -> None:
+    """Copy KV blocks into memory that is shared, and send that after the answer."""
+    with closing(SharedBuffer.of_size(len(block_ids) * runner.kv_block_bytes)) as buffer:
+        runner.export_kv(block_ids, buffer.array())
+        pipe.send(RankCopy(number, _SENT_APART))
+        buffer.send(pipe)
+
+
+def _import(
+    pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy]
+) -> None:
+    """Copy the memory that comes after the message into KV blocks."""
+    with closing(SharedBuffer.receive(pipe)) as buffer:
+        runner.import_kv(block_ids, buffer.array(), copies)
+    pipe.send(RankCopy(number))
+
+
+_COPIES: Mapping[str, Callable[..., None]] = {
+    "export_kv": _export,
+    "import_kv": _import,
+}
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
@@ -172,6 +203,18 @@ class ProcessWorker:
             except OSError:
                 return  # the process died; the receiver finds that out and says so
 
+    def copy_kv(self, copy: KvExport | KvImport) -> None:
+        """See `Worker`: each rank copies its part, through memory that processes share by its descriptor."""
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if isinstance(copy, KvExport):
+                    pipe.send(("export_kv", (copy.number, copy.block_ids)))
+                else:
+                    pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
+                    copy.content[rank].send(pipe)
+            except OSError:
+                return  # as with a step
+
     def close(self) -> None:
         """See `Worker`; a second caller waits for the first."""
         self._closing = True
@@ -249,6 +292,8 @@ class ProcessWorker:
                 rank = pipes.index(ready)  # type: ignore[arg-type]
                 try:
                     answer = pipes[rank].recv()
+                    if isinstance(answer, RankCopy) and answer.part is not None:
+                        answer = replace(answer, part=SharedBuffer.receive(pipes[rank]))
                 except (EOFError, OSError):
                     answer = ExecutorError(self._died(rank))
                 if isinstance(answer, BaseException):

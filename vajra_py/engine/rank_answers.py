@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from vajra_py.engine.compute import RunnerOptions, StepOutput
 from vajra_py.engine.executor import joined
-from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey
+from vajra_py.engine.kv_copy import RankCopy
+from vajra_py.engine.worker import Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, WorkerNews
 
 
 class RankAnswers:
@@ -26,9 +27,14 @@ class RankAnswers:
         self._answers: list[deque[StepOutput]] = [deque() for _ in ranks]
         self._num_answers = [0] * options.num_ranks
         self._num_left = 0
+        self._copies: dict[tuple[int, bool], dict[int, RankCopy]] = {}
+        """Parts of copies that are not complete, by (number, is an export) and rank."""
 
-    def take(self, rank: int, answer: StepOutput) -> Iterator[Finished | LeftFirstStage]:
+    def take(self, rank: int, answer: StepOutput | RankCopy) -> Iterator[WorkerNews]:
         """Return the answers that are complete with one more, to be delivered in this order."""
+        if isinstance(answer, RankCopy):
+            yield from self._copied(rank, answer)
+            return
         self._answers[rank].append(answer)
         self._num_answers[rank] += 1
         if (
@@ -39,6 +45,17 @@ class RankAnswers:
             yield LeftFirstStage(self._replica)
         if all(self._answers):
             yield Finished(self._replica, self._joined([one.popleft() for one in self._answers]))
+
+    def _copied(self, rank: int, answer: RankCopy) -> Iterator[WorkerNews]:
+        key = answer.number, answer.part is not None
+        parts = self._copies.setdefault(key, {})
+        parts[rank] = answer
+        if len(parts) == self._options.num_ranks:
+            del self._copies[key]
+            if answer.part is None:
+                yield KvImported(self._replica, answer.number, any(one.is_lost for one in parts.values()))
+            else:
+                yield KvExported(self._replica, answer.number, [parts[one].part for one in range(len(parts))])
 
     def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
         """Return the output of a step; stages compute one after the other, groups side by side."""

@@ -10,10 +10,11 @@ from typing import TypeAlias
 from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.compute import LookaheadStep, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
+from vajra_py.engine.kv_copy import KvExport, KvImport
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.step_watch import StepWatch
 from vajra_py.engine.supervision import GivenUp, Restarted
-from vajra_py.engine.worker import Finished, LeftFirstStage, Worker
+from vajra_py.engine.worker import Worker, WorkerNews
 from vajra_py.errors import VajraError
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.serving.backend import BackendReplica
@@ -41,7 +42,7 @@ class SwapPolicy:
     done: Callable[[Swapped | VajraError], None]
 
 
-Message: TypeAlias = Submission | AbortRequest | SwapPolicy | LeftFirstStage | Finished | Restarted | GivenUp | Stop
+Message: TypeAlias = Submission | AbortRequest | SwapPolicy | WorkerNews | Restarted | GivenUp | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,43 @@ class EngineReplica(BackendReplica):
     """Time that its steps took on the device, in all."""
     busy_ticks: int = 0
     """Time from forming them to taking their results in."""
+    exports: deque[KvExport] = field(default_factory=deque)
+    """Copies that wait until its worker has got the rest of the step in flight, which may write what they read."""
 
     def submit(self, step: StepInput | LookaheadStep) -> None:
-        """Give its worker a step."""
+        """Give its worker a step, or a part of one."""
         if self.watch is not None:
             self.watch.begin((self.replica.replicaset, self.replica.replica_id), step)
         self.worker.submit(step)
+
+    def export_kv(self, copy: KvExport) -> None:
+        """Let its worker copy KV out of its memory, as it is after the steps in flight."""
+        self.exports.append(copy)
+        self.send_exports()
+
+    def send_exports(self) -> None:
+        """Pass on the copies that wait, unless parts of a step are still to be given."""
+        if self.num_stages == 1 and any(len(step.parts) > 1 for step in self.under_way):
+            return
+        while self.exports:
+            self._copy_kv(self.exports.popleft())
+
+    def import_kv(self, copy: KvImport) -> None:
+        """Let its worker copy KV into blocks that no step in flight uses."""
+        self._copy_kv(copy)
+
+    def start_again(self, worker: Worker) -> None:
+        """Compute with another worker, which knows nothing."""
+        self.worker, self.is_lost = worker, False
+        self.executor.start_again()
+        self.exports.clear()
+        if self.ahead is not None:
+            self.ahead.forget()
+
+    def _copy_kv(self, copy: KvExport | KvImport) -> None:
+        if self.watch is not None:
+            self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
+        self.worker.copy_kv(copy)
 
 
 @dataclass(frozen=True, slots=True)

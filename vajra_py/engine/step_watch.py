@@ -15,7 +15,16 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vajra_py.engine.compute import LookaheadStep, StepInput
-from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey, Worker
+from vajra_py.engine.worker import (
+    Deliver,
+    Finished,
+    KvExported,
+    KvImported,
+    LeftFirstStage,
+    ReplicaKey,
+    Worker,
+    WorkerNews,
+)
 from vajra_py.errors import ExecutorError
 
 _log = logging.getLogger(__name__)
@@ -81,7 +90,7 @@ class _Timer:
     deliver: Deliver
     times: StepTimes
     num_tokens: deque[int] = field(default_factory=deque)
-    """Tokens of each step in flight."""
+    """Tokens of each step in flight; 0 for a copy of KV."""
     num_done: int = 0
     began_at: float = 0.0
     """Start of the first of them, on the monotonic clock."""
@@ -117,7 +126,13 @@ class StepWatch:
     def begin(self, replica: ReplicaKey, step: StepInput | LookaheadStep) -> None:
         """A step is about to be given to the replica's worker."""
         wanted = step.step if isinstance(step, LookaheadStep) else step
-        num_tokens = len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks)
+        self._begin(replica, len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks))
+
+    def begin_copy(self, replica: ReplicaKey) -> None:
+        """A copy of KV is about to be asked of the replica's worker, which does it in turn with its steps."""
+        self._begin(replica, 0)
+
+    def _begin(self, replica: ReplicaKey, num_tokens: int) -> None:
         with self._gate:
             timer = self._timers.get(replica)
             if timer is None:
@@ -131,22 +146,23 @@ class StepWatch:
         self._is_closed.set()
         self._thread.join()
 
-    def _deliver(self, timer: _Timer, news: Finished | LeftFirstStage) -> None:
+    def _deliver(self, timer: _Timer, news: WorkerNews) -> None:
         with self._gate:
             if timer.is_over:
                 return
-            if isinstance(news, Finished):
+            if not isinstance(news, LeftFirstStage):
                 self._note(timer, news)
             timer.deliver(news)
 
-    def _note(self, timer: _Timer, news: Finished) -> None:
+    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported) -> None:
         now = time.monotonic()
-        timer.is_over = news.output is None
+        timer.is_over = isinstance(news, Finished) and news.output is None
         if timer.num_tokens:
             num_tokens = timer.num_tokens.popleft()
-            timer.num_done += 1
-            if timer.num_done > _NUM_FIRST:
-                timer.times.note(num_tokens, min(now - timer.began_at, timer.age_s + 2 * _PAUSE_S))
+            if num_tokens:  # no copy
+                timer.num_done += 1
+                if timer.num_done > _NUM_FIRST:
+                    timer.times.note(num_tokens, min(now - timer.began_at, timer.age_s + 2 * _PAUSE_S))
         timer.began_at, timer.age_s = now, 0.0
 
     def _look_on(self) -> None:
@@ -168,7 +184,8 @@ class StepWatch:
         if timer.age_s <= allowed_s:
             return False
         timer.is_over = True
-        what = f"it hangs: a step of {timer.num_tokens[0]} tokens has taken {timer.age_s:.1f} s ({allowed_s:.3g} s are allowed)"
+        work = f"step of {timer.num_tokens[0]} tokens" if timer.num_tokens[0] else "copy of KV"
+        what = f"it hangs: a {work} has taken {timer.age_s:.1f} s ({allowed_s:.3g} s are allowed)"
         timer.deliver(Finished(timer.replica, None, what))
         return True
 

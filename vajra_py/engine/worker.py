@@ -3,6 +3,7 @@
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
       stages it gets the next one when it has delivered `LeftFirstStage`.
+    - Copies of KV may be asked for at any time; a worker does what it is told in order.
     - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
 """
 
@@ -18,6 +19,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeAlias, cast
 
 from vajra_py.engine.compute import (
+    KvRunner,
     LoadRunner,
     LookaheadRunner,
     LookaheadStep,
@@ -28,6 +30,7 @@ from vajra_py.engine.compute import (
     StepOutput,
     load_runner,
 )
+from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, exported
 from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
@@ -53,7 +56,26 @@ class LeftFirstStage:
     replica: ReplicaKey
 
 
-Deliver: TypeAlias = Callable[[Finished | LeftFirstStage], None]
+@dataclass(frozen=True, slots=True)
+class KvExported:
+    """A worker has copied KV blocks out of its memory."""
+
+    replica: ReplicaKey
+    number: int
+    content: KvContent
+
+
+@dataclass(frozen=True, slots=True)
+class KvImported:
+    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end tells the rest."""
+
+    replica: ReplicaKey
+    number: int
+    is_lost: bool = False
+
+
+WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported
+Deliver: TypeAlias = Callable[[WorkerNews], None]
 
 
 class Worker(Protocol):
@@ -74,6 +96,9 @@ class Worker(Protocol):
 
     def submit(self, step: StepInput | LookaheadStep) -> None:
         """Compute a step; its result is delivered. A `LookaheadStep` needs a `LookaheadRunner`."""
+
+    def copy_kv(self, copy: KvExport | KvImport) -> None:
+        """Copy KV blocks after the steps submitted before; `KvExported` or `KvImported` is delivered. Needs a `KvRunner`."""
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
@@ -125,6 +150,14 @@ def _run(runner: ModelRunner, step: StepInput | LookaheadStep) -> tuple[StepOutp
         return None, said(error)
 
 
+def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) -> WorkerNews:
+    if isinstance(copy, KvExport):
+        return KvExported(replica, copy.number, [exported(runner, copy.block_ids)])
+    (buffer,) = copy.content
+    runner.import_kv(copy.block_ids, buffer, copy.copies)
+    return KvImported(replica, copy.number)
+
+
 def said(error: BaseException) -> str:
     """An error on one line."""
     text = str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
@@ -161,6 +194,16 @@ class InlineWorker:
         assert self._deliver is not None
         self._deliver(Finished(self._replica, *_run(self._runner, step)))
 
+    def copy_kv(self, copy: KvExport | KvImport) -> None:
+        """See `Worker`."""
+        assert self._deliver is not None
+        try:
+            done = _copied(self._replica, cast(KvRunner, self._runner), copy)
+        except Exception as error:  # as with a step
+            _log.warning("a copy of KV failed", exc_info=True)
+            done = Finished(self._replica, None, said(error))
+        self._deliver(done)
+
     def close(self) -> None:
         """See `Worker`."""
         self._runner.close()
@@ -175,7 +218,7 @@ class ThreadWorker(InlineWorker):
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
-        self._steps: SimpleQueue[StepInput | LookaheadStep | None] = SimpleQueue()
+        self._steps: SimpleQueue[StepInput | LookaheadStep | KvExport | KvImport | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
@@ -187,9 +230,16 @@ class ThreadWorker(InlineWorker):
         """See `Worker`."""
         self._steps.put(step)
 
+    def copy_kv(self, copy: KvExport | KvImport) -> None:
+        """See `Worker`."""
+        self._steps.put(copy)
+
     def _work(self) -> None:
-        while (step := self._steps.get()) is not None:
-            super().submit(step)
+        while (work := self._steps.get()) is not None:
+            if isinstance(work, KvExport | KvImport):
+                super().copy_kv(work)
+            else:
+                super().submit(work)
 
     def close(self) -> None:
         """See `Worker`."""

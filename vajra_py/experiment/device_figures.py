@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.config.costs import CostsConfig
+from vajra_py.config.replica import PoolConfig
+from vajra_py.config.schema import ReplicasetConfig
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.latency import description_of, device_names
 from vajra_py.latency.hardware.catalog import device_name
 from vajra_py.latency.hardware.device_costs import DeviceCosts, device_costs
 from vajra_py.metrics.summary.costs import ReplicasetDevices
+from vajra_py.metrics.summary.pools import Pool
 from vajra_py.plugins import Registry, build_latency_model
 
 
@@ -45,18 +48,42 @@ def model_key(replicaset: str, pool: str) -> str:
 def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> dict[str, ReplicasetDevices]:
     """Return the devices of each replicaset whose device is named, by its latency model or by `costs.device`.
 
-    `models` are the latency models by replicaset; a real engine has none. Raises `ConfigError` where `costs.devices` has figures of a
+    Those of a replicaset with pools are by pool, under `model_key`. `models` are the latency models by replicaset; a real engine has none. Raises `ConfigError` where `costs.devices` has figures of a
     device that is neither described nor used here.
     """
     found: dict[str, ReplicasetDevices] = {}
     for name, replicaset in config.effective_replicasets.items():
-        device, count, stages = _named(models.get(name))
-        if device is None:
-            device, count = config.costs.device, config.costs.devices_per_replica or count
-        if device is not None:
-            stages = replicaset.replica.pipeline_stages or stages
-            found[name] = ReplicasetDevices(_figures(device, config.costs), count, replicaset.total_replicas, stages)
+        for key, pool, ids in _parts(name, replicaset):
+            device, count, stages = _named(models.get(key, models.get(name)))
+            if device is None:
+                device, count = config.costs.device, config.costs.devices_per_replica or count
+            if device is not None:
+                stages = pool.replica.pipeline_stages or stages
+                costs, own = _figures(device, config.costs), None if ids is None else name
+                found[key] = ReplicasetDevices(
+                    costs, count, pool.most_replicas, stages, replicaset=own, replica_ids=ids
+                )
     _check_names(config.costs, {one.costs.device for one in found.values()})
+    return found
+
+
+def _parts(name: str, replicaset: ReplicasetConfig) -> Iterator[tuple[str, PoolConfig, range | None]]:
+    """Yield a replicaset's name, or that of each of its pools, with its settings, and its replicas (None: all)."""
+    if not replicaset.pools:
+        (only,) = replicaset.effective_pools.values()
+        yield name, only, None
+    else:
+        for pool in pools_of(name, replicaset):
+            yield pool.key, replicaset.pools[pool.name], pool.replica_ids
+
+
+def pools_of(name: str, replicaset: ReplicasetConfig) -> list[Pool]:
+    """Return the pools that a replicaset's settings name; none for one without `pools:`."""
+    found: list[Pool] = []
+    for pool, settings in replicaset.pools.items():
+        first = found[-1].replica_ids.stop if found else 0
+        ids = range(first, first + settings.most_replicas)
+        found.append(Pool(name, pool, replicaset.role_of(pool).value, ids))
     return found
 
 

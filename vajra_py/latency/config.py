@@ -24,7 +24,7 @@ from vajra_py.latency.models.fitting import is_steps_table, profile_of_steps
 from vajra_py.latency.models.profiled import ProfiledModel, read_profile
 from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.models.roofline import RooflineModel
-from vajra_py.latency.services.output_length import ConstantLengths, NoLengths, QuantileLengths
+from vajra_py.latency.services.output_length import ConstantLengths, HistoryLengths, NoLengths, QuantileLengths
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8"]
 _Seconds = Annotated[float, Field(ge=0)]
@@ -242,6 +242,17 @@ class QuantileLengthsConfig(SettingsModel):
     def build(self) -> QuantileLengths:
         """The predictor."""
         return QuantileLengths(self.quantiles)
+
+
+class HistoryLengthsConfig(SettingsModel):
+    """`history`: lengths are like those of the last requests that ended."""
+
+    window: Annotated[int, Field(ge=1)] = Field(5, description="Number of last requests that count.")
+    by_tenant: bool = Field(True, description="Whether those of the same tenant alone count.")
+
+    def build(self) -> HistoryLengths:
+        """The predictor, which has seen nothing."""
+        return HistoryLengths(self.window, by_tenant=self.by_tenant)
 
 
 class OracleLengthsConfig(SettingsModel):

@@ -9,25 +9,40 @@ from vajra_py.plugins.build import (
     build_observer,
     build_output_lengths,
     build_policy,
+    build_retention,
     build_scaler,
     check_admission_shape,
     check_part_shape,
     check_policy_shape,
+    check_retention_shape,
     check_scaler_shape,
     routing_part_builder,
     validated_params,
 )
 from vajra_py.plugins.discovery import build_registry, load_registry
 from vajra_py.plugins.parameters import Parameter, parameters_of
-from vajra_py.plugins.registry import ADMISSION, SCALER, AnyOffer, Kind, Offer, PluginSource, Registry, kind_of
+from vajra_py.plugins.registry import (
+    ADMISSION,
+    RETENTION,
+    SCALER,
+    AnyOffer,
+    Kind,
+    Offer,
+    OffersBeside,
+    PluginSource,
+    Registry,
+    kind_of,
+)
 from vajra_py.plugins.scaffold import write_plugin
 
 __all__ = [
     "ADMISSION",
+    "RETENTION",
     "SCALER",
     "AnyOffer",
     "Kind",
     "Offer",
+    "OffersBeside",
     "OutputLengthInputs",
     "Parameter",
     "PluginSource",
@@ -38,10 +53,12 @@ __all__ = [
     "build_output_lengths",
     "build_policy",
     "build_registry",
+    "build_retention",
     "build_scaler",
     "check_admission_shape",
     "check_part_shape",
     "check_policy_shape",
+    "check_retention_shape",
     "check_scaler_shape",
     "kind_of",
     "load_registry",

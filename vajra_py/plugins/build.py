@@ -15,6 +15,7 @@ from vajra_py.contract import (
     KeyMotion,
     Layer,
     PolicyContext,
+    RetentionPolicy,
     RoutingContext,
     RoutingPartChoice,
     RoutingPartKind,
@@ -24,7 +25,7 @@ from vajra_py.contract import (
     SteadyState,
 )
 from vajra_py.contract.context import BuildRoutingPart
-from vajra_py.contract.hookspecs import AdmissionSpec, LatencyModelSpec, ObserverSpec, OutputLengthSpec, ScalerSpec
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import NO_TRAITS
@@ -38,7 +39,7 @@ from vajra_py.errors import (
     did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import ADMISSION, SCALER, Offer, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Offer, OfferBeside, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -54,9 +55,13 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_moved": 4,
     "on_step_end": 1,
     "on_departures": 2,
+    "on_program_end": 2,
     "on_wake": 2,
 }
 """Optional methods of policies of any layer that notify them about requests and wake-ups."""
+
+CACHE_METHODS: Mapping[str, int] = {"on_blocks_stored": 3, "on_blocks_removed": 3, "on_cache_cleared": 2}
+"""Optional methods of policies of any layer that notify them about the content of the replicas' caches."""
 
 PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
     RoutingPartKind.PRODUCER: {},
@@ -79,6 +84,23 @@ ADMISSION_METHODS: Mapping[str, int] = {"admit": 3}
 
 SCALER_METHODS: Mapping[str, int] = {"targets": 2}
 """Methods required of a scaler, with the number of arguments of each call."""
+
+RETENTION_METHODS: Mapping[str, int] = {"key": 2}
+"""Methods required of a retention policy, with the number of arguments of each call."""
+
+RETENTION_OPTIONS: Mapping[str, int] = {
+    "line": 1,
+    "segment": 1,
+    "next_segment": 1,
+    "expires_at": 1,
+    "pin_s": 2,
+    "on_stored": 2,
+    "on_used": 2,
+    "on_evicted": 2,
+    "on_withdrawn": 2,
+    "on_cleared": 1,
+}
+"""Optional methods of a retention policy about the content that it ranks."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
@@ -144,9 +166,19 @@ def build_scaler(
     return scaler
 
 
+def build_retention(
+    name: str, params: Mapping[str, Any] | BaseModel, context: PolicyContext, registry: Registry | None = None
+) -> RetentionPolicy:
+    """Build the retention policy of this name and check its methods; raises like `build_policy`."""
+    offer = (registry or load_registry()).retention_policy(name)
+    policy: RetentionPolicy = _built_beside(RETENTION.key, offer, params, context)
+    check_retention_shape(policy, f"{RETENTION.noun} {offer.spec.name!r}", str(offer.source))
+    return policy
+
+
 def _built_beside(
     key: str,
-    offer: Offer[AdmissionSpec] | Offer[ScalerSpec],
+    offer: OfferBeside,
     params: Mapping[str, Any] | BaseModel,
     context: PolicyContext,
 ) -> Any:
@@ -175,7 +207,7 @@ def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str
     if isinstance(part, type):
         raise PluginError(plugin, f"{what}: build returned the class {part.__name__}; expected an instance")
     _check_methods(part, PART_METHODS[kind], what, plugin)
-    optional = {**LISTENING_METHODS, "on_placement": 3}
+    optional = {**LISTENING_METHODS, **CACHE_METHODS, "on_placement": 3}
     _check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
     for name in dir(part):
         if name.startswith("on_") and name not in optional:
@@ -255,7 +287,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, LAYER_METHODS[layer], what, plugin)
-    optional = {**LISTENING_METHODS, **OPTIONAL_METHODS[layer]}
+    optional = {**LISTENING_METHODS, **CACHE_METHODS, **OPTIONAL_METHODS[layer]}
     present = {name: count for name, count in optional.items() if _has(policy, name)}
     _check_methods(policy, present, what, plugin)
     _check_names(layer, policy, what, plugin)
@@ -274,13 +306,24 @@ def check_scaler_shape(scaler: object, what: str, plugin: str) -> None:
     _check_shape_beside(scaler, SCALER_METHODS, what, plugin)
 
 
-def _check_shape_beside(policy: object, methods: Mapping[str, int], what: str, plugin: str) -> None:
+def check_retention_shape(policy: object, what: str, plugin: str) -> None:
+    """Check that an object is a retention policy. Raises `PluginError` like `check_policy_shape`."""
+    _check_shape_beside(policy, RETENTION_METHODS, what, plugin, RETENTION_OPTIONS)
+    _check_key_motion(policy, what, plugin)
+    if _has(policy, "segment") != _has(policy, "next_segment"):
+        raise PluginError(plugin, f"{what}: segment and next_segment belong together, and it has one of them")
+
+
+def _check_shape_beside(
+    policy: object, methods: Mapping[str, int], what: str, plugin: str, others: Mapping[str, int] | None = None
+) -> None:
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, methods, what, plugin)
-    present = {name: count for name, count in LISTENING_METHODS.items() if getattr(policy, name, None) is not None}
+    optional = {**LISTENING_METHODS, **(others or {})}
+    present = {name: count for name, count in optional.items() if _has(policy, name)}
     _check_methods(policy, present, what, plugin)
-    hooks = hooks_beside(methods)
+    hooks = hooks_beside(methods).union(others or ())
     own = frozenset().union(*map(hooks_of, _layers_served(policy)))
     for name in dir(policy):
         if name.startswith("_") or name in own or name in hooks:
@@ -298,7 +341,7 @@ def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:
 
 def hooks_of(layer: Layer) -> frozenset[str]:
     """Return all attribute names of a policy of the layer that the mechanism reads or calls."""
-    return DECLARATIONS[layer].union(LAYER_METHODS[layer], OPTIONAL_METHODS[layer], LISTENING_METHODS)
+    return DECLARATIONS[layer].union(LAYER_METHODS[layer], OPTIONAL_METHODS[layer], LISTENING_METHODS, CACHE_METHODS)
 
 
 def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:

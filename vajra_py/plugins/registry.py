@@ -23,6 +23,7 @@ from vajra_py.contract.hookspecs import (
     ObserverSpec,
     OutputLengthSpec,
     Preset,
+    RetentionSpec,
     ScalerSpec,
 )
 from vajra_py.errors import PluginError, UnknownNameError
@@ -32,13 +33,14 @@ SpecT = TypeVar(
     PolicySpec,
     AdmissionSpec,
     ScalerSpec,
+    RetentionSpec,
     RoutingPartSpec,
     Preset,
     LatencyModelSpec,
     OutputLengthSpec,
     ObserverSpec,
 )
-OtherT = TypeVar("OtherT", AdmissionSpec, ScalerSpec, RoutingPartSpec)
+OtherT = TypeVar("OtherT", AdmissionSpec, ScalerSpec, RetentionSpec, RoutingPartSpec)
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
 """Environment variable: names of entry points or packages to leave out, separated by commas."""
@@ -99,10 +101,17 @@ class Kind(Generic[SpecT]):
 
 ADMISSION = Kind("admission", "admission policy", "vajra_admission_policies", AdmissionSpec)
 SCALER = Kind("scaling", "scaler", "vajra_scalers", ScalerSpec)
+RETENTION = Kind("retention", "retention policy", "vajra_retention_policies", RetentionSpec)
 ROUTING_PART = Kind("", "routing part", "vajra_routing_parts", RoutingPartSpec)
-_OTHERS = (AdmissionSpec, ScalerSpec, RoutingPartSpec)
+_OTHERS = (AdmissionSpec, ScalerSpec, RetentionSpec, RoutingPartSpec)
 
-AnyOffer: TypeAlias = Offer[PolicySpec] | Offer[AdmissionSpec] | Offer[ScalerSpec] | Offer[RoutingPartSpec]
+OfferBeside: TypeAlias = Offer[AdmissionSpec] | Offer[ScalerSpec] | Offer[RetentionSpec]
+"""Policy beside the layers."""
+OffersBeside: TypeAlias = (
+    Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]] | Mapping[str, Offer[RetentionSpec]]
+)
+"""Policies of one kind beside the layers, by name."""
+AnyOffer: TypeAlias = Offer[PolicySpec] | OfferBeside | Offer[RoutingPartSpec]
 """Policy, of a layer or beside the layers, or a part of one."""
 Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 """Return values of hooks: the plug-in, and one returned value."""
@@ -186,14 +195,27 @@ class Registry:
         """Scalers, by their name in `scheduling: {scaling: …}`."""
         return _by_name(self._others(SCALER), SCALER.noun)
 
+    @cached_property
+    def retention_policies(self) -> Mapping[str, Offer[RetentionSpec]]:
+        """Retention policies, by their name in `scheduling: {retention: …}`."""
+        return _by_name(self._others(RETENTION), RETENTION.noun)
+
     @property
-    def beside_layers(self) -> Mapping[str, Mapping[str, Offer[AdmissionSpec]] | Mapping[str, Offer[ScalerSpec]]]:
+    def beside_layers(self) -> Mapping[str, OffersBeside]:
         """Policies beside the layers by name, by their key under `scheduling:`."""
-        return {ADMISSION.key: self.admission_policies, SCALER.key: self.scalers}
+        return {
+            ADMISSION.key: self.admission_policies,
+            SCALER.key: self.scalers,
+            RETENTION.key: self.retention_policies,
+        }
 
     def admission_policy(self, name: str) -> Offer[AdmissionSpec]:
         """Return the admission policy of this name; raises `UnknownNameError`."""
         return lookup(self.admission_policies, ADMISSION.noun, name)
+
+    def retention_policy(self, name: str) -> Offer[RetentionSpec]:
+        """Return the retention policy of this name; raises `UnknownNameError`."""
+        return lookup(self.retention_policies, RETENTION.noun, name)
 
     def scaler(self, name: str) -> Offer[ScalerSpec]:
         """Return the scaler of this name; raises `UnknownNameError`."""

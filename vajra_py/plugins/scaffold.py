@@ -26,6 +26,7 @@ KINDS: Mapping[str, Path] = {
     POLICIES: _HERE / "template",
     "admission": _HERE / "template_admission",
     "scaler": _HERE / "template_scaler",
+    "retention": _HERE / "template_retention",
     **dict.fromkeys(PART_KINDS, _HERE / "template_routing_part"),
 }
 """Folder of templates by kind of package."""

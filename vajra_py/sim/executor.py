@@ -132,6 +132,10 @@ class SimulatedExecutor:
         """The true output length."""
         return self._output_tokens.get(request)
 
+    def withheld_token(self, request: Request) -> StepResult:
+        """See `Executor`."""
+        return _NOTHING_KNOWN
+
     def release(self, request: Request) -> None:
         """Forget an ended request."""
         self._output_tokens.pop(request, None)

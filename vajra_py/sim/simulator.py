@@ -20,10 +20,11 @@ from vajra_py.runtime.records.input_log import (
     PolicyChange,
     ReplicaChange,
     Restart,
+    TransferEnd,
     WakeUp,
 )
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import Backend
+from vajra_py.runtime.serving.backend import Backend, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
@@ -62,6 +63,8 @@ class SimulationOptions:
     asynchronous: bool = False
     """True: schedule as an engine with async scheduling does: a request that arrives during a step misses the next one.
     Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
+    times_transfers: bool = True
+    """True if transfers of KV take the time that a model of the links says; False: each ends when told."""
     wakes: bool = True
     """True if policies are woken when they asked to be; False: only when told."""
     isolates_policies: bool = False
@@ -86,9 +89,10 @@ class Acceptance:
 
 
 Injected: TypeAlias = (
-    Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | ReplicaChange | str
+    Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | ReplicaChange | TransferEnd | str
 )
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING; a request id with EXPIRY or ABORT."""
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER; a request id with EXPIRY or
+ABORT."""
 
 
 class Simulator(Backend[SimReplica]):
@@ -117,6 +121,7 @@ class Simulator(Backend[SimReplica]):
         rules = DriverOptions(
             options.check_every_steps,
             options.expires,
+            times_transfers=options.times_transfers,
             wakes=options.wakes,
             isolates_policies=options.isolates_policies,
         )
@@ -184,6 +189,8 @@ class Simulator(Backend[SimReplica]):
             workload = list(workload)
         for spec in workload:
             self._followers.add(spec)
+        if isinstance(workload, Workload):
+            return iter(workload.leaders())  # a request with a long prompt takes time to make
         return (spec for spec in workload if not spec.parents)
 
     def _next_arrival(self) -> None:
@@ -240,8 +247,11 @@ class Simulator(Backend[SimReplica]):
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
         """See `Backend`; one executor knows every request."""
 
-    def on_transfer(self, request: Request, source: SimReplica, target: SimReplica) -> None:
-        """See `Backend`; its end is an event of the network's model."""
+    def on_transfer(self, transfer: Transfer[SimReplica]) -> None:
+        """See `Backend`; its end is an event of the links' model, or of a recorded run."""
+
+    def on_transfer_cancelled(self, transfer: Transfer[SimReplica]) -> None:
+        """See `Backend`."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; a request whose last parent was among them arrives after its think time."""

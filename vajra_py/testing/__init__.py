@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
     from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
+    from vajra_py.testing.retention import check_retention
     from vajra_py.testing.routing_parts import check_routing_part, routing_parts_under_test
     from vajra_py.testing.scalers import check_scaler
     from vajra_py.testing.scenarios import SCENARIOS, Scenario
@@ -43,6 +44,7 @@ _HOMES = {
     "admission_policies_under_test": "admission",
     "check_admission_policy": "admission",
     "check_policy": "conformance",
+    "check_retention": "retention",
     "check_routing_part": "routing_parts",
     "check_scaler": "scalers",
     "conformance_checks": "conformance",
@@ -69,6 +71,7 @@ __all__ = [
     "admission_policies_under_test",
     "check_admission_policy",
     "check_policy",
+    "check_retention",
     "check_routing_part",
     "check_scaler",
     "conformance_checks",

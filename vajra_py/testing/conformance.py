@@ -37,7 +37,13 @@ from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.build import hooks_of
 from vajra_py.testing import scenarios
 from vajra_py.testing.checking import failure_of, packages_of, require, require_all_end, require_built
-from vajra_py.testing.habits import attributes_read_in, futile_preemptions, kept_requests, uncalled_methods
+from vajra_py.testing.habits import (
+    attributes_read_in,
+    futile_preemptions,
+    kept_programs,
+    kept_requests,
+    uncalled_methods,
+)
 from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import first_difference, rows_by_hash_seed
 from vajra_py.testing.purity import only_pure
@@ -143,7 +149,7 @@ def _serves(scenario: Scenario) -> Callable[[Subject], None]:
     return check
 
 
-_AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES)
+_AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES, scenarios.PROGRAMS)
 
 
 def _decides_again(
@@ -191,7 +197,7 @@ def _calls_its_methods(subject: Subject) -> None:
 
 
 def _forgets_ended_requests(subject: Subject) -> None:
-    for scenario in (scenarios.OVERLOADED, scenarios.LEAVING):
+    for scenario in (scenarios.OVERLOADED, scenarios.LEAVING, scenarios.PROGRAMS):
         if not subject.suits(scenario):
             continue
         built: list[Any] = []
@@ -207,6 +213,9 @@ def _forgets_ended_requests(subject: Subject) -> None:
             f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
         )
         require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a request in `on_departures`")
+        num_kept, num_ended = len(kept_programs(built, outcome.programs)), len(outcome.programs)
+        text = f"after a run it still holds {num_kept} of {num_ended} programs, all of which have ended"
+        require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a program in `on_program_end`")
 
 
 def _is_pure(subject: Subject) -> None:
@@ -342,7 +351,10 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
         claim = "traits.repeats_decodes is not true"
     elif not traits.reads_load:
         claim = "traits.reads_load = False is not true"
-    for scenario in (scenarios.LIGHT, scenarios.OVERLOADED, scenarios.STARVED, scenarios.LEAVING):
+    for scenario in (
+        *(scenarios.LIGHT, scenarios.OVERLOADED, scenarios.STARVED, scenarios.LEAVING),
+        scenarios.PROGRAMS,
+    ):
         if not subject.suits(scenario):
             continue
         asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, fast_forward=False))

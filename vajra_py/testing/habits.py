@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from vajra_py.contract import PolicyContext, SharedState
+from vajra_py.contract import PolicyContext, ProgramView, SharedState
+from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request
 
 _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType, str, bytes, int, float, complex)
@@ -70,7 +71,15 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 def kept_requests(policies: Iterable[Any], ended: Iterable[Request]) -> set[str]:
     """Ids of ended requests that are still reachable from the policies, as objects or by their ids."""
-    ids = {request.request_id for request in ended}
+    return _kept(policies, {request.request_id for request in ended})
+
+
+def kept_programs(policies: Iterable[Any], ended: Iterable[ProgramView]) -> set[str]:
+    """Ids of ended programs that are still reachable from the policies, as objects or by their ids."""
+    return _kept(policies, {program.program_id for program in ended})
+
+
+def _kept(policies: Iterable[Any], ids: set[str]) -> set[str]:
     found: set[str] = set()
     seen: set[int] = set()
     left = list(policies)
@@ -80,6 +89,9 @@ def kept_requests(policies: Iterable[Any], ended: Iterable[Request]) -> set[str]
         value = left.pop()
         if isinstance(value, Request):
             found.update({value.request_id} & ids)
+            continue
+        if isinstance(value, Program):
+            found.update({value.program_id} & ids)
             continue
         if isinstance(value, str):
             found.update({value} & ids)

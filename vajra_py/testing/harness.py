@@ -266,10 +266,13 @@ class Harness:
             _NAME, self.replicaset_scheduler, "replicaset scheduler", make_queue(self.prioritizer), AdmissionLimits()
         )
         self.admission: Any = None if admission is None else self._admission_policy(admission)
-        self._beside = [] if admission is None else [self.admission]
+        self._beside = [options.output_lengths, *([] if admission is None else [self.admission])]
         self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers, *self._beside)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
+        for replica in self.replicaset.replicas:
+            replica.memory.use_clock(lambda: self.now)
+        self.replicaset.bind_content()
         if self.replicaset.places_itself or self.replicaset.moves_requests:
             self.replicaset.hand_off = HandOffRules(HandOffConfig(), LinkOptions(), 0)
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME, alarms=self._alarms)

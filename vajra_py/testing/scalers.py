@@ -9,29 +9,21 @@ In a package's own tests:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vajra_py.config import config_from_mapping
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
 from vajra_py.errors import VajraError
-from vajra_py.latency import ConstantModel
-from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import check_scaler_shape, load_registry
-from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
-from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.support.seeds import SeedTree
-from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
-from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.plugins import check_scaler_shape
 from vajra_py.testing.checking import failure_of, packages_of, require
 from vajra_py.testing.purity import only_pure
+from vajra_py.testing.simulated import simulated_system
 from vajra_py.workload import RequestSpec
 
 TIMEOUT_S = 30.0
 """Seconds of real time that a scaler may take for one answer under test."""
-STEP_S = 0.02
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "one pool": {"num_replicas": 2, "elastic": {"max_replicas": 5, "startup_s": 3.0}},
     "down to nothing": {"num_replicas": 1, "elastic": {"min_replicas": 0, "max_replicas": 3, "startup_s": 0.5}},
@@ -125,54 +117,13 @@ def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any
         return made[-1]
 
     own = ScalerSpec("under_test", spec.config, build, spec.summary)
-    controller, simulator = _system(own, params, settings)
+    scheduling = {"scaling": {"policy": own.name, "params": dict(params)}}
+    controller, simulator = simulated_system(own, scheduling, settings)
     simulator.run(_load())
     controller.check_conservation()
     if controller.num_alive:
         raise AssertionError(f"{controller.num_alive} requests are left")
     return made[-1].asked
-
-
-def _system(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Controller, Simulator]:
-    registry = load_registry().with_policies([spec])
-    config = config_from_mapping(
-        {
-            "version": 1,
-            "scheduling": {
-                "request_prioritizer": "fcfs",
-                "replicaset_scheduler": "least_loaded",
-                "replica_scheduler": "fixed_chunk",
-                "scaling": {"policy": spec.name, "params": dict(params)},
-            },
-            "replica": {"max_batch_size": 8, "max_model_len": 400, "memory": {"num_blocks": 100}},
-            **settings,
-            "workload": _ONE_REQUEST,
-            "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": STEP_S}}},
-        },
-        registry=registry,
-    )
-    executor, latency, seeds = SimulatedExecutor(), ConstantModel(STEP_S), SeedTree(3)
-    services = Services(
-        registry=registry,
-        latency=latency,
-        output_lengths=NoLengths(),
-        seeds=seeds,
-        facts=ModelFacts(),
-        executor_of=lambda replicaset, replica_id: executor,
-        reserves_growth=True,
-    )
-    controller = build_controller(config, services)
-    timers: Callable[[Any], Any] = predicted_timers(latency, seeds.child("steps"))
-    return controller, Simulator(controller, executor, timers, SimulationOptions(check_every_steps=1))
-
-
-_ONE_REQUEST = {
-    "type": "synthetic",
-    "num_requests": 1,
-    "arrivals": {"type": "fixed", "rate": 1},
-    "prompt_tokens": {"type": "constant", "value": 1},
-    "output_tokens": {"type": "constant", "value": 1},
-}
 
 
 def _load() -> list[RequestSpec]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import AdmissionDecision, ReplicaState, RequestView
+from vajra_py.contract import AdmissionDecision, ProgramView, ReplicaState, RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.tables.recorder import token_times
@@ -21,7 +21,7 @@ from vajra_py.runtime.records.decision_reader import step_row
 from vajra_py.runtime.requests.request import Request
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
-from vajra_py.workload.request import PromptContent, RequestSpec
+from vajra_py.workload.request import PromptContent, RequestSpec, follows_of
 
 STEP_TIME = AffineModel(base_s=0.004, per_token_s=0.0002, per_prefill_pair_s=2e-7, per_decode_context_token_s=1e-6)
 """50 ms hold about 200 prompt tokens, so that policies that aim at a step time have to cut prompts into chunks."""
@@ -65,6 +65,8 @@ class Outcome:
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Steps as reported to observers when they came back."""
     requests: dict[str, Request] = field(default_factory=dict)
+    programs: list[ProgramView] = field(default_factory=list)
+    """Programs in the order in which they ended."""
     admissions: list[tuple[Any, ...]] = field(default_factory=list)
     """(request, decision, time) of each request that was degraded, refused or deferred, or let in after that."""
     num_unfinished: int = 0
@@ -91,6 +93,9 @@ class _Watch(Observer):
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         self.outcome.admissions.append((request.request_id, decision, now))
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        self.outcome.programs.append(program)
 
     def on_step_begin(self, step: StepRecord) -> None:
         self.outcome.decisions.append(step_row(step))
@@ -238,6 +243,49 @@ def _with_shared_prefixes(stream: np.random.Generator, num_replicas: int) -> lis
     return specs
 
 
+def _of_programs(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
+    """Loops of an agent, and plans whose work is done side by side and joined; some calls fail to come, and end those that need them."""
+    specs: list[RequestSpec] = []
+    starts = np.sort(stream.uniform(0.0, 0.4, 6 * num_replicas)).tolist()
+    for number, start in enumerate(starts):
+        calls = _loop(4) if number % 2 else _fork_and_join(3)
+        prompts: list[PromptContent] = []
+        for index, parents in enumerate(calls):
+            name = f"p{number}.{index}"
+            before = prompts[parents[0]].segments if parents else (("system", 32),)
+            text = (name, int(stream.integers(8, 24)))
+            answers = tuple((("out", f"p{number}.{parent}"), 6) for parent in parents)
+            prompts.append(PromptContent((*before, *answers, text)))
+            spec = RequestSpec(
+                name,
+                start,
+                prompts[-1].num_tokens,
+                6,
+                content=prompts[-1],
+                program_id=f"p{number}",
+                stage="plan" if not parents else "work",
+                parent_calls=tuple(f"p{number}.{parent}" for parent in parents),
+                follows=follows_of([f"p{number}.{parent}" for parent in parents]),
+                think_time_s=float(stream.exponential(0.05)) if parents else 0.0,
+                num_program_calls=len(calls),
+                is_last_call=index == len(calls) - 1,
+                next_call_after_s=0.05 if index + 1 < len(calls) else None,
+                program_slo_s=3.0,
+            )
+            specs.append(spec)
+    return specs
+
+
+def _loop(length: int) -> list[tuple[int, ...]]:
+    """Parents of calls one after the other."""
+    return [() if index == 0 else (index - 1,) for index in range(length)]
+
+
+def _fork_and_join(width: int) -> list[tuple[int, ...]]:
+    """Parents of a call, of others side by side, and of one that joins them."""
+    return [(), *((0,) for _ in range(width)), tuple(range(1, width + 1))]
+
+
 LIGHT = Scenario("light load", SMALL, _spread(8, 6.0, (20, 300), (2, 16)), is_memory_ample=True)
 OVERLOADED = Scenario(
     "far more requests than fit into a batch",
@@ -273,6 +321,12 @@ SHARED_PREFIXES = Scenario(
     replace(SMALL, num_blocks=24, prefix_cache=PrefixCacheOptions()),
     _with_shared_prefixes,
 )
+PROGRAMS = Scenario(
+    "calls of programs, some of which are taken back",
+    replace(SMALL, num_blocks=32, max_batch_size=4, prefix_cache=PrefixCacheOptions()),
+    _of_programs,
+    num_aborted=2,
+)
 PIPELINED = Scenario(
     "two pipeline stages",
     replace(SMALL, pipeline_stages=2, num_blocks=24, max_batch_tokens=64, latency=replace(STEP_TIME, num_stages=2)),
@@ -295,6 +349,7 @@ SCENARIOS = (
     SWAPPING,
     LEAVING,
     SHARED_PREFIXES,
+    PROGRAMS,
     PIPELINED,
     KV_PARALLEL,
 )

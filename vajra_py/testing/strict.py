@@ -17,6 +17,7 @@ from vajra_py.contract import (
     Move,
     PoolView,
     PriorityKey,
+    ProgramView,
     QueueView,
     ReplicaId,
     ReplicaLoadView,
@@ -45,6 +46,7 @@ _METHODS = (
     "on_moved",
     "on_step_end",
     "on_departures",
+    "on_program_end",
     "on_wake",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
@@ -72,6 +74,7 @@ class StrictViews:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self._requests: dict[RequestView, StrictRequest] = {}
+        self._programs: dict[ProgramView, StrictProgram] = {}
 
     def request(self, request: RequestView) -> RequestView:
         """The one strict view of a request."""
@@ -79,6 +82,13 @@ class StrictViews:
         if view is None:
             view = self._requests[request] = StrictRequest(self, request)
         return cast(RequestView, view)
+
+    def program(self, program: ProgramView) -> ProgramView:
+        """The one strict view of a program."""
+        view = self._programs.get(program)
+        if view is None:
+            view = self._programs[program] = StrictProgram(self, program)
+        return cast(ProgramView, view)
 
     def requests(self, requests: Iterable[RequestView]) -> list[RequestView]:
         """Strict views of several requests."""
@@ -147,6 +157,7 @@ class StrictViews:
                 "on_moved": lambda request, *facts: policy.on_moved(self.request(request), *facts),
                 "on_step_end": lambda step: policy.on_step_end(replace(step, requests=self.requests(step.requests))),
                 "on_departures": batched("on_departures"),
+                "on_program_end": lambda program, now: policy.on_program_end(self.program(program), now),
             },
         )
 
@@ -183,6 +194,25 @@ class StrictRequest(_View):
     __slots__ = ()
     _what = "request"
     _public = public_names(RequestView)
+
+    @property
+    def program(self) -> ProgramView | None:
+        """See `RequestView.program`."""
+        program: ProgramView | None = self._target.program
+        return None if program is None else self._views.program(program)
+
+
+class StrictProgram(_View):
+    """A `ProgramView` and nothing more."""
+
+    __slots__ = ()
+    _what = "program"
+    _public = public_names(ProgramView)
+
+    def siblings(self, request: RequestView) -> Sequence[str]:
+        """See `ProgramView.siblings`."""
+        found: Sequence[str] = self._target.siblings(self._views.real(request))
+        return found
 
 
 class StrictReplicaView(_View):

@@ -18,8 +18,9 @@ from vajra_py.engine.config import (
     MAX_STEP_TOKENS,
     SLOTS_PER_BATCH_ENTRY,
     ModelBackendConfig,
+    check_pools,
     check_replica,
-    check_replicasets,
+    check_scaling,
     where_of,
 )
 from vajra_py.errors import ConfigError, Problem
@@ -52,6 +53,7 @@ class VllmBackendConfig(ModelBackendConfig):
 
     kind: ClassVar[str] = "vllm"
     can_swap: ClassVar[bool] = False
+    can_move_kv: ClassVar[bool] = False
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="What the installed vLLM is built for.")
     workers: Literal["in_process", "process"] = Field(
@@ -94,7 +96,7 @@ class VllmBackendConfig(ModelBackendConfig):
             found += problems_of(where, one.replica)
             if self.device == "cpu":
                 found += _problems_of_blocks(where, one.replica.memory.block_size)
-        found += check_replicasets(self.kind, replicasets)
+        found += check_scaling(self.kind, replicasets) + check_pools(self.kind, replicasets)
         if self.fallback is not None:
             message = (
                 f"takes over in a vLLM that schedules by this file, which this one does not (got {self.fallback!r})"

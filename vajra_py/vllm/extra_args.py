@@ -45,6 +45,13 @@ def _integer(where: str, value: Any) -> int:
     return int(number)
 
 
+def _flag(where: str, value: Any) -> bool:
+    flag = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+    if flag is None:
+        raise ConfigError(Problem(where, f"is neither true nor false ({value!r})"))
+    return flag
+
+
 def _number(where: str, value: Any) -> float:
     number = _finite(value)
     if number is None:
@@ -72,6 +79,7 @@ _READERS: Mapping[FactKind, Callable[[str, Any], Any]] = {
     FactKind.TEXT: _text,
     FactKind.TEXTS: _texts,
     FactKind.INTEGER: _integer,
+    FactKind.FLAG: _flag,
     FactKind.NUMBER: _number,
     FactKind.DURATION: _seconds,
 }

@@ -21,7 +21,7 @@ from vajra_py.config import PolicyChoice, SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
-from vajra_py.engine.config import check_replicasets
+from vajra_py.engine.config import check_pools, check_scaling
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
@@ -36,7 +36,7 @@ from vajra_py.runtime.records.input_log import (
     Stall,
 )
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
-from vajra_py.runtime.serving.backend import Backend, BackendReplica
+from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
@@ -101,6 +101,10 @@ class _Executor:
     def known_output_tokens(self, request: Request) -> int | None:
         """See `Executor`."""
         return None
+
+    def withheld_token(self, request: Request) -> StepResult:
+        """See `Executor`."""
+        return StepResult()
 
     def release(self, request: Request) -> None:
         """See `Executor`."""
@@ -362,9 +366,12 @@ class Mechanism(Backend[_VllmReplica]):
         payload.request = request
         self._submissions[request] = payload
 
-    def on_transfer(self, request: Request, source: _VllmReplica, target: _VllmReplica) -> None:
+    def on_transfer(self, transfer: Transfer[_VllmReplica]) -> None:
         """See `Backend`; there is one replica."""
         raise RuntimeError("KV moves between replicas, of which there is one")
+
+    def on_transfer_cancelled(self, transfer: Transfer[_VllmReplica]) -> None:
+        """See `Backend`; there is one replica."""
 
     def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
         """See `Backend`."""
@@ -400,7 +407,7 @@ def make_mechanism(
     Raises `ConfigError` where they describe more than one replica, and what building a policy raises.
     """
     replicasets = config.effective_replicasets
-    problems = check_replicasets("vllm", replicasets)
+    problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)
     if problems:
         raise ConfigError(problems)
     if len(replicasets) != 1 or next(iter(replicasets.values())).num_replicas != 1:

@@ -32,6 +32,8 @@ from vajra_py.workload.config import (
     MooncakeConfig,
     PriorityShare,
     ProfileConfig,
+    ProgramFileConfig,
+    ProgramsConfig,
     SessionsConfig,
     SloClassConfig,
     SyntheticConfig,
@@ -50,10 +52,12 @@ from vajra_py.workload.distributions import (
     Uniform,
 )
 from vajra_py.workload.profiles import ProfileInfo, profile, profile_info, profile_names
+from vajra_py.workload.programs import Chain, Dag, ForkJoin, ProgramCalls, Tree, programs_workload
 from vajra_py.workload.read_agentic import read_agentic
 from vajra_py.workload.read_csv import CsvLayout, read_azure, read_burstgpt, read_csv, read_lengths
 from vajra_py.workload.read_jsonl import read_jsonl, write_jsonl
 from vajra_py.workload.read_mooncake import MooncakeOptions, read_mooncake
+from vajra_py.workload.read_programs import read_programs
 from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId
 from vajra_py.workload.sessions import Sessions, SystemPrompts, sessions_workload
 from vajra_py.workload.statistics import LengthStatistics, WorkloadStatistics
@@ -73,13 +77,16 @@ __all__ = [
     "AtOnce",
     "AzureConfig",
     "BurstGptConfig",
+    "Chain",
     "ClosedLoop",
     "Constant",
     "CoxGamma",
     "CsvConfig",
     "CsvLayout",
+    "Dag",
     "Distribution",
     "FixedInterval",
+    "ForkJoin",
     "Gamma",
     "Geometric",
     "JsonlConfig",
@@ -99,6 +106,9 @@ __all__ = [
     "PriorityShare",
     "ProfileConfig",
     "ProfileInfo",
+    "ProgramCalls",
+    "ProgramFileConfig",
+    "ProgramsConfig",
     "PromptContent",
     "QuantileGaps",
     "QuantileTable",
@@ -112,6 +122,7 @@ __all__ = [
     "SyntheticConfig",
     "SystemPrompts",
     "TenantShares",
+    "Tree",
     "Uniform",
     "Weibull",
     "Workload",
@@ -125,6 +136,7 @@ __all__ = [
     "profile",
     "profile_info",
     "profile_names",
+    "programs_workload",
     "read_agentic",
     "read_azure",
     "read_burstgpt",
@@ -132,6 +144,7 @@ __all__ = [
     "read_jsonl",
     "read_lengths",
     "read_mooncake",
+    "read_programs",
     "sessions_workload",
     "synthetic_workload",
     "write_jsonl",

@@ -25,6 +25,8 @@ from vajra_py.workload.config import (
     MergeConfig,
     MooncakeConfig,
     ProfileConfig,
+    ProgramFileConfig,
+    ProgramsConfig,
     SessionsConfig,
     SyntheticConfig,
     WorkloadConfig,
@@ -32,10 +34,12 @@ from vajra_py.workload.config import (
 )
 from vajra_py.workload.pace import expected_rate
 from vajra_py.workload.profiles import profile
+from vajra_py.workload.programs import programs_workload
 from vajra_py.workload.read_agentic import read_agentic
 from vajra_py.workload.read_csv import CsvLayout, read_azure, read_burstgpt, read_csv, read_lengths
 from vajra_py.workload.read_jsonl import read_jsonl
 from vajra_py.workload.read_mooncake import MooncakeOptions, read_mooncake
+from vajra_py.workload.read_programs import read_programs
 from vajra_py.workload.resample import block_bootstrap, random_window, thin
 from vajra_py.workload.sessions import sessions_workload, zipf_shares
 from vajra_py.workload.synthetic import ClosedLoop, RngFor, closed_loop_workload, stream_facts, synthetic_workload
@@ -50,7 +54,7 @@ def build_workload(
     """The workload that `config` describes; relative paths are seen from `base_dir`.
 
     `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
-    `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
+    `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `shapes`, `graphs`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
     (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`. What `source_of` gave
     need not be read again when it is handed over as `source`.
 
@@ -231,6 +235,20 @@ def _(config: SessionsConfig, rng_for: RngFor, base_dir: Path) -> Workload:
     return sessions_workload(
         config, config.arrivals, rng_for, num_sessions=config.num_sessions, duration_s=config.duration_s
     )
+
+
+@_source.register
+def _(config: ProgramsConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return programs_workload(
+        config, config.arrivals, rng_for, num_programs=config.num_programs, duration_s=config.duration_s
+    )
+
+
+@_source.register
+def _(config: ProgramFileConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    starts = None if config.arrivals is None else _starts(config.arrivals, rng_for)
+    path = base_dir / config.path
+    return read_programs(path, starts, num_programs=config.num_programs, context=config.context)
 
 
 @_source.register

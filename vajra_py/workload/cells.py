@@ -20,6 +20,7 @@ __all__ = [
     "TimeUnit",
     "durations",
     "finite_times",
+    "flags",
     "limits",
     "maybe_numbers",
     "maybe_whole_numbers",
@@ -113,6 +114,17 @@ def maybe_whole_numbers(nothing: int) -> Parser:
 def text(cells: Sequence[str]) -> npt.NDArray[np.object_]:
     """Any text, as it stands."""
     return objects([cell.strip() for cell in cells])
+
+
+_FLAGS = {"": 0, "0": 0, "false": 0, "1": 1, "true": 1}
+
+
+def flags(cells: Sequence[str]) -> I64:
+    """1 for `true` or `1`, 0 for `false`, `0` or nothing."""
+    values = [_FLAGS.get(cell.strip().lower()) for cell in cells]
+    if None in values:
+        raise ValueError("neither true nor false")
+    return np.array(values, dtype=np.int64)
 
 
 def texts(cells: Sequence[str]) -> npt.NDArray[np.object_]:

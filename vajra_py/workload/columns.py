@@ -69,7 +69,24 @@ class Columns:
     @property
     def session_id(self) -> StringColumn | None:
         """The conversation of each request; None where no request has one."""
-        column = self.stated.get("session_id")
+        return self._texts("session_id")
+
+    @property
+    def program_id(self) -> StringColumn | None:
+        """The program of each request; None where no request has one."""
+        return self._texts("program_id")
+
+    @property
+    def unit_id(self) -> StringColumn | None:
+        """The program of each request, else its session: what belongs together. None where no request has either."""
+        programs, sessions = self.program_id, self.session_id
+        if programs is None or sessions is None:
+            return sessions if programs is None else programs
+        pairs = zip(programs.tolist(), sessions.tolist(), strict=True)
+        return StringColumn.of(program or session for program, session in pairs)
+
+    def _texts(self, name: str) -> StringColumn | None:
+        column = self.stated.get(name)
         return column if isinstance(column, StringColumn) else None
 
     def take(self, rows: I64) -> Columns:
@@ -99,10 +116,20 @@ class Columns:
         return self.take(np.argsort(self.arrived_at, kind="stable"))
 
     def renamed(self, prefix: str, *, share_content: bool) -> Columns:
-        """Return the requests with `prefix` before their ids and their sessions'; content stays equal only with `share_content`."""
-        sessions = {} if self.session_id is None else {"session_id": self.session_id.renamed(prefix)}
+        """Return the requests with `prefix` before their ids, their sessions' and their programs'.
+
+        Content stays equal only with `share_content`.
+        """
+        named = {"session_id": self.session_id, "program_id": self.program_id}
+        changes: dict[str, FactColumn] = {
+            name: column.renamed(prefix) for name, column in named.items() if column is not None
+        }
+        if "parent_calls" in self.stated:
+            changes["parent_calls"] = objects(
+                [tuple(prefix + parent for parent in parents) for parents in self.values("parent_calls")]
+            )
         return replace(
-            self.stating(sessions),
+            self.stating(changes),
             request_id=self.request_id.renamed(prefix),
             content=None if self.content is None else self.content.renamed(prefix, share=share_content),
         )
@@ -145,8 +172,18 @@ class Columns:
         fact, format = _FORMATS[name]
         column = self.stated.get(name)
         if column is None:
+            if name == "parent_calls" and self.program_id is not None and self.follows is not None:
+                return self._parent_calls(self.program_id, start, stop)
             return [fact.default] * (stop - start)
         return format.values(column.slice(start, stop) if isinstance(column, StringColumn) else column[start:stop])
+
+    def _parent_calls(self, programs: StringColumn, start: int, stop: int) -> list[tuple[str, ...]]:
+        """The calls that each call of a program follows, which it states where the workload does not say what it states."""
+        ids = self.request_id
+        return [
+            tuple(ids[parent] for parent in self.parents(row)) if program else ()
+            for row, program in enumerate(programs.slice(start, stop).tolist(), start)
+        ]
 
     def _contents(self, start: int, prompts: Sequence[int]) -> list[PromptContent | None]:
         column = self.content
@@ -247,7 +284,10 @@ def _joined_facts(parts: Sequence[Columns]) -> dict[str, FactColumn]:
     joined = {}
     for name, (fact, format) in _FORMATS.items():
         default = partial(_default_column, format, fact.default)
-        joined[name] = _concatenated([part.stated.get(name) for part in parts], parts, default)
+        columns = [part.stated.get(name) for part in parts]
+        if name == "parent_calls" and any(column is not None for column in columns):
+            columns = [format.column(part.values(name)) for part in parts]
+        joined[name] = _concatenated(columns, parts, default)
     return {name: column for name, column in joined.items() if column is not None}
 
 

@@ -9,14 +9,25 @@ context.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.workload.arrivals import ArrivalProcess, AtOnce, PiecewiseConstant
 from vajra_py.workload.cells import TimeUnit
 from vajra_py.workload.distributions import NonNegative, Positive
+from vajra_py.workload.programs import ContextRule, ProgramCalls
 from vajra_py.workload.sessions import Sessions
 from vajra_py.workload.stated import CSV_FIELDS
 from vajra_py.workload.synthetic import ClosedLoop, Lengths
@@ -34,6 +45,8 @@ __all__ = [
     "MooncakeConfig",
     "PriorityShare",
     "ProfileConfig",
+    "ProgramFileConfig",
+    "ProgramsConfig",
     "SessionsConfig",
     "SloClassConfig",
     "SyntheticConfig",
@@ -113,6 +126,12 @@ class SloClassConfig(_ClassDurations):
     priority: _Priority | None = Field(
         None, description="Client priority of the class, lower is more urgent; null leaves the requests' own."
     )
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        unstated = [fact.name for fact in FACTS if fact.is_of_programs and data.get(fact.name, 0) is None]
+        return {name: value for name, value in data.items() if name not in unstated}
 
 
 class WorkloadOptions(_Config):
@@ -335,9 +354,12 @@ class AgenticConfig(FileOptions):
     type: Literal["agentic"]
     arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
     num_sessions: _Count | None = Field(None, description="Number of sessions, the first of the file; null: all.")
-    mode: Literal["closed", "open"] = Field(
+    mode: Literal["closed", "open", "programs"] = Field(
         "closed",
-        description="closed: a turn waits for the end of the one before, then thinks; open: turns arrive at their recorded times.",
+        description=(
+            "closed: a turn waits for the end of the one before, then thinks; open: turns arrive at their recorded times; programs: as "
+            "closed, and each session is a program that states its calls."
+        ),
     )
 
 
@@ -385,6 +407,39 @@ class ProfileConfig(WorkloadOptions):
     num_requests: _Count = Field(1000, description="Number of requests.")
 
 
+class ProgramsConfig(WorkloadOptions, ProgramCalls):
+    """Programs of calls with drawn graphs: chains, fork and join, trees, random graphs. A call is sent when its parents have ended."""
+
+    type: Literal["programs"]
+    arrivals: ArrivalProcess = Field(description="When programs start (rates in programs per second).")
+    num_programs: _Count | None = Field(None, description="Number of programs; null: as many as start in duration_s.")
+    duration_s: Positive | None = Field(
+        None, description="Programs start for so many seconds; null: until num_programs."
+    )
+
+    @model_validator(mode="after")
+    def _ends(self) -> ProgramsConfig:
+        _check_end(self.arrivals, self.num_programs, self.duration_s, "num_programs")
+        return self
+
+
+class ProgramFileConfig(FileOptions):
+    """Programs of a file (CSV, JSON lines or Parquet): a row for each call, with its program, its parents and its delay."""
+
+    type: Literal["program_file"]
+    arrivals: ArrivalProcess | None = Field(
+        None, description="When programs start (rates in programs per second); null: at the file's `arrived_at`."
+    )
+    num_programs: _Count | None = Field(None, description="Number of programs, the first of the file; null: all.")
+    context: ContextRule = Field(
+        "none",
+        description=(
+            "grow: a prompt begins with that of its first parent and with its parents' answers, as far as it is long enough; none: prompts "
+            "share nothing."
+        ),
+    )
+
+
 class MergeConfig(WorkloadOptions):
     """Several workloads on one clock."""
 
@@ -405,6 +460,8 @@ WorkloadConfig: TypeAlias = Annotated[
     | MergeConfig
     | MooncakeConfig
     | ProfileConfig
+    | ProgramFileConfig
+    | ProgramsConfig
     | SessionsConfig
     | SyntheticConfig,
     Field(discriminator="type"),

@@ -28,6 +28,7 @@ __all__ = [
     "Parser",
     "Table",
     "file_facts",
+    "iter_csv_rows",
     "iter_json_lines",
     "iter_lines",
     "line_of_row",
@@ -231,3 +232,23 @@ def _parse_block(file: Path, block: Sequence[tuple[int, list[str]]], place: int,
                 message = f"column {column.name!r} cannot be read ({cells[place]!r})"
                 raise WorkloadError(file, line, message, column.allowed) from None
         raise
+
+
+def iter_csv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """The rows of a CSV file with a header, as cells by column without blanks around them, with their line numbers.
+
+    Raises:
+        WorkloadError: as `iter_lines`; a row has too few or too many cells, or there is no row.
+    """
+    header = read_header(file)
+    rows = _rows(file)
+    next(rows)
+    empty = True
+    for line, cells in rows:
+        empty = False
+        if len(cells) != len(header):
+            message = f"has {len(cells)} cells under a header of {len(header)} columns"
+            raise WorkloadError(file, line, message, f"{len(header)} cells separated by commas")
+        yield line, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
+    if empty:
+        raise WorkloadError(file, None, "is empty (a header without rows)", "At least one request")

@@ -15,6 +15,7 @@ from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import file_facts, iter_json_lines
 from vajra_py.workload.request import SegmentId
+from vajra_py.workload.stated import FactColumn
 from vajra_py.workload.workload import Workload
 
 __all__ = ["AgenticSession", "AgenticTurn", "read_agentic", "read_agentic_sessions"]
@@ -140,13 +141,14 @@ def read_agentic(
     starts: Callable[[int], F64] | None = None,
     *,
     num_sessions: int | None = None,
-    mode: Literal["closed", "open"] = "closed",
+    mode: Literal["closed", "open", "programs"] = "closed",
 ) -> Workload:
     """The sessions of a file as a workload.
 
     `starts` gives the ascending start times of so many sessions (the trace has no clock across sessions; None: all at 0);
     `num_sessions` takes the first ones of the file. `closed`: a turn waits for the end of the one before, then for its thinking time;
-    `open`: it arrives at its recorded time. Prompts share tool definitions (and with them the system prompt) between sessions that have
+    `open`: it arrives at its recorded time; `programs`: as `closed`, and a session is a program whose calls state their parents, and the
+    last one that it is. Prompts share tool definitions (and with them the system prompt) between sessions that have
     them equally long, and whatever the recorded block ids of the session say; requests without output are left out and counted.
 
     Raises:
@@ -160,13 +162,17 @@ def read_agentic(
     rows, content, num_dropped = _gather(sessions, starts_s.tolist())
     if not rows.nodes:
         raise WorkloadError(file, None, "no request is left with an output", "At least one request")
-    closed = mode == "closed"
+    closed = mode != "open"
+    stated: dict[str, FactColumn] = {"session_id": StringColumn.of(rows.sessions)}
+    if mode == "programs":
+        followed = np.isin(np.arange(len(rows.nodes)), rows.follows)
+        stated |= {"program_id": stated["session_id"], "is_last_call": (~followed).astype(np.int64)}
     columns = Columns(
         arrived_at=np.array(rows.arrived_at, dtype=np.float64),
         num_prompt_tokens=np.array(rows.prompts, dtype=np.int64),
         num_output_tokens=np.array(rows.outputs, dtype=np.int64),
         request_id=StringColumn.numbered("", np.arange(len(rows.nodes), dtype=np.int64)),
-        stated={"session_id": StringColumn.of(rows.sessions)},
+        stated=stated,
         follows=np.array(rows.follows, dtype=np.int64) if closed else None,
         think_time_s=np.array(rows.thinks, dtype=np.float64) if closed else None,
         content=content,

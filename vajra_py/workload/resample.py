@@ -31,9 +31,10 @@ def units_of(columns: Columns) -> I64:
     size = len(columns)
     rows = np.arange(size, dtype=np.int64)
     pairs: list[tuple[I64, I64]] = []
-    if columns.session_id is not None:
-        groups = columns.session_id.groups()
-        named = np.array([bool(text) for text in columns.session_id.tolist()], dtype=np.bool_)
+    units = columns.unit_id
+    if units is not None:
+        groups = units.groups()
+        named = np.array([bool(text) for text in units.tolist()], dtype=np.bool_)
         first = np.full(int(groups.max(initial=-1)) + 1, -1, dtype=np.int64)
         first[groups[::-1]] = rows[::-1]
         pairs.append((rows[named], first[groups[named]]))
@@ -212,11 +213,17 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    copied = replace(replace(columns, follows=None, joins=None).take(rows), **changes)
-    if copied.session_id is None:
-        return copied
-    ids = zip(copied.session_id.tolist(), copies.tolist(), strict=True)
-    return copied.stating({"session_id": StringColumn.of(f"{name}#{copy}" if name else "" for name, copy in ids)})
+    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}  # of other ids
+    copied = replace(replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
+    named = {"session_id": copied.session_id, "program_id": copied.program_id}
+    renamed = {
+        fact: StringColumn.of(
+            f"{name}#{copy}" if name else "" for name, copy in zip(column.tolist(), copies.tolist(), strict=True)
+        )
+        for fact, column in named.items()
+        if column is not None
+    }
+    return copied.stating(renamed)
 
 
 _OTHERS = "window: random"
@@ -234,7 +241,7 @@ def _check_content(workload: Workload, what: str, is_kept_whole: bool) -> None:
 
 
 def _has_sessions(columns: Columns) -> bool:
-    return columns.session_id is not None and all(columns.session_id.tolist())
+    return columns.unit_id is not None and all(columns.unit_id.tolist())
 
 
 def _circle_s(times: F64) -> float:

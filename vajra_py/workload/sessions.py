@@ -21,7 +21,7 @@ from vajra_py.workload.distributions import Constant, Distribution, NonNegative,
 from vajra_py.workload.synthetic import RngFor
 from vajra_py.workload.workload import Workload
 
-__all__ = ["Sessions", "SystemPrompts", "sessions_workload", "zipf_shares"]
+__all__ = ["Sessions", "SystemPrompts", "sessions_workload", "system_prompts", "zipf_shares"]
 
 
 class SystemPrompts(BaseModel):
@@ -126,7 +126,7 @@ def sessions_workload(
     starts = arrival_times(
         arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=num_sessions, duration_s=duration_s
     )
-    system_of, system_tokens = _system_prompts(sessions.system_prompts, rng_for, len(starts))
+    system_of, system_tokens = system_prompts(sessions.system_prompts, rng_for, len(starts))
     turns, prompts = _turns(sessions, rng_for, system_tokens[system_of])
     num_cut = 0
     if sessions.max_context_tokens is not None:
@@ -145,8 +145,8 @@ def sessions_workload(
     return Workload(replace(columns, content=content).take(order), "sessions", facts)
 
 
-def _system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions: int) -> tuple[I64, I64]:
-    """The system prompt of each session, and the length of each; without any, one of no tokens."""
+def system_prompts(prompts: SystemPrompts | None, rng_for: RngFor, num_sessions: int) -> tuple[I64, I64]:
+    """The system prompt of each session or program, and the length of each prompt; without any, one of no tokens."""
     if prompts is None:
         return np.zeros(num_sessions, dtype=np.int64), np.zeros(1, dtype=np.int64)
     rng = rng_for("system_prompts")

@@ -13,7 +13,7 @@ import numpy as np
 
 from vajra_py.contract.facts import FACTS, Fact, FactKind
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, objects
-from vajra_py.workload.cells import durations, maybe_numbers, maybe_whole_numbers, text, texts, whole_numbers
+from vajra_py.workload.cells import durations, flags, maybe_numbers, maybe_whole_numbers, text, texts, whole_numbers
 from vajra_py.workload.files import Parser
 
 __all__ = ["CSV_FIELDS", "REQUIRED_FIELDS", "FactColumn", "FactFormat", "format_of"]
@@ -69,6 +69,12 @@ def read_seconds(value: Any) -> float:
     return float(value)
 
 
+def _read_flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError
+    return value
+
+
 def read_text(value: Any) -> str:
     """A text of JSON."""
     if not isinstance(value, str):
@@ -98,6 +104,14 @@ def _optional_integers(column: I64) -> list[int | None]:
     return [None if value == _NO_INTEGER else value for value in column.tolist()]
 
 
+def _flag_column(values: Sequence[bool]) -> I64:
+    return np.array(values, dtype=np.int64)
+
+
+def _flags(column: I64) -> list[bool]:
+    return list(map(bool, column.tolist()))
+
+
 def _plain(column: I64 | StringColumn | ObjectArray) -> list[Any]:
     return column.tolist()
 
@@ -113,6 +127,7 @@ _FORMATS: Mapping[FactKind, FactFormat] = {
         objects, _plain, _read_texts, "A list of strings", texts, "Texts with `;` between them, or nothing"
     ),
     FactKind.INTEGER: _INTEGER,
+    FactKind.FLAG: FactFormat(_flag_column, _flags, _read_flag, "true or false", flags, "true, false, 1, 0 or nothing"),
     FactKind.NUMBER: FactFormat(
         _float_column, _floats, read_number, "A finite number", maybe_numbers, "A finite number, or nothing"
     ),
@@ -125,7 +140,7 @@ _FORMATS: Mapping[FactKind, FactFormat] = {
 REQUIRED_FIELDS = ("arrived_at", "num_prompt_tokens", "num_output_tokens")
 CSV_FIELDS = (
     *(*REQUIRED_FIELDS, "max_tokens"),
-    *(fact.name for fact in FACTS if fact.kind is FactKind.INTEGER),
+    *(fact.name for fact in FACTS if fact.kind in (FactKind.INTEGER, FactKind.FLAG)),
     *(fact.name for fact in FACTS if fact.kind in (FactKind.NUMBER, FactKind.DURATION)),
     *("think_time_s", "request_id"),
     *(fact.name for fact in FACTS if fact.kind in (FactKind.TEXT, FactKind.TEXTS)),

@@ -105,6 +105,14 @@ class Workload(Sequence[RequestSpec]):
         """True if some request waits for the end of another one."""
         return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
 
+    def leaders(self) -> Workload:
+        """Return the requests that arrive by the clock, without those that follow others."""
+        if self.columns.follows is None:
+            return self
+        rows = np.nonzero(self.columns.follows < 0)[0].astype(np.int64)
+        alone = replace(self.columns, follows=None, joins=None, think_time_s=None)
+        return Workload(alone.take(rows), self.name, self.source)
+
     @property
     def rate(self) -> float:
         """Requests per second: 1 / mean inter-arrival time; 0 where undefined."""
@@ -328,13 +336,14 @@ def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) 
 
 
 def _groups(columns: Columns) -> I64:
-    """A number per request, equal within a session; a request without a session stands alone."""
+    """A number per request, equal within a program or session; a request without either stands alone."""
     rows = np.arange(len(columns), dtype=np.int64)
-    if columns.session_id is None:
+    units = columns.unit_id
+    if units is None:
         return rows
-    groups = columns.session_id.groups()
+    groups = units.groups()
     _, first = np.unique(groups, return_index=True)
-    alone = [group for group, row in enumerate(first.tolist()) if not columns.session_id[row]]
+    alone = [group for group, row in enumerate(first.tolist()) if not units[row]]
     if not alone:
         return groups
     return np.unique(np.where(groups == alone[0], rows + len(rows), groups), return_inverse=True)[1].reshape(-1)

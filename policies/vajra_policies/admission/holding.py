@@ -96,7 +96,7 @@ class Holding:
         if now >= self._rechecks_at:
             self._rechecks_at = now + self._recheck_s
             self._wake.at(self._rechecks_at)
-        return Defer()
+        return Defer(reason=reason)
 
     def _open(self, line: Line, request: RequestView) -> AdmissionDecision:
         """The decision on a request that may enter."""

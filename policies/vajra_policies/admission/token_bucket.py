@@ -78,7 +78,7 @@ class TokenBucket:
         due = bucket.due.get(request.request_id)
         if due is not None:
             if now < due:
-                return Defer(due)
+                return Defer(due, self._used_up(request))
             del bucket.due[request.request_id]
             return ACCEPT
         if cost > bucket.capacity:
@@ -91,10 +91,13 @@ class TokenBucket:
             return ACCEPT
         wait_s = (cost - bucket.level) / bucket.refill_per_s
         if self._config.when_empty == "refuse" or now + wait_s <= now:
-            return Refuse(f"{self._owner(request)} has used up {self._unit()}", wait_s)
+            return Refuse(self._used_up(request), wait_s)
         bucket.level -= cost
         bucket.due[request.request_id] = now + wait_s
-        return Defer(now + wait_s)
+        return Defer(now + wait_s, self._used_up(request))
+
+    def _used_up(self, request: RequestView) -> str:
+        return f"{self._owner(request)} has used up {self._unit()}"
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Give back what deferred requests took that have left."""

@@ -6,12 +6,15 @@ Modules with policies have their parameters alone, and import what computes when
 from __future__ import annotations
 
 from vajra_policies.routers import (
+    consistent_hashing,
     dynamo_kv_router,
     endpoint_picker,
     llumnix,
+    lmetric,
     preble_e2,
     sglang_cache_aware,
     splitwise_mixed_pool,
+    thunderagent,
 )
 from vajra_py.contract import PolicySpec, RoutingPartSpec
 
@@ -20,6 +23,9 @@ POLICIES: tuple[PolicySpec, ...] = (
     dynamo_kv_router.SPEC,
     sglang_cache_aware.SPEC,
     preble_e2.SPEC,
+    lmetric.SPEC,
+    consistent_hashing.SPEC,
+    thunderagent.SPEC,
     llumnix.SPEC,
     splitwise_mixed_pool.SPEC,
 )

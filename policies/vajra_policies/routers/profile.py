@@ -23,7 +23,10 @@ from vajra_py.contract import (
     Scores,
 )
 
-LISTENING = ("on_arrivals", "on_admission", "on_preemption", "on_moved", "on_step_end", "on_departures", "on_wake")
+LISTENING = (
+    *("on_arrivals", "on_admission", "on_preemption", "on_moved", "on_step_end", "on_departures", "on_wake"),
+    *("on_blocks_stored", "on_blocks_removed", "on_cache_cleared"),
+)
 """Methods of parts that the router passes on."""
 
 

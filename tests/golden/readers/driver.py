@@ -58,6 +58,10 @@ class _NoExecutor:
         """Return None, since lengths are never known."""
         return None
 
+    def withheld_token(self, request: Request) -> StepResult:
+        """Return nothing, since requests stay."""
+        return StepResult()
+
     def release(self, request: Request) -> None:
         """Do nothing."""
 

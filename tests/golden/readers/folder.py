@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.golden.readers import distserve, dynamo, dynamo_router, nano, planner, splitwise, vidur, vllm
+from tests.golden.readers import (
+    distserve,
+    dynamo,
+    dynamo_router,
+    nano,
+    offload_cache,
+    planner,
+    radix_cache,
+    splitwise,
+    thunderagent,
+    vidur,
+    vllm,
+)
 from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
@@ -14,8 +26,11 @@ BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
     dynamo.SCHEMA: dynamo.compare,
     dynamo_router.SCHEMA: dynamo_router.compare,
     distserve.SCHEMA: distserve.compare,
+    offload_cache.SCHEMA: offload_cache.compare,
     planner.SCHEMA: planner.compare,
+    radix_cache.SCHEMA: radix_cache.compare,
     splitwise.SCHEMA: splitwise.compare,
+    thunderagent.SCHEMA: thunderagent.compare,
 }
 """Readers of traces that are no sequences of steps."""
 

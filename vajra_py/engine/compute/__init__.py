@@ -11,6 +11,7 @@ from typing import TypeAlias
 from vajra_py.engine.compute.interface import (
     Chunk,
     DoneStep,
+    KvRunner,
     LookaheadDecodes,
     LookaheadRunner,
     LookaheadStep,
@@ -30,6 +31,7 @@ from vajra_py.engine.compute.model.inspect import inspect_model
 __all__ = [
     "Chunk",
     "DoneStep",
+    "KvRunner",
     "LoadRunner",
     "LookaheadDecodes",
     "LookaheadRunner",

@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from vajra_py.runtime.kv import BlockCopy
 
 LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
@@ -406,6 +409,25 @@ class LookaheadRunner(ModelRunner, Protocol):
         """Compute the decodes to start ahead that were not submitted; for a caller that is idle after delivering the output.
 
         Raises like `submit`. Without this call they are computed with the step that has them as `begun`.
+        """
+
+
+class KvRunner(ModelRunner, Protocol):
+    """A runner whose KV can be copied to and from another one of the same model."""
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block on this rank, over all its layers."""
+
+    def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """Copy KV blocks into a buffer of `kv_block_bytes` each, after all steps submitted before. Raises `ExecutorError`."""
+
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
+        """Copy the buffer that another runner's `export_kv` has filled into KV blocks, before all later steps.
+
+        `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
         """
 
 

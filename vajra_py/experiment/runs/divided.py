@@ -56,6 +56,10 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
         "a scaler decides by all replicas": any(
             one.scheduling.scaling is not None for one in config.effective_replicasets.values()
         ),
+        "what its replicas keep is logged in one order": any(
+            one.scheduling.retention is not None or any(pool.retention is not None for pool in one.pools.values())
+            for one in config.effective_replicasets.values()
+        ),
         "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (

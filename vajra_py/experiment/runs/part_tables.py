@@ -13,7 +13,7 @@ from vajra_py.metrics.tables.emitted import combined
 from vajra_py.metrics.tables.requests import ROW_GROUP_ROWS, TableBuilder
 
 _REQUESTS, _STEPS, _TBT, _STEP_TIMES = "requests.arrow", "steps.arrow", "tbt.arrow", "step_times.json"
-_EMITTED, _NOTES = "emitted.arrow", "notes.json"
+_EMITTED, _NOTES, _TRANSFERS = "emitted.arrow", "notes.json", "transfers.arrow"
 
 
 def write_part(
@@ -22,6 +22,8 @@ def write_part(
     """Write the tables that `take_part` reads; called instead of `write_results`, with its arguments."""
     for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
         _write(path / name, builder)
+    if tables.transfers is not None:
+        _write(path / _TRANSFERS, tables.transfers)
     if tables.emitted is not None:
         _write_table(path / _EMITTED, tables.emitted)
     (path / _NOTES).write_text(json.dumps([*tables.notes]))
@@ -35,8 +37,15 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
     for batch in _read(path / _TBT).to_batches():  # each batch is of one replicaset and class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
         gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
+    if tables.transfers is not None and has_transfers(path):
+        tables.transfers.take(_read(path / _TRANSFERS))
     step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())
     return step_times
+
+
+def has_transfers(path: Path) -> bool:
+    """Return whether requests could move between the replicas of a part's run."""
+    return (path / _TRANSFERS).exists()
 
 
 def take_emitted(paths: Sequence[Path]) -> Any:

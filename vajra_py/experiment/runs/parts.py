@@ -13,7 +13,7 @@ from vajra_py.config import ExperimentConfig, run_manifest
 from vajra_py.experiment.runs.backend import Progress, Run
 from vajra_py.experiment.runs.divided import Part, divide, why_whole
 from vajra_py.experiment.runs.folder import FINISHED, RunFolder
-from vajra_py.experiment.runs.part_tables import take_emitted, take_notes, take_part
+from vajra_py.experiment.runs.part_tables import has_transfers, take_emitted, take_notes, take_part
 from vajra_py.experiment.runs.pool import MakePool, RunTask
 from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.experiment.runs.results import Tables, write_results
@@ -23,6 +23,7 @@ from vajra_py.latency import StepTimes
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, MANIFEST_FILE, RunData
 from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_merge import merge_decision_logs
 from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
@@ -38,6 +39,8 @@ def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[P
     workload = load_workload(config)
     if workload.has_followers:
         return "its requests follow one another, wherever they were served"
+    if "program_id" in workload.columns.stated:
+        return "its programs have calls that may be served by any replica"
     seeds = NotedSeeds(SeedTree(config.seed))
     whole = SimulatedRun(Run(config, registry, workload, seeds))
     division = divide(whole, config, seeds, count)
@@ -111,9 +114,10 @@ def _write_combined(config: ExperimentConfig, registry: Registry, place: RunFold
             logs = [path / DECISIONS_FILE for path in paths]
             merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE)
         devices = devices_of(config, latency_models(config, registry))
-        tables = Tables(
-            RequestsBuilder(), StepsBuilder(), TbtBuilder(), take_emitted(paths), take_notes(paths), devices
-        )
+        transfers = TransfersBuilder() if any(map(has_transfers, paths)) else None
+        requests = RequestsBuilder(movement=transfers)
+        emitted, notes = take_emitted(paths), take_notes(paths)
+        tables = Tables(requests, StepsBuilder(), TbtBuilder(), emitted, notes, devices, transfers=transfers)
         step_times = [take_part(path, tables) for path in paths]
         write_results(place.path, config, tables, ended_at, _origin(step_times))
         if merging is not None:

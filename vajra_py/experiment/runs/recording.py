@@ -20,17 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
+
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
+from vajra_py.experiment.runs.results import with_programs
 from vajra_py.metrics.tables.changes import Changes
+from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.summary.movement import movement_section
 from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.requests import write_parquet
+from vajra_py.metrics.tables.transfers import TRANSFERS_FILE
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.requests.request import Request
@@ -112,6 +119,8 @@ class RunRecording:
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
         self._admissions: AdmissionLog | None = None
+        self._movement: MovementLog | None = None
+        self._retention: RetentionLog | None = None
         self._controller: Controller | None = None
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
@@ -127,7 +136,7 @@ class RunRecording:
     def _keeps_on(self) -> bool:
         """Return whether it still records; called between events. Once stopped, its observers are removed."""
         if self.stopped and self._controller is not None:
-            kept = (self._recorder, self._decisions, self._admissions)
+            kept = (self._recorder, self._decisions, self._admissions, self._retention, self._movement)
             self._controller.unwatch([one for one in kept if one is not None])
             self._controller = self._recorder = None
         return not self.stopped
@@ -138,7 +147,7 @@ class RunRecording:
     @property
     def observers(self) -> Sequence[Observer]:
         """Observers that record the run."""
-        kept = (self._recorder, self._decisions, self._admissions, self._changes)
+        kept = (self._recorder, self._decisions, self._admissions, self._retention, self._movement, self._changes)
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
@@ -152,12 +161,18 @@ class RunRecording:
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)
         self._decisions.share(lambda batch: self._flush())
-        has_gate = controller.gate is not None
+        has_gate, paths = controller.gate is not None, paths_of(controller)
+        self._movement = MovementLog(paths) if paths else None
         self._recorder = Recorder(
-            controller.num_blocks_of, steps=self._keeps_steps, log=self._decisions, admission=has_gate
+            controller.num_blocks_of,
+            steps=self._keeps_steps,
+            log=self._decisions,
+            admission=has_gate,
+            movement=None if self._movement is None else self._movement.table,
         )
         if has_gate:
             self._admissions = AdmissionLog(path / ADMISSIONS_FILE, self._open)
+        self._retention = RetentionLog(path / RETENTION_FILE, self._open)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
@@ -172,6 +187,8 @@ class RunRecording:
             self._outputs.flush()
             if self._admissions is not None:
                 self._admissions.flush()
+            if self._retention is not None:
+                self._retention.flush()
 
     def note(self, entry: Input) -> None:
         """Record an input of the controller."""
@@ -192,7 +209,7 @@ class RunRecording:
                 self._finish_logs(end)
                 facts = self._facts(end)
                 if not self.stopped:
-                    self._write_tables(end.controller)
+                    self._write_tables(end)
         except Exception as failed:  # the server's work is complete, whatever the error
             self._stop(failed)
         for partial in self._place.path.glob("*.partial"):  # frees space on a full disk
@@ -221,19 +238,30 @@ class RunRecording:
         self._decisions.close()
         if self._admissions is not None:
             self._admissions.close()
+        if self._retention is not None:
+            self._retention.close()
         self._inputs.close()
         self._outputs.close()
         self._raw_outputs.close()
 
-    def _write_tables(self, controller: Controller) -> None:
+    def _write_tables(self, end: SessionEnd) -> None:
+        controller = end.controller
         recorder, path = self._recorder, self._place.path
         assert recorder is not None
+        if self._movement is not None:
+            self._movement.on_run_end(to_seconds(end.now))
         recorder.record_unfinished(controller.alive())
         write_parquet(recorder.requests, path / "requests.parquet")
         write_parquet(recorder.steps, path / "steps.parquet")
         write_parquet(recorder.tbt, path / "tbt.parquet")
         requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
-        (path / "summary.json").write_text(summarise(requests, steps, tbt, None).to_json())
+        summary = summarise(requests, steps, tbt, None)
+        if self._movement is not None:
+            write_parquet(self._movement.table, path / TRANSFERS_FILE)
+            inside = np.ones(requests.num_rows, dtype=np.bool_)
+            summary = summary.with_sections(movement_section(self._movement.table.to_table(), requests, inside))
+        summary = with_programs(summary, requests, path) or summary
+        (path / "summary.json").write_text(summary.to_json())
 
     def _facts(self, end: SessionEnd) -> dict[str, Any]:
         controller = end.controller

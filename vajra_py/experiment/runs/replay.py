@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vajra_py.config import SystemConfig, load_system
+from vajra_py.config import ReplicaConfig, SystemConfig, load_system
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
@@ -25,6 +25,7 @@ from vajra_py.experiment.runs.folder import FINISHED, RUNNING
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog, read_admissions
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.input_log import (
@@ -34,11 +35,13 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     PolicyViolation,
+    ProgramIdle,
     Readmission,
     RecordedOutput,
     ReplicaChange,
     StageEnd,
     Swap,
+    TransferEnd,
     WakeUp,
     read_inputs,
     read_rows,
@@ -48,6 +51,7 @@ from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.support.seeds import SeedTree
@@ -171,7 +175,7 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
         log = Path(folder) / DECISIONS_FILE
         error, violations = _replay_log(recording, registry, log)
-        difference = _compare_logs(path / DECISIONS_FILE, log) or _compare_admissions(path, Path(folder))
+        difference = _compare_logs(path / DECISIONS_FILE, log) or _compare_lines(path, Path(folder))
     difference = difference or _compare_violations(recording, violations)
     if difference is None and error is not None and _status(path) == FINISHED:
         difference = f"the replay ended otherwise than the run: {error}"
@@ -221,6 +225,8 @@ class _RecordedExecutor(SimulatedExecutor):
         super().__init__()
         self._outputs = outputs
         self._nothing = RecordedOutput()
+        self.replicasets: Mapping[str, Replicaset] = {}
+        """Replicasets of the replay, once they are built."""
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Return the recorded length of finished requests; for failed ones one token more, at the latest in that step."""
@@ -234,16 +240,27 @@ class _RecordedExecutor(SimulatedExecutor):
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
+        withheld = {one.request for one in plan.chunks if self._withholds(one.request, plan.replica_id)}
         for request, num_tokens, computed_before, _ in plan.entries():
             output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
             end = computed_before + num_tokens
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
                 failed[request] = output.detail
-            elif end == request.num_known_tokens and position < len(output.token_ids):
+            elif end == request.num_known_tokens and position < len(output.token_ids) and request not in withheld:
                 tokens.append((request, output.token_ids[position]))
                 if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
                     stopped.append(request)
         return StepResult(tokens, frozenset(stopped), failed)
+
+    def _withholds(self, request: Request, replica_id: int) -> bool:
+        return self.replicasets[request.replicaset].replicas[replica_id].withholds_token(request)
+
+    def withheld_token(self, request: Request) -> StepResult:
+        """Return the recorded token."""
+        output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
+        tokens = [(request, token) for token in output.token_ids[position : position + 1]]
+        is_last = output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids)
+        return StepResult(tokens, frozenset((request,) if is_last else ()))
 
 
 def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer]) -> Simulator:
@@ -256,6 +273,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         tenant_salt=any(one.tenant_salt for one in memories),
         fast_forward=not recording.knows_tokens,  # known tokens let every step publish blocks
         expires=False,
+        times_transfers=False,
         wakes=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
@@ -273,6 +291,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
         elif isinstance(one, Readmission):
             simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
+        elif isinstance(one, ProgramIdle):
+            simulator.inject(one.tick, Phase.PROGRAM, one.program_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
@@ -281,6 +301,8 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.WAKE, one)
         elif isinstance(one, ReplicaChange):
             simulator.inject(one.tick, Phase.SCALING, one)
+        elif isinstance(one, TransferEnd):
+            simulator.inject(one.tick, Phase.TRANSFER, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
@@ -315,7 +337,9 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         models=models,
         served_models=settings.served_models(engine),
     )
-    return build_controller(sized_config(config, engine), services), executor
+    controller = build_controller(sized_config(config, engine), services)
+    executor.replicasets = controller.replicasets
+    return controller, executor
 
 
 def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
@@ -324,12 +348,24 @@ def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
     """
     replicasets = {}
     for name, one in config.effective_replicasets.items():
-        memory = one.replica.memory
-        if memory.num_blocks is None:
-            memory = memory.model_copy(update={"num_blocks": engine[name]["num_blocks"]})
-        sizes = {"memory": memory, "max_model_len": one.replica.max_model_len or engine[name]["max_model_len"]}
-        replicasets[name] = one.model_copy(update={"replica": one.replica.model_copy(update=sizes)})
+        if one.pools:
+            found = engine[name]["pools"]
+            pools = {
+                pool: own.model_copy(update={"replica": _sized(own.replica, found[pool])})
+                for pool, own in one.pools.items()
+            }
+            replicasets[name] = one.model_copy(update={"pools": pools})
+        else:
+            replicasets[name] = one.model_copy(update={"replica": _sized(one.replica, engine[name])})
     return config.model_copy(update={"replicasets": replicasets})
+
+
+def _sized(replica: ReplicaConfig, found: Mapping[str, Any]) -> ReplicaConfig:
+    memory = replica.memory
+    if memory.num_blocks is None:
+        memory = memory.model_copy(update={"num_blocks": found["num_blocks"]})
+    sizes = {"memory": memory, "max_model_len": replica.max_model_len or found["max_model_len"]}
+    return replica.model_copy(update=sizes)
 
 
 def _replay_log(
@@ -338,7 +374,8 @@ def _replay_log(
     """Replay into a decision log; the error that ended it, and the violations that did not."""
     log = DecisionLog(target)
     admissions = AdmissionLog(target.with_name(ADMISSIONS_FILE))
-    simulator = _simulator(recording, registry, (log, admissions))
+    retention = RetentionLog(target.with_name(RETENTION_FILE))
+    simulator = _simulator(recording, registry, (log, admissions, retention))
     try:
         simulator.run(())
     except VajraError as error:
@@ -346,6 +383,7 @@ def _replay_log(
     finally:
         log.close()
         admissions.close()
+        retention.close()
     return None, simulator.violations
 
 
@@ -361,15 +399,17 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
     return None
 
 
-def _compare_admissions(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first decision of the admission policy that differs."""
-    try:
-        pairs = zip_longest(*(read_admissions(one / ADMISSIONS_FILE) for one in (recorded, replayed)))
-        for number, (one, other) in enumerate(pairs, 1):
-            if one != other:
-                return f"admission decision {number}: {_short(one)} in the run, {_short(other)} in the replay"
-    except (OSError, EOFError, ValueError) as error:
-        raise RunError(str(Problem(str(recorded / ADMISSIONS_FILE), f"cannot be read ({error})"))) from error
+def _compare_lines(recorded: Path, replayed: Path) -> str | None:
+    """Describe the first decision of the admission policy that differs, or of what replicas keep."""
+    logs = (("admission decision", ADMISSIONS_FILE, read_admissions), ("retention", RETENTION_FILE, read_retention))
+    for what, file, read in logs:
+        try:
+            pairs = zip_longest(*(read(one / file) for one in (recorded, replayed)))
+            for number, (one, other) in enumerate(pairs, 1):
+                if one != other:
+                    return f"{what} {number}: {_short(one)} in the run, {_short(other)} in the replay"
+        except (OSError, EOFError, ValueError) as error:
+            raise RunError(str(Problem(str(recorded / file), f"cannot be read ({error})"))) from error
     return None
 
 

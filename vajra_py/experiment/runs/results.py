@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.experiment.device_figures import pools_of
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_emitted
 from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.summary.warnings import rate_warnings
 from vajra_py.metrics.summary.rates import steady_window
+from vajra_py.metrics.tables.programs import programs_section, programs_table, write_programs
 from vajra_py.metrics.tables.replicas import active_times, replicas_section, scaled_replicasets, write_replicas
 from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
+from vajra_py.metrics.summary.movement import movement_section
+from vajra_py.metrics.summary.pools import Pool, PoolInputs, pools_section
 from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.tables.transfers import TRANSFERS_FILE, TransfersBuilder
 
+IdealMakespans: TypeAlias = Callable[[ArrowTable], Mapping[str, float]]
 _WARMUP_OFF = (0.0, 0)
 
 
@@ -40,6 +46,10 @@ class Tables:
     """Devices by replicaset, where they are known, for cost and energy."""
     replicas: ArrowTable | None = None
     """States of replicas (`ReplicaStates.table`); None without a scaler."""
+    transfers: TransfersBuilder | None = None
+    """KV on its way between replicas; None where requests cannot move."""
+    ideal_makespans: IdealMakespans | None = None
+    """Ideal makespans of programs, given the requests table; asked last, since predictions are counted. None: unknown."""
 
 
 def write_results(
@@ -55,20 +65,40 @@ def write_results(
         writing = beside.submit(_write_tables, path, tables)
         steps = expand_steps(records, STEPS_READ, encoded=True)
         summary = _summary(config, requests, steps, tbt, ended_at)
+        window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
+        steady = steady_window(window, summary.data["rates"])
         if tables.replicas is not None:
             write_replicas(tables.replicas, path)
-            window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
-            steady = steady_window(window, summary.data["rates"])
             summary = summary.with_sections(replicas_section(tables.replicas, window, steady))
-        if tables.devices:
-            devices = _while_active(tables.devices, tables.replicas)
+        devices = _while_active(tables.devices, tables.replicas)
+        if devices:
             summary = summary.with_sections(cost_sections(devices, summary.data, steps))
+        inputs = PoolInputs(steps, window, steady, tables.replicas, devices)
+        summary = summary.with_sections(pools_section(_pools(config), inputs))
+        if tables.transfers is not None:
+            inside = window.holds(requests.column("arrived_at").to_numpy())
+            summary = summary.with_sections(movement_section(tables.transfers.to_table(), requests, inside))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
+        programs = with_programs(summary, requests, path, tables.ideal_makespans)
+        summary = summary if programs is None else programs
         if tables.emitted is not None:
             write_emitted(tables.emitted, path)
             summary = summary.with_sections(emitted_section(tables.emitted))
         writing.result()
     (path / "summary.json").write_text(summary.to_json())
+
+
+def with_programs(
+    summary: Summary, requests: ArrowTable, path: Path, ideal: IdealMakespans | None = None
+) -> Summary | None:
+    """Write the table of programs, and return the summary with their section; None for a run without programs."""
+    if "program_id" not in requests.column_names:
+        return None
+    table = programs_table(requests, None if ideal is None else ideal(requests))
+    assert table is not None
+    write_programs(table, path)
+    window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
+    return summary.with_sections(programs_section(table, window))
 
 
 def _while_active(
@@ -77,17 +107,24 @@ def _while_active(
     """Return the devices with the times at which replicas that a scaler starts and stops have theirs."""
     if replicas is None:
         return devices
-    scaled = scaled_replicasets(replicas)
-    return {
-        name: replace(one, active=active_times(replicas, name)) if name in scaled else one
-        for name, one in devices.items()
-    }
+    scaled, found = scaled_replicasets(replicas), dict(devices)
+    for name, one in devices.items():
+        replicaset = one.replicaset or name
+        if replicaset in scaled:
+            found[name] = replace(one, active=active_times(replicas, replicaset, replica_ids=one.replica_ids))
+    return found
+
+
+def _pools(config: ExperimentConfig) -> list[Pool]:
+    return [pool for name, one in config.effective_replicasets.items() for pool in pools_of(name, one)]
 
 
 def _write_tables(path: Path, tables: Tables) -> None:
     write_parquet(tables.requests, path / "requests.parquet")
     write_parquet(tables.steps, path / "steps.parquet")
     write_parquet(tables.tbt, path / "tbt.parquet")
+    if tables.transfers is not None:
+        write_parquet(tables.transfers, path / TRANSFERS_FILE)
 
 
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:

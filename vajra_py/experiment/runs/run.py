@@ -14,9 +14,11 @@ from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run
 from vajra_py.experiment.runs.backends import make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
+from vajra_py.experiment.runs.ideal_makespans import ideal_makespans
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
+from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.tables.replicas import ReplicaStates
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
@@ -24,6 +26,7 @@ from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 from vajra_py.workload import Workload, build_workload
 from vajra_py.workload.fingerprint import fingerprint
@@ -96,11 +99,20 @@ class _Attempt:
         controller = backend.controller
         output = run.config.output
         self._log = backend.decision_log(place.path / DECISIONS_FILE) if output.decision_log else None
-        has_gate = controller.gate is not None
-        self._recorder = Recorder(controller.num_blocks_of, steps=output.steps, log=self._log, admission=has_gate)
+        has_gate, paths = controller.gate is not None, paths_of(controller)
+        movement = MovementLog(paths) if paths else None
+        self._transfers = None if movement is None else movement.table
+        self._recorder = Recorder(
+            controller.num_blocks_of,
+            steps=output.steps,
+            log=self._log,
+            admission=has_gate,
+            movement=self._transfers,
+        )
         self._admissions: AdmissionLog | None = None
         if has_gate and output.decision_log:
             self._admissions = AdmissionLog(place.path / ADMISSIONS_FILE)
+        self._retention = RetentionLog(place.path / RETENTION_FILE) if output.decision_log else None
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
         self._replicas = ReplicaStates()
@@ -108,7 +120,8 @@ class _Attempt:
             self._observers.append(self._replicas)
         if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
-        self._observers += [one for one in (self._log, self._admissions) if one is not None]
+        logs = (self._log, self._admissions, self._retention, movement)
+        self._observers += [one for one in logs if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
         controller.diary.emitted.is_kept = True
@@ -154,10 +167,23 @@ class _Attempt:
         recorder.record_unfinished(self._backend.controller.alive())
         if self._admissions is not None:
             self._admissions.close()
+        if self._retention is not None:
+            self._retention.close()
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         replicas = self._replicas.table(seconds)
-        tables = Tables(recorder.requests, recorder.steps, recorder.tbt, emitted, notes, self._devices, replicas)
+        run, models = self._run, self._backend.latency_models
+        tables = Tables(
+            recorder.requests,
+            recorder.steps,
+            recorder.tbt,
+            emitted,
+            notes,
+            self._devices,
+            replicas,
+            self._transfers,
+            lambda requests: ideal_makespans(run.config, run.workload, models, requests),
+        )
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())

@@ -7,18 +7,20 @@ exceeds what the request may generate. The truth is read by the oracles alone.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from math import exp
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import cast
 
 from vajra_py.contract.latency import LengthEstimate
-from vajra_py.contract.requests import RequestView
+from vajra_py.contract.requests import EndReason, RequestView
 
 _P90 = NormalDist().inv_cdf(0.9)
+_BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,39 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
         return ys[0] if index == 0 else ys[-1]
     share = (x - xs[index - 1]) / (xs[index] - xs[index - 1])
     return ys[index - 1] + share * (ys[index] - ys[index - 1])
+
+
+class HistoryLengths:
+    """Lengths to come are like the last ones, of the same tenant or of all; what a request has generated rules out shorter ones.
+
+    `window` is how many are kept of each. None before the first has ended, and for a request that has outlived all of them.
+    """
+
+    def __init__(self, window: int, *, by_tenant: bool) -> None:
+        self._window = window
+        self._by_tenant = by_tenant
+        self._recent: dict[str, deque[int]] = {}
+
+    def predict(self, request: object) -> LengthEstimate | None:
+        """Mean, median and 90th percentile of the lengths that are left."""
+        view = cast(RequestView, request)
+        generated = view.num_output_tokens
+        longer = sorted(length for length in self._recent.get(self._owner(view), ()) if length > generated)
+        if not longer:
+            return None
+        last = len(longer) - 1
+        estimate = LengthEstimate(fmean(longer), float(longer[last // 2]), float(longer[round(0.9 * last)]))
+        return _within(estimate, view)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Learn the lengths of outputs that ended by themselves."""
+        for request in requests:
+            if request.end_reason in _BY_ITSELF:
+                recent = self._recent.setdefault(self._owner(request), deque(maxlen=self._window))
+                recent.append(request.num_output_tokens)
+
+    def _owner(self, request: RequestView) -> str:
+        return request.tenant if self._by_tenant else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Settings side by side: their values, what is best among them and how they differ.
 
-The scopes are all requests, each SLO class and each tenant. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
+The scopes are all requests, each SLO class, each tenant and each pool. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
 in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark says only which value is lowest or highest.
 """
 
@@ -18,9 +18,11 @@ from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
 from vajra_py.metrics.runs.differences import natural
 
 OVERALL = "overall"
+_POOL = "pool "
 _QUIET_ZEROS = (
     *("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed"),
     *("num_shed", "num_queue_full", "num_cannot_run", "num_degraded", "num_deferred"),
+    *("num_hand_offs", "num_migrations", "num_moves", "num_called_off"),
 )
 Row = tuple[float | None, ...]
 
@@ -56,13 +58,25 @@ class ComparedSettings:
     """
     workloads: str = ""
     """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
+    reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """How often each reason of a move, deferral or refusal was given in each setting."""
     _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
     """Adjusted p-values by scope, computed once."""
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """All requests first, then each class, then each tenant."""
+        """All requests first, then each class, then each tenant, then each pool."""
         return tuple(self.values)
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Scopes of pools, which are replicas, not requests."""
+        return tuple(scope for scope in self.values if scope.startswith(_POOL))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Scopes of classes and tenants."""
+        return tuple(scope for scope in self.scopes[1:] if scope not in self.pools)
 
     @property
     def is_replicated(self) -> bool:
@@ -70,7 +84,7 @@ class ComparedSettings:
         return any(count > 1 for count in self.replications)
 
     def scope(self, given: str) -> str:
-        """Return the scope of this name; a class or tenant needs no `slo_class` or `tenant` prefix if it is
+        """Return the scope of this name; a class, tenant or pool needs no `slo_class`, `tenant` or `pool` prefix if it is
         unambiguous. Raises `RunError`.
         """
         if given in self.values:
@@ -237,4 +251,6 @@ def scope_title(scope: str) -> str:
     """Return the heading of a scope."""
     if scope == OVERALL:
         return "All requests"
+    if scope.startswith(_POOL):
+        return f"Pool {scope.removeprefix(_POOL)}"
     return scope.replace("slo_class ", "SLO class ", 1)

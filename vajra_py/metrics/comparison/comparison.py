@@ -10,6 +10,7 @@ from vajra_py.errors import RunError
 from vajra_py.metrics.comparison.compared_settings import OVERALL, ComparedSettings, Row
 from vajra_py.metrics.comparison.intervals import floats
 from vajra_py.metrics.comparison.metrics import DEFAULT_PRIMARY, METRICS, Metric, named_metrics
+from vajra_py.metrics.comparison.reason_table import reasons_of
 from vajra_py.metrics.comparison.significance import OVERLOADED, Samples
 from vajra_py.metrics.comparison.table_renderers import TerminalTable, latex, markdown
 from vajra_py.metrics.comparison.tables import (
@@ -93,9 +94,10 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequenc
         raise RunError("compare: no run was given. Name at least one run folder.")
     settings = group_replications(runs, each_run=each_run)
     scopes: dict[str, tuple[str, str | None]] = {OVERALL: (OVERALL, None)}
-    for section, noun in (("by_slo_class", "slo_class"), ("by_tenant", "tenant")):
+    for section, noun in (("by_slo_class", "slo_class"), ("by_tenant", "tenant"), ("pools", "pool")):
         names = dict.fromkeys(name for run in runs for name in run.summary.value(section) or {})
-        scopes |= {f"{noun} {name}": (section, name) for name in sorted(names)}
+        ordered = list(names) if section == "pools" else sorted(names)  # pools are in the order of their file
+        scopes |= {f"{noun} {name}": (section, name) for name in ordered}
     samples = {
         scope: {metric.key: tuple(_sampled(setting, place, metric) for setting in settings) for metric in METRICS}
         for scope, place in scopes.items()
@@ -114,6 +116,7 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequenc
         primary=_primary(metrics, values[OVERALL]),
         one_sample=tuple(setting.one_sample for setting in settings),
         workloads=workload_differences(firsts),
+        reasons=reasons_of(settings),
     )
 
 

@@ -35,8 +35,15 @@ class Metric:
         return self.unit == "%" or self.key == "jain_index"
 
 
-def _latency(key: str, label: str, section: str, unit: str, main: Iterable[str]) -> list[Metric]:
-    levels = {"mean": 1, "p50": 1, "p90": 1, "p99": 1} | dict.fromkeys(main, 0)
+def _latency(
+    key: str,
+    label: str,
+    section: str,
+    unit: str,
+    main: Iterable[str],
+    shown: Iterable[str] = ("mean", "p50", "p90", "p99"),
+) -> list[Metric]:
+    levels = dict.fromkeys(shown, 1) | dict.fromkeys(main, 0)
     scale = 1000.0 if unit == "ms" else 1.0
     names = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "max": "max"}
     return [
@@ -113,12 +120,53 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("worst_tenant_ttft_p99_s", "Worst tenant's TTFT P99", ".fairness.worst_ttft_p99_s", "s", 1.0, True),
     Metric("worst_tenant_e2e_p99_s", "Worst tenant's E2E P99", ".fairness.worst_e2e_p99_s", "s", 1.0, True),
+    Metric("num_programs", "Programs", ".programs.arrived"),
+    Metric("num_programs_completed", "Programs completed", ".programs.completed", lower_is_better=False),
+    Metric("num_programs_failed", "Programs failed", ".programs.failed", lower_is_better=True),
+    *_latency("makespan", "Makespan", ".programs.makespan_s", "s", ("mean", "p99")),
+    Metric("slowdown_mean", "Slowdown of programs, mean", ".programs.slowdown.mean", "", 1.0, True),
+    Metric("slowdown_p99", "Slowdown of programs, P99", ".programs.slowdown.p99", "", 1.0, True),
+    Metric(
+        "program_slo_attainment_fraction",
+        "Program SLO attainment",
+        ".programs.slo.attainment_fraction",
+        "%",
+        100.0,
+        False,
+        0,
+    ),
+    Metric(
+        "program_prefix_hit_fraction", "Prefix hits of programs", ".programs.prefix_hit_fraction", "%", 100.0, False
+    ),
     Metric("num_shed", "Shed by admission", ".admission.rejected.shed"),
     Metric("num_queue_full", "Found a full queue", ".admission.rejected.queue_full"),
     Metric("num_cannot_run", "Could not be run", ".admission.rejected.cannot_run"),
     Metric("num_degraded", "Degraded by admission", ".admission.degraded"),
     Metric("num_deferred", "Deferred by admission", ".admission.num_deferred"),
     *_latency("deferred", "Deferral", ".admission.deferred_s", "s", ()),
+    Metric("num_hand_offs", "Hand-offs", ".movement.num_hand_offs"),
+    Metric("num_migrations", "Migrations", ".movement.num_migrations"),
+    Metric("num_moves", "Moves of waiting requests", ".movement.num_moves"),
+    Metric("num_called_off", "Transfers called off", ".movement.num_called_off"),
+    Metric("moved_bytes", "KV moved", ".movement.moved_bytes", "GB", 1e-9, None, 2),
+    *_latency("held", "Held at the source", ".movement.held_s", "ms", (), ("p50", "p99")),
+    *_latency("transfer", "In transfer", ".movement.transfer_s", "ms", (), ("p50", "p99")),
+    *_latency("target_wait", "Waiting at the target", ".movement.target_wait_s", "ms", (), ("p50", "p99")),
+    # Of pools, which are scopes of their own.
+    Metric("pool_replicas", "Replicas, mean", "replicas.mean", level=0),
+    Metric("pool_max_replicas", "Replicas, most", "replicas.max", level=2),
+    Metric("pool_replica_seconds", "Replica-seconds", "replicas.active_s", "s", level=0),
+    Metric("pool_busy_fraction", "Busy", "busy_fraction", "%", 100.0, level=0),
+    Metric("pool_kv_used_mean_fraction", "KV use, mean", "mean_used_fraction", "%", 100.0, level=0),
+    Metric("pool_kv_used_max_fraction", "KV use, max", "max_used_fraction", "%", 100.0, level=2),
+    Metric("pool_running", "Running in a step", "mean_num_running", level=0),
+    Metric("pool_waiting", "Waiting, mean", "mean_num_waiting", level=0),
+    Metric("pool_step_tokens", "Tokens per step", "mean_step_tokens", level=0),
+    Metric("pool_prefill_tokens_per_s", "Prefill", "prefill_tokens_per_s", "tok/s", level=0),
+    Metric("pool_decode_tokens_per_s", "Decode", "decode_tokens_per_s", "tok/s", level=0),
+    Metric("num_pool_preemptions", "Preemptions", "num_preempted", level=0),
+    Metric("pool_cost", "Cost", "cost.run", "$", level=0),
+    Metric("pool_cost_per_hour", "Cost per hour", "cost.per_hour", "$/h", level=2),
 )
 """Every metric, in the order of reports."""
 

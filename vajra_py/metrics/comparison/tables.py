@@ -118,6 +118,34 @@ def family_notes(comparison: ComparedSettings, scope: str) -> Iterator[str]:
         yield f"{reason}: {', '.join(names)}"
 
 
+def pool_table(comparison: ComparedSettings) -> Table | None:
+    """Return the figures of each pool, a row for each setting that has it; None where no setting has pools."""
+    rows: list[Row] = []
+    metrics = [metric for metric in BY_KEY.values() if _is_of_pools(comparison, metric)]
+    for position in comparison.by_load():
+        own = [scope for scope in comparison.pools if comparison.values[scope][_OF_EVERY_POOL][position] is not None]
+        for number, scope in enumerate(own):
+            values = [(metric, comparison.values[scope][metric.key][position]) for metric in metrics]
+            cells = tuple(
+                Cell(metric_text(metric, value), interval_text(comparison, metric, position, scope))
+                for metric, value in values
+            )
+            pool = scope.partition(" ")[2]
+            head = pool if len(comparison.names) == 1 else f"{comparison.names[position]}: {pool}"
+            rows.append(Row(head, cells, starts=not number and bool(rows)))
+    return Table("pool", tuple(map(titled, metrics)), tuple(rows), "Pools") if rows else None
+
+
+_OF_EVERY_POOL = "pool_replicas"
+
+
+def _is_of_pools(comparison: ComparedSettings, metric: Metric) -> bool:
+    values = [value for scope in comparison.pools for value in comparison.values[scope][metric.key]]
+    if metric.level > 0 or all(value is None for value in values):
+        return False
+    return any(values) or not metric.key.startswith("num_")
+
+
 def origins(comparison: ComparedSettings) -> Iterator[str]:
     """Yield a sentence without its full stop for each origin of the settings' step times, with its settings if origins
     differ.
@@ -254,4 +282,6 @@ def json_text(comparison: ComparedSettings, scope: str | None = None, baseline: 
         "values": values,
         "differences": list(difference_records(comparison, scope, baseline)),
     }
+    if comparison.reasons and scope is None:
+        found["reasons"] = {reason: list(values) for reason, values in comparison.reasons.items()}
     return json.dumps(found, indent=1, allow_nan=False) + "\n"

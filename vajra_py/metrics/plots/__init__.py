@@ -6,7 +6,13 @@ first figure.
 
 from __future__ import annotations
 
-from vajra_py.metrics.plots.distributions import latency_cdfs, latency_ranges, slowdown_by_prompt_length
+from vajra_py.metrics.plots.distributions import (
+    has_movement,
+    latency_cdfs,
+    latency_ranges,
+    movement_times,
+    slowdown_by_prompt_length,
+)
 from vajra_py.metrics.plots.emitted import emitted_over_time, has_emitted
 from vajra_py.metrics.plots.over_time import (
     batch_composition,
@@ -15,6 +21,7 @@ from vajra_py.metrics.plots.over_time import (
     service_difference,
     step_timeline,
 )
+from vajra_py.metrics.plots.programs import has_programs, program_makespans
 from vajra_py.metrics.plots.rates import (
     attainment_by_rate,
     class_latency_by_rate,
@@ -23,7 +30,7 @@ from vajra_py.metrics.plots.rates import (
     has_rate_sweep,
     latency_by_rate,
 )
-from vajra_py.metrics.plots.replicas import has_scaling, replicas_over_time
+from vajra_py.metrics.plots.replicas import has_pools, has_scaling, pools_over_time, replicas_over_time
 from vajra_py.metrics.plots.workload import workload_figure
 
 __all__ = [
@@ -34,11 +41,17 @@ __all__ = [
     "emitted_over_time",
     "goodput_by_rate",
     "has_emitted",
+    "has_movement",
+    "has_pools",
+    "has_programs",
     "has_rate_sweep",
     "has_scaling",
     "latency_by_rate",
     "latency_cdfs",
     "latency_ranges",
+    "movement_times",
+    "pools_over_time",
+    "program_makespans",
     "queue_and_kv",
     "replicas_over_time",
     "service_by_tenant",

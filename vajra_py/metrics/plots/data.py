@@ -5,7 +5,7 @@ Reductions of the tables to what a figure draws: quantiles, time bins, cumulativ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,19 +72,59 @@ def waiting_over_time(run: RunData, edges: Floats) -> Floats:
     return (_area(arrived_at, edges) - _area(left_at[np.isfinite(left_at)], edges)) / np.diff(edges)
 
 
-def kv_use_over_time(run: RunData, edges: Floats) -> Floats:
-    """Return the fraction of KV blocks in use, mean over time and replicas, in each bin; an idle replica uses none."""
+def kv_use_over_time(run: RunData, edges: Floats, pool: PoolReplicas | None = None) -> Floats:
+    """Return the fraction of KV blocks in use, mean over time and replicas (of a pool), in each bin; an idle replica uses
+    none.
+    """
     table = run.steps(
         "replicaset", "replica_id", "formed_at", "duration_s", "used_fraction", "num_running", "num_finished"
     )
     columns = {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    if pool is not None:
+        inside = pool.holds(columns)
+        columns = {name: column[inside] for name, column in columns.items()}
     replicas = _replica_codes(columns)
     count = int(replicas.max()) + 1 if replicas.size else 0
     total = np.zeros(len(edges) - 1)
     for replica in range(count):
         own = {name: column[replicas == replica] for name, column in columns.items()}
         total += _mean_held(own, edges)
+    if pool is not None:
+        count = len(pool.replica_ids)
     return total / count if count else total
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReplicas:
+    """Replicas of one pool."""
+
+    replicaset: str
+    replica_ids: range
+
+    def holds(self, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
+        """Return a mask of the rows of its replicas."""
+        ids, ours = columns["replica_id"], self.replica_ids
+        found: NDArray[np.bool_] = (columns["replicaset"] == self.replicaset) & (ids >= ours.start) & (ids < ours.stop)
+        return found
+
+
+def pools_of(run: RunData) -> dict[str, PoolReplicas]:
+    """Return the pools of a run by title; none for a run without pools."""
+    return {
+        title: PoolReplicas(
+            one["replicaset"], range(one["first_replica_id"], one["first_replica_id"] + one["num_replicas"])
+        )
+        for title, one in (run.summary.value("pools") or {}).items()
+    }
+
+
+def busy_replicas_over_time(run: RunData, edges: Floats, pool: PoolReplicas) -> Floats:
+    """Return the number of a pool's replicas that have a step in flight, mean over time, in each bin."""
+    table = run.steps("replicaset", "replica_id", "formed_at", "duration_s")
+    columns = {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    inside = pool.holds(columns)
+    begins, seconds = columns["formed_at"][inside], columns["duration_s"][inside]
+    return np.diff(_ramps(begins, begins + seconds, seconds, edges)) / np.diff(edges)
 
 
 def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:

@@ -34,10 +34,15 @@ if TYPE_CHECKING:
 
 _CDF_COLUMNS = (("ttft_s", "TTFT"), ("tbt", "TBT"), ("e2e_s", "E2E latency"))
 _RANGE_METRICS = (
-    ("ttft_s", "TTFT", 1.0, "s"),
-    ("tbt_s", "TBT", 1000.0, "ms"),
-    ("tpot_s", "TPOT", 1000.0, "ms"),
-    ("e2e_s", "E2E", 1.0, "s"),
+    ("overall.ttft_s", "TTFT", 1.0, "s"),
+    ("overall.tbt_s", "TBT", 1000.0, "ms"),
+    ("overall.tpot_s", "TPOT", 1000.0, "ms"),
+    ("overall.e2e_s", "E2E", 1.0, "s"),
+)
+_MOVEMENT_TIMES = (
+    ("movement.held_s", "held at the source", 1000.0, "ms"),
+    ("movement.transfer_s", "in transfer", 1000.0, "ms"),
+    ("movement.target_wait_s", "waiting at the target", 1000.0, "ms"),
 )
 
 
@@ -95,19 +100,31 @@ def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
 @styled
 def latency_ranges(runs: Sequence[RunData]) -> Figure:
     """P50 to P99 of TTFT, TBT, TPOT and E2E, a row per setting; the dot is P50, the bar's end P99, the cross the mean (means over replications)."""
-    settings = group_replications(runs)
-    figure, axes = new_figure(1, 4, max(1.6, 0.26 * len(settings) + 0.8), sharey=True)
+    return _ranges(group_replications(runs), _RANGE_METRICS)
+
+
+def has_movement(runs: Sequence[RunData]) -> bool:
+    """Return whether requests of any run went from one replica to another with their KV."""
+    return any(run.summary.value("movement.held_s.count") for run in runs)
+
+
+@styled
+def movement_times(runs: Sequence[RunData]) -> Figure:
+    """P50 to P99 of the times in which requests were held at their source, in transfer, and waiting at their target, a row per setting, as in `latency_ranges`."""
+    return _ranges(group_replications(runs), _MOVEMENT_TIMES)
+
+
+def _ranges(settings: Sequence[Setting], metrics: Sequence[tuple[str, str, float, str]]) -> Figure:
+    """Draw a panel for each metric: its path in the summary, label, scale and unit."""
+    figure, axes = new_figure(1, len(metrics), max(1.6, 0.26 * len(settings) + 0.8), sharey=True)
     looks = arrange_runs([setting.first for setting in settings]).looks
     rows = np.arange(len(settings))
-    for column, (name, label, scale, unit) in enumerate(_RANGE_METRICS):
+    for column, (path, label, scale, unit) in enumerate(metrics):
         own = axes[0, column]
         own.set_xlabel(f"{label} ({unit})")
-        name_panel(own, name.removesuffix("_s"))
+        name_panel(own, path.rpartition(".")[2].removesuffix("_s"))
         values = np.array(
-            [
-                [_scaled(setting, f"overall.{name}.{stat}", scale) for stat in ("p50", "p99", "mean")]
-                for setting in settings
-            ],
+            [[_scaled(setting, f"{path}.{stat}", scale) for stat in ("p50", "p99", "mean")] for setting in settings],
             dtype=np.float64,
         )
         if not np.isfinite(values).any():
@@ -124,6 +141,8 @@ def latency_ranges(runs: Sequence[RunData]) -> Figure:
         if positive.size:
             plain_log(own.xaxis, most=4)
             own.set_xlim(positive.min() * 0.8, positive.max() * 1.3)
+        else:
+            own.set_xlim(left=0)
     axes[0, 0].set_yticks(rows, [setting.name for setting in settings])
     axes[0, 0].set_ylim(len(settings) - 0.4, -0.6)
     for own in axes[0]:

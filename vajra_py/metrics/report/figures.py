@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vajra_py.metrics import plots
 from vajra_py.metrics.plots.over_time import MAX_RUN_PANELS, MAX_TIMELINES
 from vajra_py.metrics.plots.rates import class_names, has_slo
+from vajra_py.metrics.plots.style import MAX_SERIES
 from vajra_py.metrics.runs.replications import group_replications
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -134,6 +135,16 @@ FIGURES: tuple[FigureSpec, ...] = (
         "e2e_p99_s",
     ),
     FigureSpec(
+        "program_makespans",
+        "Programs",
+        "Makespans of programs",
+        "Share of programs whose last call ended so long after their first one arrived, and how many times as long as alone on the system; logarithmic. A line that ends below 100 % left programs "
+        "unfinished, or failed them.",
+        plots.program_makespans,
+        "makespan_mean_s",
+        plots.has_programs,
+    ),
+    FigureSpec(
         "slowdown_by_prompt_length",
         "Latency",
         "Slowdown by prompt length",
@@ -141,6 +152,17 @@ FIGURES: tuple[FigureSpec, ...] = (
         "long ones: they wait behind them (head-of-line blocking).",
         plots.slowdown_by_prompt_length,
         "ttft_p99_s",
+    ),
+    FigureSpec(
+        "movement_times",
+        "Latency",
+        "Requests on their way between replicas",
+        "Of the requests that left their replica with their KV: held at the source, in transfer, and waiting at the target, from P50 (dot) to P99 (end of the "
+        "bar), cross: mean; logarithmic.",
+        plots.movement_times,
+        "transfer_p99_s",
+        plots.has_movement,
+        takes_replications=True,
     ),
     FigureSpec(
         "delivery_bars",
@@ -179,10 +201,20 @@ FIGURES: tuple[FigureSpec, ...] = (
         most_runs=MAX_TIMELINES,
     ),
     FigureSpec(
+        "pools_over_time",
+        "Over time",
+        "Pools",
+        "Replicas of each pool that have a step in flight, and KV blocks in use (mean over the pool's replicas). A pool that is always busy while another "
+        "waits is the one to enlarge.",
+        plots.pools_over_time,
+        wanted=plots.has_pools,
+        most_runs=MAX_SERIES,
+    ),
+    FigureSpec(
         "replicas_over_time",
         "Over time",
         "Replicas",
-        "Replicas that start, are up or drain, as the scaler asked for them: a panel for each replicaset, a line for each run.",
+        "Replicas that start, are up or drain, as the scaler asked for them: a panel for each replicaset or pool, a line for each run.",
         plots.replicas_over_time,
         "mean_replicas",
         wanted=plots.has_scaling,

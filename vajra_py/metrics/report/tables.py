@@ -9,9 +9,10 @@ from vajra_py.metrics.comparison.baseline_table import p_text, signed, spread_of
 from vajra_py.metrics.comparison.compared_settings import OVERALL, scope_title
 from vajra_py.metrics.comparison.comparison import Comparison
 from vajra_py.metrics.comparison.metrics import BY_KEY, METRICS, titled
+from vajra_py.metrics.comparison.reason_table import reason_table
 from vajra_py.metrics.comparison.significance import Versus
 from vajra_py.metrics.comparison.table_model import BEST, Cell, Row, Table, fold
-from vajra_py.metrics.comparison.tables import cells, value_table
+from vajra_py.metrics.comparison.tables import cells, pool_table, value_table
 from vajra_py.metrics.runs.differences import differences
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -49,7 +50,7 @@ def full_table(comparison: Comparison) -> Folded:
 
 def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
     """Return a table for each class and tenant; of a single setting, one table with all of them."""
-    scopes = comparison.scopes[1 : MAX_SCOPES + 1]
+    scopes = comparison.groups[:MAX_SCOPES]
     if len(comparison.names) > 1 or not scopes:
         return [(scope_title(scope), main_table(comparison, scope, 0)) for scope in scopes]
     shown = {metric.key for scope in scopes for metric in comparison.shown(scope)}
@@ -63,6 +64,18 @@ def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
         for i, scope in enumerate(scopes)
     ]
     return [("All of them", _folded(Table("group", tuple(titled(metric) for metric in metrics), tuple(rows))))]
+
+
+def pool_tables(comparison: Comparison) -> Folded:
+    """Return the figures of each pool; empty where no setting has pools."""
+    table = pool_table(comparison)
+    return [] if table is None else _folded(table)
+
+
+def reason_tables(comparison: Comparison) -> Folded:
+    """Return moves, deferrals and refusals by reason; empty where there were none."""
+    table = reason_table(comparison)
+    return [] if table is None else _folded(table)
 
 
 def versus_table(comparison: Comparison) -> Folded:

@@ -3,11 +3,12 @@
 Tracks, from the tables and the decision log of a run:
 
 * per replica the steps, what they computed as arguments; steps in flight at once (pipeline stages) lie on lanes of their own;
+* per replica the transfers that leave it and come to it, with a flow from one to the other;
 * per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
-* per replicaset with a scaler a counter: replicas that start, are up, and drain;
+* per replicaset (or pool) with a scaler a counter: replicas that start, are up, and drain;
 * marks where a policy was swapped, a replica was lost or came back, or a replicaset went out of service;
-* per request one line: the request as a whole, and inside it the time for which admission deferred it, the time in the queue, each prefill chunk, each unbroken run of decode steps, and
-  each time spent preempted.
+* per request one line: the request as a whole, and inside it the time for which admission deferred it, the time in the queue, each prefill chunk, each unbroken run of decode steps,
+  each time spent preempted, and each time held at its source, in transfer, and waiting at its target.
 
 Times are microseconds from the run's zero with nanosecond precision. Spans of one track nest: none ends after the span that it lies in. A run without a decision log
 gets its steps, counters and, per request, queue, prefill and decode as the requests table knows them.
@@ -19,18 +20,23 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from vajra_py.errors import RunError
+from vajra_py.metrics.report.timeline_events import Event, ReplicaKey, free_lane, meta, nanoseconds, span
+from vajra_py.metrics.report.timeline_movement import (
+    Stop,
+    replicas_of,
+    stops_of,
+    transfer_events,
+    transfer_rows,
+)
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.tables.replicas import ACTIVE
-
-Event: TypeAlias = dict[str, Any]
-_ReplicaKey: TypeAlias = tuple[str, int]
 
 _REQUEST_COLUMNS = (
     "request_id",
@@ -93,15 +99,23 @@ def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Ite
     """Yield the events of `write_timeline`, one by one."""
     chosen = options or TimelineOptions()
     requests = _requests(run, chosen)
-    replicas = _replicas(run, requests)
+    transfers = transfer_rows(run)
+    replicas = sorted(_replicas(run, requests) | replicas_of(transfers))
     processes = {key: 2 * i + 1 for i, key in enumerate(replicas)}
     yield from _process_names(run, processes)
     yield from _step_events(run, processes, chosen)
+    yield from transfer_events(transfers, processes, chosen.start_at, chosen.end_at)
     yield from _marks(run, processes, chosen)
     yield from _replica_counts(run, 2 * len(processes) + 1, chosen)
     if not requests:
         return
-    lines = {request_id: _Line(facts, processes) for request_id, facts in requests.items()}
+    moved: dict[str, list[Any]] = {}
+    for row in transfers:
+        moved.setdefault(row["request_id"], []).append(row)
+    lines = {
+        request_id: _Line(facts, processes, stops_of(moved.get(request_id, [])))
+        for request_id, facts in requests.items()
+    }
     for line in lines.values():
         yield from line.opening()
     until = _run_end(run)
@@ -120,7 +134,9 @@ class _Line:
     """The spans of one request, made as its steps come by; `facts` is its row of the requests table."""
 
     facts: Mapping[str, Any]
-    processes: Mapping[_ReplicaKey, int]
+    processes: Mapping[ReplicaKey, int]
+    stops: Sequence[Stop] = ()
+    """Times in which it stood still because it moved, in order."""
     decode: list[int] | None = None
     """[start, end, steps] of the unbroken run of decode steps so far."""
     preempted: tuple[int, str] | None = None
@@ -130,7 +146,7 @@ class _Line:
 
     def __post_init__(self) -> None:
         ended_at = self.facts["ended_at"]
-        self.ended_ns = _ns(ended_at) if math.isfinite(ended_at) else None
+        self.ended_ns = nanoseconds(ended_at) if math.isfinite(ended_at) else None
 
     @property
     def pid(self) -> int:
@@ -141,8 +157,10 @@ class _Line:
     def opening(self) -> Iterator[Event]:
         """Name of the line."""
         tid = self.facts["index"] + 1
-        yield _meta("thread_name", self.pid, tid, {"name": str(self.facts["request_id"])})
-        yield _meta("thread_sort_index", self.pid, tid, {"sort_index": tid})
+        yield meta("thread_name", self.pid, tid, {"name": str(self.facts["request_id"])})
+        yield meta("thread_sort_index", self.pid, tid, {"sort_index": tid})
+        for stop in self.stops:
+            yield self._span(stop.name, stop.start, stop.end, {})
 
     def chunk(self, step: tuple[int, int, int], num_tokens: int, computed_before: int) -> Iterator[Event]:
         """A step (start, end, index) computed this many tokens of it."""
@@ -154,6 +172,8 @@ class _Line:
             since, mode = self.preempted
             self.preempted = None
             yield self._span(f"preempted ({mode})", since, start, {})
+        if self.decode is not None and any(self.decode[1] <= stop.start < start for stop in self.stops):
+            yield from self._flush_decode()
         if num_tokens == 1 and computed_before >= self.facts["num_prompt_tokens"]:
             if self.decode is None:
                 self.decode = [start, end, 0]
@@ -183,8 +203,8 @@ class _Line:
         """Yield the coarse spans known from the requests table alone."""
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         admitted, first = self.facts["admitted_at"], self.facts["first_token_at"]
-        admitted_ns = _ns(admitted) if math.isfinite(admitted) else end
-        first_ns = _ns(first) if math.isfinite(first) else end
+        admitted_ns = nanoseconds(admitted) if math.isfinite(admitted) else end
+        first_ns = nanoseconds(first) if math.isfinite(first) else end
         yield from self._queue(admitted_ns)
         if admitted_ns < first_ns:
             yield self._span("prefill", admitted_ns, first_ns, {"tokens": self.facts["num_prompt_tokens"]})
@@ -196,8 +216,10 @@ class _Line:
         since = self._arrived()
         deferred_at, deferred_s = self.facts.get("deferred_at"), self.facts.get("deferred_s")
         if deferred_at is not None and math.isfinite(deferred_at):
-            start = _ns(deferred_at)
-            since = until if deferred_s is None or not math.isfinite(deferred_s) else _ns(deferred_at + deferred_s)
+            start = nanoseconds(deferred_at)
+            since = (
+                until if deferred_s is None or not math.isfinite(deferred_s) else nanoseconds(deferred_at + deferred_s)
+            )
             yield self._span("deferred", start, since, {"times": self.facts["num_deferrals"]})
         if until > since and self.facts.get("admission") != "deferred":
             yield self._span("queue", since, until, {})
@@ -223,16 +245,16 @@ class _Line:
         )
 
     def _span(self, name: str, start: int, end: int, arguments: Event) -> Event:
-        return _span(name, (self.pid, self.facts["index"] + 1), start, end, arguments)
+        return span(name, (self.pid, self.facts["index"] + 1), start, end, arguments)
 
     def _arrived(self) -> int:
-        return _ns(self.facts["arrived_at"])
+        return nanoseconds(self.facts["arrived_at"])
 
 
 def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) -> Iterator[Event]:
     """Spans that end with one record of the decision log; a step that never came back lasts until the run's end."""
     ended_at = record["ended_at"]
-    step = (_ns(record["formed_at"]), until if ended_at is None else _ns(ended_at), int(record["step"]))
+    step = (nanoseconds(record["formed_at"]), until if ended_at is None else nanoseconds(ended_at), int(record["step"]))
     for request_id, mode in record["preempted"]:
         line = lines.get(request_id)
         if line is not None:
@@ -254,23 +276,26 @@ def _requests(run: RunData, options: TimelineOptions) -> dict[str, Mapping[str, 
     return {str(facts["request_id"]): facts for facts in table.take(chosen).to_pylist()}
 
 
-def _replicas(run: RunData, requests: Mapping[str, Mapping[str, Any]]) -> list[_ReplicaKey]:
+def _replicas(run: RunData, requests: Mapping[str, Mapping[str, Any]]) -> set[ReplicaKey]:
     table = run.steps("replicaset", "replica_id").group_by(["replicaset", "replica_id"]).aggregate([])
     found = {(row["replicaset"], row["replica_id"]) for row in table.to_pylist()}
     found |= {(row["replicaset"], row["replica_id"]) for row in requests.values() if row["replica_id"] >= 0}
-    return sorted(found)
+    return found
 
 
-def _process_names(run: RunData, processes: Mapping[_ReplicaKey, int]) -> Iterator[Event]:
-    yield _meta("process_name", 0, 0, {"name": f"{run.name}: requests that reached no replica"})
-    yield _meta("process_sort_index", 0, 0, {"sort_index": 2 * len(processes) + 2})
+def _process_names(run: RunData, processes: Mapping[ReplicaKey, int]) -> Iterator[Event]:
+    yield meta("process_name", 0, 0, {"name": f"{run.name}: requests that reached no replica"})
+    yield meta("process_sort_index", 0, 0, {"sort_index": 2 * len(processes) + 2})
+    pools = run.pool_of_replica()
     for (replicaset, replica_id), pid in processes.items():
+        pool = pools.get((replicaset, replica_id))
+        place = replicaset if pool is None else f"{replicaset}/{pool}"
         for own, what in ((pid, "steps"), (pid + 1, "requests")):
-            yield _meta("process_name", own, 0, {"name": f"{replicaset} replica {replica_id}: {what}"})
-            yield _meta("process_sort_index", own, 0, {"sort_index": own})
+            yield meta("process_name", own, 0, {"name": f"{place} replica {replica_id}: {what}"})
+            yield meta("process_sort_index", own, 0, {"sort_index": own})
 
 
-def _step_events(run: RunData, processes: Mapping[_ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
+def _step_events(run: RunData, processes: Mapping[ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
     """Steps and counters, in the order of the steps table."""
     lanes: dict[int, list[int]] = {}
     for batch in run.steps().to_batches(max_chunksize=8192):
@@ -280,17 +305,23 @@ def _step_events(run: RunData, processes: Mapping[_ReplicaKey, int], options: Ti
                 continue
             pid = processes[row["replicaset"], row["replica_id"]]
             own = lanes.setdefault(pid, [])
-            lane = _free_lane(own, _ns(start))
+            lane = free_lane(own, nanoseconds(start))
             if lane == len(own):
                 own.append(0)
-                yield _meta("thread_name", pid, lane + 1, {"name": "steps" if not lane else f"steps, lane {lane + 1}"})
-            own[lane] = _ns(end)
+                yield meta("thread_name", pid, lane + 1, {"name": "steps" if not lane else f"steps, lane {lane + 1}"})
+            own[lane] = nanoseconds(end)
             names = ("step_index", "num_decodes", "num_prefills", "prefill_tokens", "num_preempted", "num_finished")
-            yield _span(_step_name(row), (pid, lane + 1), _ns(start), _ns(end), {name: row[name] for name in names})
+            yield span(
+                _step_name(row),
+                (pid, lane + 1),
+                nanoseconds(start),
+                nanoseconds(end),
+                {name: row[name] for name in names},
+            )
             yield from _counters(row, pid)
 
 
-def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
+def _marks(run: RunData, processes: Mapping[ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
     """Yield marks for changes during the run, from the manifest, on the replicas concerned."""
     for row in run.manifest.get("changes", ()):
         at_s, replicaset = row["at_s"], row["replicaset"]
@@ -302,40 +333,38 @@ def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: Timeline
         arguments = {key: value for key, value in row.items() if key not in ("at_s", "what")}
         for key, pid in processes.items():
             if key[0] == replicaset and replica_id in (None, key[1]):
-                mark = {"ph": "i", "s": "p", "name": name, "pid": pid, "tid": 0, "ts": _ns(at_s) / 1000}
+                mark = {"ph": "i", "s": "p", "name": name, "pid": pid, "tid": 0, "ts": nanoseconds(at_s) / 1000}
                 yield {**mark, "args": arguments}
 
 
 def _replica_counts(run: RunData, pid: int, options: TimelineOptions) -> Iterator[Event]:
-    """Yield a counter of replicas by state for each replicaset with a scaler, at the times at which it changes."""
+    """Yield a counter of replicas by state for each replicaset (or pool) with a scaler, at the times at which it changes."""
     rows = run.replicas().to_pylist()
     if not rows:
         return
-    yield _meta("process_name", pid, 0, {"name": f"{run.name}: replicas"})
-    yield _meta("process_sort_index", pid, 0, {"sort_index": 0})
+    yield meta("process_name", pid, 0, {"name": f"{run.name}: replicas"})
+    yield meta("process_sort_index", pid, 0, {"sort_index": 0})
     changes: dict[tuple[float, str], dict[str, int]] = {}
+    pools = run.pool_of_replica()
     for row in rows:
+        pool = pools.get((row["replicaset"], row["replica_id"]))
+        place = row["replicaset"] if pool is None else f"{row['replicaset']}/{pool}"
         for at, step in ((row["start_at"], 1), (row["end_at"], -1)):
-            own = changes.setdefault((at, row["replicaset"]), dict.fromkeys(ACTIVE, 0))
+            own = changes.setdefault((at, place), dict.fromkeys(ACTIVE, 0))
             if row["state"] in own:
                 own[row["state"]] += step
     counts: dict[str, dict[str, int]] = {}
-    for (at, replicaset), steps in sorted(changes.items()):
-        count = counts.setdefault(replicaset, dict.fromkeys(ACTIVE, 0))
+    for (at, place), steps in sorted(changes.items()):
+        count = counts.setdefault(place, dict.fromkeys(ACTIVE, 0))
         for state, step in steps.items():
             count[state] += step
         if options.start_at <= at <= options.end_at:
-            name = f"replicas of {replicaset}"
-            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _ns(at) / 1000, "args": dict(count)}
-
-
-def _free_lane(ends: list[int], start: int) -> int:
-    """Return the first free lane; a new one if all are occupied."""
-    return next((lane for lane, end in enumerate(ends) if end <= start), len(ends))
+            name = f"replicas of {place}"
+            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": nanoseconds(at) / 1000, "args": dict(count)}
 
 
 def _counters(row: Mapping[str, Any], pid: int) -> Iterator[Event]:
-    at = _ns(row["formed_at"]) / 1000
+    at = nanoseconds(row["formed_at"]) / 1000
     values: Mapping[str, Event] = {
         "requests": {"waiting": row["num_waiting"], "running": row["num_running"]},
         "KV blocks in use (%)": {"used": round(100 * row["used_fraction"], 3)},
@@ -358,29 +387,7 @@ def _run_end(run: RunData) -> int:
     """Return the time of the last event, in nanoseconds."""
     table = run.steps("formed_at", "duration_s")
     ends = table.column("formed_at").to_numpy() + table.column("duration_s").to_numpy()
-    return _ns(max(float(ends.max()) if len(ends) else 0.0, run.window.end_at))
-
-
-def _span(name: str, track: tuple[int, int], start: int, end: int, arguments: Event) -> Event:
-    """Return a complete event; nanoseconds become microseconds."""
-    pid, tid = track
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "ts": start / 1000,
-        "dur": max(end - start, 0) / 1000,
-        "args": arguments,
-    }
-
-
-def _meta(kind: str, pid: int, tid: int, arguments: Event) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+    return nanoseconds(max(float(ends.max()) if len(ends) else 0.0, run.window.end_at))
 
 
 @contextmanager

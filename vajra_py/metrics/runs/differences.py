@@ -17,6 +17,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 WORKLOAD_PREFIX = "workload"
 SEED_PATH = "seed"
+POOLS_PATH = "pools"
 ABSENT = "–"
 """Placeholder for a value that a configuration does not have."""
 
@@ -72,10 +73,13 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
 
 
 def axes(runs: Sequence[RunData]) -> list[Axis]:
-    """Return the independent ones among the differences: policies first, then parameters, then the workload, then the
-    seed, each in the order of the file.
+    """Return the independent ones among the differences: the numbers of replicas of pools first, then policies, then
+    parameters, then the workload, then the seed, each in the order of the file.
     """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
+    pools = tuple(_composition(run.config.get("pools")) for run in runs)
+    if len(set(pools)) > 1:
+        differing[POOLS_PATH] = pools
     kept: dict[str, tuple[str, ...]] = {}
     joined: dict[str, list[str]] = {}
     for path in sorted(differing, key=_rank):
@@ -86,6 +90,13 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
     labels = short_names([*kept, *(path for paths in joined.values() for path in paths)])
     names = {path: "+".join(labels[own] for own in (path, *joined.get(path, ()))) for path in kept}
     return [Axis(path, names[path].replace("_", " "), _short(values)) for path, values in kept.items()]
+
+
+def _composition(pools: object) -> str:
+    """Return pools in words: `6 prefill + 2 decode`."""
+    if not isinstance(pools, Mapping) or not pools:
+        return ABSENT
+    return " + ".join(f"{pool.get('num_replicas', 1)} {name}" for name, pool in pools.items())
 
 
 def _short(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,6 +143,8 @@ def _rank(path: str) -> int:
     """Order of the axes: those of a lower rank take along what follows from them."""
     if path == SEED_PATH:
         return 7
+    if path == POOLS_PATH:
+        return -1
     parts = path.split(".")
     if parts[0] in (WORKLOAD_PREFIX, "workloads"):
         return 2 + IDENTITIES.index(parts[1]) if parts[1:2] and parts[1] in IDENTITIES else 6

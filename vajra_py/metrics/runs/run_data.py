@@ -2,7 +2,7 @@
 
 Files are read on demand, tables by column, and every fault of a file is a `RunError` that names it. A folder:
 `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
-`decisions.parquet`, `admissions.jsonl.gz`.
+`decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
+from vajra_py.metrics.tables.programs import PROGRAMS_FILE, no_programs
 from vajra_py.metrics.tables.replicas import REPLICAS_FILE, replicas_table
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
+from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, MOVEMENT_TEXTS, TRANSFERS_FILE, TransfersBuilder
 from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.requests import (
     ADMISSION_COLUMNS,
     ADMISSION_TEXTS,
+    PROGRAM_COLUMNS,
     REQUEST_COLUMNS,
     STATED_COLUMNS,
     TBT_COLUMNS,
@@ -60,7 +63,9 @@ _TABLES: Mapping[str, Sequence[str]] = {
     STEPS_FILE: STEP_COLUMNS,
     TBT_FILE: TBT_COLUMNS,
 }
-_TEXTS = (*TEXT_COLUMNS, *ADMISSION_TEXTS)
+_FURTHER = (*ADMISSION_COLUMNS, *MOVEMENT_COLUMNS)
+"""Columns that the requests tables of some runs have."""
+_TEXTS = (*TEXT_COLUMNS, *ADMISSION_TEXTS, *MOVEMENT_TEXTS)
 _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "success")
 
 
@@ -144,9 +149,31 @@ class RunData:
         """Figures that policies emitted of their own (`vajra_py.metrics.tables.emitted`), empty where none did."""
         return self._optional(EMITTED_FILE, emitted_table(EmittedFigures()))
 
+    def programs(self) -> ArrowTable:
+        """Programs with their makespans (`vajra_py.metrics.tables.programs`), empty for a run without programs."""
+        return self._optional(PROGRAMS_FILE, no_programs())
+
+    @property
+    def has_programs(self) -> bool:
+        """True if some request belonged to a program."""
+        return (self.path / PROGRAMS_FILE).exists()
+
     def replicas(self) -> ArrowTable:
         """States of replicas over time (`vajra_py.metrics.tables.replicas`), empty for a run without a scaler."""
         return self._optional(REPLICAS_FILE, replicas_table())
+
+    def transfers(self) -> ArrowTable:
+        """KV on its way between replicas (`vajra_py.metrics.tables.transfers`), empty for a run whose requests cannot move."""
+        return self._optional(TRANSFERS_FILE, TransfersBuilder.schema().empty_table())
+
+    def pool_of_replica(self) -> dict[tuple[str, int], str]:
+        """Return the pool of each replica (replicaset, id); empty for a run without pools."""
+        pools = (self.summary.value("pools") or {}).values()
+        return {
+            (one["replicaset"], one["first_replica_id"] + number): one["pool"]
+            for one in pools
+            for number in range(one["num_replicas"])
+        }
 
     def _optional(self, file: str, empty: ArrowTable) -> ArrowTable:
         """Return a table that not every run has; `empty` for a run without it."""
@@ -241,7 +268,9 @@ class RunData:
         path = self._file(file, hint)
         try:
             with pq.ParquetFile(path) as parquet:
-                further = [name for name in ADMISSION_COLUMNS if name in parquet.schema_arrow.names]
+                names = parquet.schema_arrow.names
+                further = [name for name in _FURTHER if name in names]
+                further += [name for name in PROGRAM_COLUMNS if name in names or name in columns]
                 known = [*_TABLES[file], *(further if file == REQUESTS_FILE else ())]
                 unknown = [name for name in columns if name not in known]
                 if unknown:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.metrics.definitions import QUANTILES, quantiles
+from vajra_py.metrics.summary.distributions import by_reason, distribution
 from vajra_py.metrics.tables.columns import floats_of, ints_of
 from vajra_py.runtime.requests.rejections import REJECTION_KINDS, rejection_kind
 
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 else:
     ArrowTable = "pyarrow.Table"
 
-MAX_REASONS = 100
-"""Reasons of refusals that are listed, the most frequent first; the rest are counted together."""
 _OUTCOMES = ("accepted", "degraded", "refused", "deferred")
-_OTHERS = "(others)"
 
 
 def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[str, Any]:
@@ -31,7 +28,7 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
 
     `accepted` are those let in as they asked, `degraded` those let in with less, `deferred` those that ended before they were let in.
     `rejected` counts every rejected request by its kind, those among them that the policy was never asked about too. `deferred_s` is over
-    the requests that were deferred and are not any more.
+    the requests that were deferred and are not any more, `deferred_by_reason` by the last reason that the policy gave for each.
     """
     if "admission" not in requests.column_names:
         return {}
@@ -39,6 +36,7 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
 
     rows = requests.filter(pa.array(inside))
     outcomes = Counter(rows.column("admission").to_pylist())
+    deferrals = Counter(filter(None, rows.column("deferral_reason").to_pylist()))
     reasons = Counter(filter(None, rows.column("shed_reason").to_pylist()))
     rejected = dict.fromkeys(REJECTION_KINDS, 0)
     for reason, detail in zip(rows.column("reason").to_pylist(), rows.column("detail").to_pylist(), strict=True):
@@ -47,23 +45,14 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
     num_deferrals = ints_of(rows, "num_deferrals")
     was_deferred = num_deferrals > 0
     waited_s = floats_of(rows, "deferred_s")[was_deferred]
-    known = waited_s[~np.isnan(waited_s)]
-    listed = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
-    by_reason = dict(listed[:MAX_REASONS])
-    if len(listed) > MAX_REASONS:
-        by_reason[_OTHERS] = sum(count for _, count in listed[MAX_REASONS:])
     return {
         "admission": {
             **{name: outcomes[name] for name in _OUTCOMES},
-            "refused_by_reason": by_reason,
+            "refused_by_reason": by_reason(reasons),
             "rejected": rejected,
             "num_deferred": int(was_deferred.sum()),
             "num_deferrals": int(num_deferrals.sum()),
-            "deferred_s": {
-                "count": int(known.size),
-                "mean": float(known.mean()) if known.size else None,
-                **dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True)),
-                "max": float(known.max()) if known.size else None,
-            },
+            "deferred_by_reason": by_reason(deferrals),
+            "deferred_s": distribution(waited_s),
         }
     }

@@ -27,7 +27,7 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class ReplicasetDevices:
-    """Devices of one replicaset."""
+    """Devices of one replicaset, or of one of its pools."""
 
     costs: DeviceCosts
     devices_per_replica: int
@@ -36,6 +36,10 @@ class ReplicasetDevices:
     """Pipeline stages: a step occupies one stage's devices at a time."""
     active: ActiveTimes | None = None
     """Times at which its replicas have their devices; None: all of them, always."""
+    replicaset: str | None = None
+    """Of a pool its replicaset; None: the name under which these devices are given."""
+    replica_ids: range | None = None
+    """Of a pool its replicas; None: all of the replicaset."""
 
     @property
     def num_devices(self) -> int:
@@ -89,12 +93,12 @@ def cost_sections(
     rates = {name: rate or 0.0 for name, rate in summary["overall"]["throughput"].items()}
     prices = {name: one.price_per_hour(window) for name, one in by_replicaset.items()}
     steady_prices = {name: one.price_per_hour(steady) for name, one in by_replicaset.items()}
-    own_steps = {name: _of(steps, name) for name in by_replicaset}
+    own_steps = {name: _of(steps, one.replicaset or name, one.replica_ids) for name, one in by_replicaset.items()}
     energies = {name: one.energy_j(own_steps[name], window) for name, one in by_replicaset.items()}
     powers = {name: one.mean_power_w(own_steps[name], steady) for name, one in by_replicaset.items()}
     per_hour, energy_j, mean_w = _sum(prices), _sum(energies), _sum(powers)
     steady_per_hour = _sum(steady_prices)
-    cost = None if per_hour is None else per_hour * window.duration_s / _HOUR_S
+    cost = _over(per_hour, window)
     return {
         "cost": {
             "per_hour": per_hour,
@@ -113,6 +117,16 @@ def cost_sections(
             },
         },
     }
+
+
+def cost_of_run(devices: ReplicasetDevices, window: Window) -> dict[str, float | None]:
+    """Return what these devices cost an hour, and over the window, US dollars; None where their price is unknown."""
+    per_hour = devices.price_per_hour(window)
+    return {"per_hour": per_hour, "run": _over(per_hour, window)}
+
+
+def _over(per_hour: float | None, window: Window) -> float | None:
+    return None if per_hour is None else per_hour * window.duration_s / _HOUR_S
 
 
 def _per(cost_per_s: float | None, rates: Mapping[str, float]) -> dict[str, float | None]:
@@ -138,15 +152,26 @@ def _said(one: ReplicasetDevices, window: Window) -> dict[str, Any]:
     }
 
 
-def _of(steps: ArrowTable, replicaset: str) -> ArrowTable:
+def _of(steps: ArrowTable, replicaset: str, replica_ids: range | None) -> ArrowTable:
     import pyarrow.compute as pc
 
     if not steps.num_rows:
         return steps
     read = steps.select(["formed_at", "duration_s", "prefill_tokens", "decode_tokens"])
+    if replica_ids is not None:
+        return read.filter(of_pool(steps, replicaset, replica_ids))
     if pc.unique(steps.column("replicaset")).to_pylist() == [replicaset]:
         return read
     return read.filter(pc.equal(steps.column("replicaset"), replicaset))
+
+
+def of_pool(steps: ArrowTable, replicaset: str, replica_ids: range) -> Any:
+    """Return a mask of the steps of these replicas."""
+    import pyarrow.compute as pc
+
+    ids = steps.column("replica_id")
+    inside = pc.and_(pc.greater_equal(ids, replica_ids.start), pc.less(ids, replica_ids.stop))
+    return pc.and_(inside, pc.equal(steps.column("replicaset"), replicaset))
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:

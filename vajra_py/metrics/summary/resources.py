@@ -59,6 +59,18 @@ def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Wind
     """
     if not len(formed_at) or not window.duration_s > 0:
         return None
+    return float(np.mean(_busy_times(steps, formed_at, duration_s, window))) / window.duration_s
+
+
+def busy_seconds(steps: ArrowTable, window: Window) -> float:
+    """Return the seconds of the window in which a replica had a step in flight, summed over replicas."""
+    if not steps.num_rows:
+        return 0.0
+    return sum(_busy_times(steps, floats_of(steps, "formed_at"), floats_of(steps, "duration_s"), window))
+
+
+def _busy_times(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Window) -> list[float]:
+    """Return the seconds of the window in which each replica that ever had a step had one in flight."""
     sets, _ = group_codes(steps, "replicaset")
     ids = ints_of(steps, "replica_id")
     replicas = sets * (int(ids.max()) + 1) + ids
@@ -71,5 +83,4 @@ def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Wind
     order = np.argsort(replicas, kind="stable") if in_time else np.lexsort((begins, replicas))
     ordered = replicas[order]
     borders = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    busy = [covered_s(begins[own], ends[own], window.start_at) for own in np.split(order, borders)]
-    return float(np.mean(busy)) / window.duration_s
+    return [covered_s(begins[own], ends[own], window.start_at) for own in np.split(order, borders)]

@@ -30,11 +30,11 @@ from vajra_py.metrics.definitions import (
     SloStatus,
     Window,
     judge_slos,
-    quantiles,
     weighted_quantiles,
 )
 from vajra_py.metrics.summary.admission import admission_section
 from vajra_py.metrics.summary.censoring import censored_section
+from vajra_py.metrics.summary.distributions import distribution
 from vajra_py.metrics.summary.fairness import Service, fairness_section, worst_p99
 from vajra_py.metrics.summary.rates import RateTime, arrival_rate, rate_time, steady_window
 from vajra_py.metrics.summary.resources import resources_of
@@ -292,10 +292,10 @@ def _group(columns: _Columns, rows: Ints, tbt: Section | None) -> Section:
         "delivered_fraction": _ratio(len(completed), len(arrived)),
         "offered_requests_per_s": arrival_rate(columns.outcomes.arrived_at[arrived]),
     }
-    section["ttft_s"] = _distribution(columns.latencies["ttft_s"][arrived])
+    section["ttft_s"] = distribution(columns.latencies["ttft_s"][arrived])
     section["tbt_s"] = tbt
-    section |= {name: _distribution(columns.latencies[name][arrived]) for name in _LATENCIES[1:]}
-    section |= {key: _distribution(columns.latencies[name][arrived]) for name, key in _REQUEST_GAPS.items()}
+    section |= {name: distribution(columns.latencies[name][arrived]) for name in _LATENCIES[1:]}
+    section |= {key: distribution(columns.latencies[name][arrived]) for name, key in _REQUEST_GAPS.items()}
     section["slo"] = {kind: _slo_section(status[arrived]) for kind, status in columns.slo.items()}
     section["censored"] = _censored(columns, arrived)
     section["throughput"] = _rates(columns, completed)
@@ -356,14 +356,6 @@ def _slo_section(status: NDArray[np.int8]) -> Section:
         "num_undecided": undecided,
         "attainment_fraction": _ratio(met, met + missed),
     }
-
-
-def _distribution(values: Floats) -> Section:
-    known = values[~np.isnan(values)]
-    section: Section = {"count": int(known.size), "mean": float(known.mean()) if known.size else None}
-    section |= dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True))
-    section["max"] = float(known.max()) if known.size else None
-    return section
 
 
 def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:

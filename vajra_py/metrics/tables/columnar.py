@@ -95,7 +95,9 @@ class PackedRows:
 
     def __init__(self, fields: tuple[tuple[str, str], ...]) -> None:
         self._struct = Struct("<" + "".join(code for _, code in fields))
-        self._dtype = np.dtype([(name, "<" + {"q": "i8", "i": "i4", "d": "f8"}[code]) for name, code in fields])
+        self._dtype = np.dtype(
+            [(name, "<" + {"q": "i8", "i": "i4", "b": "i1", "d": "f8"}[code]) for name, code in fields]
+        )
         self._buffer = bytearray()
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.tables.columnar import GapList
 from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepsBuilder
+from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.runtime.records.step_log import StepLog
 from vajra_py.runtime.requests.request import Admission
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
@@ -51,9 +52,10 @@ class Recorder(StepLog):
         steps: bool = True,
         log: StepLog | None = None,
         admission: bool = False,
+        movement: TransfersBuilder | None = None,
     ) -> None:
         """`log`: another that is told of every step, so that its records are made once. `admission`: whether the requests table says
-        what an admission policy decided.
+        what an admission policy decided; `movement`: transfers that it sums up.
         """
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)
@@ -61,7 +63,7 @@ class Recorder(StepLog):
         self.wants_plans = steps and log is None
         if steps:
             self._step_log.share(self._steps.take)
-        self._requests = RequestsBuilder(admission=admission)
+        self._requests = RequestsBuilder(admission=admission, movement=movement)
         self._tbt = TbtBuilder()
         self._ended: list[tuple[Request, str, str]] = []
 
@@ -126,6 +128,7 @@ def _admission_columns(requests: Sequence[Request]) -> dict[str, Sequence[Any]]:
         "degraded": [row.degraded for row, _ in rows],
         "shed_reason": [row.refusal for row, _ in rows],
         "num_deferrals": [row.num_deferrals for row, _ in rows],
+        "deferral_reason": [row.deferral for row, _ in rows],
         "deferred_at": [row.deferred_at for row, _ in rows],
         "deferred_s": [
             float("nan") if is_open and row.outcome == "deferred" else row.deferred_s for row, is_open in rows

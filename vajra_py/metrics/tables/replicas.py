@@ -92,10 +92,14 @@ class ActiveTimes:
         return at, np.cumsum(np.bincount(position, weights=steps, minlength=len(at)))
 
 
-def active_times(table: ArrowTable, replicaset: str, states: Sequence[str] = ACTIVE) -> ActiveTimes:
-    """Return the times of a replicaset's replicas in these states."""
+def active_times(
+    table: ArrowTable, replicaset: str, states: Sequence[str] = ACTIVE, replica_ids: range | None = None
+) -> ActiveTimes:
+    """Return the times of a replicaset's replicas (or of these) in these states."""
     frame = table.to_pandas()
     rows = frame[(frame["replicaset"] == replicaset) & frame["state"].isin(states)]
+    if replica_ids is not None:
+        rows = rows[rows["replica_id"].isin(replica_ids)]
     return ActiveTimes(rows["start_at"].to_numpy(np.float64), rows["end_at"].to_numpy(np.float64))
 
 
@@ -110,19 +114,22 @@ def replicas_section(table: ArrowTable, window: Window, steady: Window) -> dict[
     The mean is over the time in which requests arrive (`steady`), like other means; the largest number and the time in all are of the
     whole window.
     """
-    by_replicaset = {name: _figures(table, name, window, steady) for name in scaled_replicasets(table)}
+    by_replicaset = {name: replica_figures(table, name, window, steady) for name in scaled_replicasets(table)}
     totals: Mapping[str, float] = {
         key: sum(one[key] for one in by_replicaset.values()) for key in ("mean", "active_s", "num_starts", "num_stops")
     }
     return {"replicas": {**totals, "by_replicaset": by_replicaset}}
 
 
-def _figures(table: ArrowTable, replicaset: str, window: Window, steady: Window) -> dict[str, Any]:
-    active = active_times(table, replicaset)
+def replica_figures(
+    table: ArrowTable, replicaset: str, window: Window, steady: Window, replica_ids: range | None = None
+) -> dict[str, Any]:
+    """Return the figures of a replicaset with a scaler, or of these of its replicas."""
+    active = active_times(table, replicaset, ACTIVE, replica_ids)
     at, counts = active.counts()
     inside = counts[(at < window.end_at) & (np.append(at[1:], np.inf) > window.start_at)]
     measured = steady if steady.duration_s > 0 else window
-    starting, draining = (active_times(table, replicaset, (state,)) for state in ("starting", "draining"))
+    starting, draining = (active_times(table, replicaset, (state,), replica_ids) for state in ("starting", "draining"))
     return {
         "mean": active.seconds(measured) / measured.duration_s if measured.duration_s > 0 else 0.0,
         "max": int(inside.max()) if inside.size else 0,

@@ -31,6 +31,7 @@ from vajra_py.metrics.definitions import (
     ttft_s,
 )
 from vajra_py.metrics.tables.columnar import GapList, NameColumn, PackedRows, TextColumn
+from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, TransfersBuilder, movement_columns, movement_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,7 +49,7 @@ ROW_GROUP_ROWS = 131_072
 _COMPRESSION = "zstd"
 _COMPRESSION_LEVEL = 3
 _NAN = float("nan")
-_DISTINCT = ("request_id", "session_id")
+_DISTINCT = ("request_id", "session_id", "program_id")
 """Columns whose texts are mostly different."""
 
 
@@ -91,13 +92,16 @@ def _stated(*kinds: FactKind) -> tuple[str, ...]:
 
 _LISTS = _stated(FactKind.TEXTS)
 _INTEGERS = tuple(fact.name for fact in FACTS if fact.kind is FactKind.INTEGER and not fact.is_optional)
+_FLAGS = _stated(FactKind.FLAG)
 STATED_COLUMNS = (
     *_stated(FactKind.TEXT),
     *_LISTS,
-    *_stated(FactKind.INTEGER),
+    *_stated(FactKind.INTEGER, FactKind.FLAG),
     *_stated(FactKind.NUMBER, FactKind.DURATION),
 )
 """Columns of what clients stated."""
+PROGRAM_COLUMNS = tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.is_of_programs)
+"""Those of them that the table of a run without programs does not have."""
 TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "detail")
 """Columns of a run's tables that hold texts; the others hold numbers."""
 
@@ -122,8 +126,6 @@ class TableBuilder(Protocol):
 class RequestsBuilder:
     """The requests table: one row per submitted request, each appended once, in any order."""
 
-    layout: Mapping[str, Any] = {"use_dictionary": [*TEXT_COLUMNS]}
-
     _FIELDS = (
         ("index", "q"),
         ("replicaset", "i"),
@@ -142,15 +144,27 @@ class RequestsBuilder:
         ("tbt_p99_s", "d"),
         ("tbt_max_s", "d"),
         *(
-            (name, "q" if name in _INTEGERS else "i" if name in (*TEXT_COLUMNS, *_LISTS) else "d")
+            (
+                name,
+                "q"
+                if name in _INTEGERS
+                else "b"
+                if name in _FLAGS
+                else "i"
+                if name in (*TEXT_COLUMNS, *_LISTS)
+                else "d",
+            )
             for name in STATED_COLUMNS
             if name not in _DISTINCT
         ),
     )
 
-    def __init__(self, *, admission: bool = False) -> None:
-        """`admission`: whether the table has `ADMISSION_COLUMNS`."""
+    def __init__(self, *, admission: bool = False, movement: TransfersBuilder | None = None) -> None:
+        """`admission`: whether the table has `ADMISSION_COLUMNS`; `movement`: what `MOVEMENT_COLUMNS` are made of; None: it has none."""
         self.has_admission = admission
+        self._movement = movement
+        self.has_programs = False
+        """Whether a request belongs to a program, so that the table has `PROGRAM_COLUMNS`."""
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
         self._rows = PackedRows(self._fields)
         self._texts = {name: TextColumn() for name in _DISTINCT}
@@ -163,6 +177,11 @@ class RequestsBuilder:
         """Requests so far."""
         return len(self._rows)
 
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """See `TableBuilder`."""
+        return {"use_dictionary": [name for name in TEXT_COLUMNS if self.has_programs or name not in PROGRAM_COLUMNS]}
+
     def append(self, row: RequestRow) -> None:
         """Append one request; ValueError for an unknown reason."""
         if row.reason not in REASONS:
@@ -174,6 +193,7 @@ class RequestsBuilder:
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
         """Take several requests: a value for each under the names of `RequestRow`'s fields, with reasons that exist."""
+        self.has_programs = self.has_programs or any(columns["program_id"])
         for name, texts in self._texts.items():
             for text in columns[name]:
                 texts.append(text)
@@ -189,6 +209,10 @@ class RequestsBuilder:
         """Append the rows of another such table."""
         if not table.num_rows:
             return
+        if "program_id" in table.column_names:
+            self.has_programs = True
+        else:
+            table = with_facts(table, (*table.column_names, *PROGRAM_COLUMNS))
         for name, texts in self._texts.items():
             texts.take(table.column(name))
         numbers: Columns = {}
@@ -214,8 +238,13 @@ class RequestsBuilder:
         )
         types = {"replica_id": pa.int32(), "slo_met": pa.bool_(), **dict.fromkeys(integers, pa.int64())}
         types |= dict.fromkeys(TEXT_COLUMNS, pa.string()) | dict.fromkeys(_LISTS, pa.list_(pa.string()))
+        types |= dict.fromkeys(_FLAGS, pa.bool_())
         types |= dict.fromkeys(ADMISSION_TEXTS, pa.string()) | {"num_deferrals": pa.int64()}
         names = (*REQUEST_COLUMNS, *ADMISSION_COLUMNS) if self.has_admission else REQUEST_COLUMNS
+        if self._movement is not None:
+            names = (*names, *MOVEMENT_COLUMNS)
+            types |= movement_types()
+        names = (*names, *PROGRAM_COLUMNS) if self.has_programs else names
         return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
     def to_table(self) -> ArrowTable:
@@ -235,10 +264,13 @@ class RequestsBuilder:
             )
         texts = {name: column.all() for name, column in self._texts.items()}
         until = self._observed_until()
+        transfers = None if self._movement is None else self._movement.to_table()
         for start in range(0, len(order), num_rows):
             chosen = order[start : start + num_rows]
             columns = self._numbers(self._rows.rows(chosen), until)
             columns |= {name: text.take(pa.array(chosen)).cast(pa.string()) for name, text in texts.items()}
+            if transfers is not None:
+                columns |= movement_columns(transfers, columns["index"])
             yield _table(columns, self.schema())
 
     def _observed_until(self) -> float:
@@ -249,6 +281,7 @@ class RequestsBuilder:
         """Return every column except text columns, including derived ones."""
         columns: Columns = {name: np.ascontiguousarray(rows[name]) for name, _ in self._fields}
         columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
+        columns |= {name: columns[name].astype(np.bool_) for name in _FLAGS}
         completed, dropped = reason_masks(columns["reason"])
         outcomes = Outcomes(
             columns["arrived_at"],
@@ -270,23 +303,32 @@ class RequestsBuilder:
     _FIELD_NAMES = tuple(name for name, _ in _FIELDS)
 
 
-REQUEST_COLUMNS = (
-    *("request_id", "index", "replicaset", "replica_id", *_stated(FactKind.TEXT), *_LISTS, *_stated(FactKind.INTEGER)),
+_ALWAYS = (
+    *(
+        "request_id",
+        "index",
+        "replicaset",
+        "replica_id",
+        *_stated(FactKind.TEXT),
+        *_LISTS,
+        *_stated(FactKind.INTEGER, FactKind.FLAG),
+    ),
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
     *("arrived_at", "admitted_at", "first_token_at", "ended_at", "reason", "detail"),
     *("ttft_s", "e2e_s", "queue_s", "tpot_s", "tbt_p50_s", "tbt_p99_s", "tbt_max_s"),
     *(*_stated(FactKind.NUMBER, FactKind.DURATION), "slo_met"),
 )
+REQUEST_COLUMNS = tuple(name for name in _ALWAYS if name not in PROGRAM_COLUMNS)
 """Columns of the requests table, in order."""
 
 _ADMISSION_FIELDS = (
     *(("admission", "i"), ("degraded", "i"), ("shed_reason", "i")),
-    *(("num_deferrals", "q"), ("deferred_at", "d"), ("deferred_s", "d")),
+    *(("num_deferrals", "q"), ("deferral_reason", "i"), ("deferred_at", "d"), ("deferred_s", "d")),
 )
 ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 """Further columns of the requests table of a run with an admission policy. `admission`: accepted, degraded, refused, deferred (so it ended) or
 empty (it was rejected before the policy was asked)."""
-ADMISSION_TEXTS = ("admission", "degraded", "shed_reason")
+ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Columns that hold texts."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
@@ -357,15 +399,21 @@ def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
     """Return these columns of a requests table; facts that are newer than the table count as not stated."""
     import pyarrow as pa
 
-    schema = RequestsBuilder().schema()
+    builder = RequestsBuilder()
+    builder.has_programs = True
+    schema = builder.schema()
     defaults = {fact.seen_as: _NAN if fact.default is None else fact.default for fact in FACTS}
     columns = [
         table.column(name)
         if name in table.column_names
-        else pa.array([defaults[name]] * table.num_rows, schema.field(name).type)
+        else pa.array([_in_column(defaults[name])] * table.num_rows, schema.field(name).type)
         for name in names
     ]
     return pa.table(columns, names=list(names))
+
+
+def _in_column(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def write_parquet(builder: TableBuilder, path: str | Path) -> None:
@@ -415,6 +463,7 @@ def _slo_met(overall: NDArray[np.int8]) -> Any:
 __all__ = [
     "ADMISSION_COLUMNS",
     "ADMISSION_TEXTS",
+    "PROGRAM_COLUMNS",
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
     "STATED_COLUMNS",

@@ -14,6 +14,7 @@ from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, CopyDirection
 from vajra_py.runtime.kv.interface import KvMemory, KvRequest
 from vajra_py.runtime.kv.paged import PagedKvMemory
+from vajra_py.runtime.kv.retained_pool import Retention
 from vajra_py.runtime.kv.sharded import KvGroups, KvParallelMemory
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PagedKvMemory",
     "PrefixCacheOptions",
     "PrivateBlockHashes",
+    "Retention",
     "SegmentBlockHashes",
     "SegmentId",
     "TokenBlockHashes",

@@ -7,7 +7,8 @@ hash until it is handed out again.
 The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
 without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
 nobody can ask for again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
-them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`.
+them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order is
+that of a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and are not free.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal, get_args
+
+from vajra_py.runtime.kv.content_events import ContentEvents
 
 ReuseOrder = Literal["lru", "fifo"]
 ReleaseOrder = Literal["tail_first", "head_first"]
@@ -45,6 +48,8 @@ class PrefixCacheOptions:
     unscheduled: Unscheduled = "withdraw"
     """Treatment of blocks that were entered while a step was formed and that a preempted request then did not compute.
     keep: they stay, as in vLLM, and whoever finds them reads what was never written; for comparison with it alone."""
+    max_pinned_fraction: float = 0.5
+    """Part of the blocks that pins may hold."""
 
     def __post_init__(self) -> None:
         """Refuse misspelt options: a wrong word must not silently mean the other choice."""
@@ -82,7 +87,10 @@ class BlockPool:
         "_is_fifo",
         "_is_tail_first",
         "_keeps_last",
+        "_kept",
         "_next_fresh",
+        "_pins",
+        "events",
         "idle_version",
         "num_blocks",
         "num_cached",
@@ -121,6 +129,12 @@ class BlockPool:
         """The block of a hash, or several (keep_first) in order of entry."""
         self._extra_references: dict[int, int] = {}
         """References beyond the first; blocks with one reference are not listed."""
+        self._pins: dict[Hashable, int] = {}
+        """Pins by content."""
+        self._kept: dict[int, None] = {}
+        """Blocks without users whose content is pinned."""
+        self.events: ContentEvents | None = None
+        """Record of what can be found and what no longer can; None: nobody reads it."""
 
     # Handing out and giving back
 
@@ -146,6 +160,15 @@ class BlockPool:
         if num_fresh:
             taken += _block_ids(self._next_fresh, self._next_fresh + num_fresh)
             self._next_fresh += num_fresh
+        if len(taken) < count:
+            self._reuse_idle(taken, count)
+        self._freed = taken[: count - 1 : -1]
+        del taken[count:]
+        self.num_free -= count
+        return taken
+
+    def _reuse_idle(self, taken: list[int], count: int) -> None:
+        """Add idle blocks to `taken`, first in order of reuse first, until there are at least `count`."""
         pop = self._idle.popitem
         hashed = self._hash_of
         while len(taken) < count:
@@ -156,15 +179,21 @@ class BlockPool:
             if block in hashed:
                 self._forget(block)
             taken.append(block)
-        self._freed = taken[: count - 1 : -1]
-        del taken[count:]
-        self.num_free -= count
-        return taken
 
-    def release(self, blocks: list[int], num_hashed: int = 0) -> None:
-        """Give back one table's references, its first `num_hashed` blocks carrying hashes; what has no user is free."""
+    @property
+    def num_without_content(self) -> int:
+        """Free blocks that are handed out before any content is lost."""
+        return len(self._freed) + self.num_blocks - self._next_fresh
+
+    def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
+        """Give back one table's references, its first `num_hashed` blocks carrying hashes; what has no user is free.
+
+        `request` held them.
+        """
         hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
         plain = blocks[num_hashed:] if num_hashed else blocks
+        if self._pins and hashed:
+            hashed = self._without_pinned(hashed)
         self.num_free += len(hashed) + len(plain)
         if hashed and self.options is not None and not self.options.retain_freed:
             for block in hashed:
@@ -181,7 +210,7 @@ class BlockPool:
         if hashed:
             self.idle_version += 1
 
-    def retire(self, blocks: list[int], num_filled: int) -> None:
+    def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
 
         They are reused as if they had hashes.
@@ -220,11 +249,18 @@ class BlockPool:
 
     # Content
 
-    def cache(self, blocks: Sequence[int], hashes: Sequence[Hashable]) -> None:
-        """Enter blocks in use, none of which has a hash yet, under their hashes."""
+    def cache(
+        self, blocks: Sequence[int], hashes: Sequence[Hashable], before: Hashable = None, request: object = None
+    ) -> None:
+        """Enter blocks in use, none of which has a hash yet, under their hashes.
+
+        `before`: the hash of the block that they continue (None: they begin a chain, or nobody asks for chains); `request` holds them.
+        """
         self._hash_of.update(zip(blocks, hashes, strict=True))
         self.num_cached += len(blocks)
         entries = self._entries
+        if self.events is not None:
+            self.events.stored([one for one in hashes if one not in entries])
         for block, block_hash in zip(blocks, hashes, strict=True):
             present = entries.setdefault(block_hash, block)
             if present == block:
@@ -261,15 +297,17 @@ class BlockPool:
         """Return how many of these blocks (found by `match`) are free."""
         return sum(map(self._idle.__contains__, blocks))
 
-    def attach(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of these blocks (found by `match`); idle ones are no longer free."""
-        idle = self._idle
+    def attach(self, blocks: Sequence[int], request: object = None) -> None:
+        """Add a reference to each of these blocks (found by `match`), for a request; idle ones are no longer free."""
+        idle, kept = self._idle, self._kept
         extra = self._extra_references
         num_revived = 0
         for block in blocks:
             if block in idle:
                 del idle[block]
                 num_revived += 1
+            elif kept and block in kept:
+                del kept[block]
             else:
                 extra[block] = extra.get(block, 0) + 1
         if num_revived:
@@ -282,6 +320,10 @@ class BlockPool:
         entry = self._entries.pop(block_hash, None)
         if entry == block:
             self._note_removed(block)
+            if self._pins:
+                self._pins.pop(block_hash, None)
+            if self.events is not None:
+                self.events.removed(block_hash)
         elif isinstance(entry, int):
             self._entries[block_hash] = entry  # a later block took over the hash
         elif entry is not None:
@@ -297,6 +339,89 @@ class BlockPool:
             self.removed_epoch += 1
         self.removed.append(block)
 
+    def contents(self) -> list[Hashable]:
+        """Hashes of all content that can be found, in order of entry."""
+        return list(self._entries)
+
+    # Pins
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks of content that is pinned, in use or not."""
+        return len(self._pins)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that nobody uses and that are not free, because their content is pinned."""
+        return len(self._kept)
+
+    def num_newly_pinned(self, hashes: Iterable[Hashable]) -> int:
+        """Return how many of these contents can be found and have no pin yet."""
+        return sum(one in self._entries and one not in self._pins for one in hashes)
+
+    def num_pinned_once(self, hashes: Iterable[Hashable], but: Iterable[Hashable]) -> int:
+        """Return how many of these contents have one pin, and are not among the others."""
+        others = set(but)
+        return sum(self._pins.get(one) == 1 and one not in others for one in hashes)
+
+    def pin(self, hashes: Iterable[Hashable]) -> list[Hashable]:
+        """Let the blocks of these contents stay until `unpin`; returns those that can be found, which are the leading ones."""
+        pins = self._pins
+        pinned: list[Hashable] = []
+        for block_hash in hashes:
+            if block_hash not in self._entries:
+                break
+            pinned.append(block_hash)
+            pins[block_hash] = pins.get(block_hash, 0) + 1
+        for block_hash in reversed(pinned):
+            for block in self._blocks_of(block_hash):
+                if block in self._idle:
+                    self._leave_idle(block)
+                    self._kept[block] = None
+                    self.num_free -= 1
+        self.idle_version += 1
+        return pinned
+
+    def unpin(self, hashes: Sequence[Hashable]) -> None:
+        """Take back one pin of each of these contents; what has neither users nor pins left is free, the end of the chain first."""
+        for block_hash in reversed(hashes):
+            count = self._pins.get(block_hash)
+            if count is None:
+                continue  # its content is gone
+            if count > 1:
+                self._pins[block_hash] = count - 1
+                continue
+            del self._pins[block_hash]
+            for block in self._blocks_of(block_hash):
+                if block in self._kept:
+                    del self._kept[block]
+                    self._enter_idle(block)
+                    self.num_free += 1
+        self.idle_version += 1
+
+    def _blocks_of(self, block_hash: Hashable) -> list[int]:
+        entry = self._entries[block_hash]
+        return [entry] if isinstance(entry, int) else list(entry)
+
+    def _without_pinned(self, hashed: list[int]) -> list[int]:
+        """Keep the blocks without users that hold pinned content; returns the others."""
+        rest: list[int] = []
+        for block in hashed:
+            block_hash = self._hash_of[block]
+            if block_hash in self._pins and block in self._blocks_of(block_hash):
+                self._kept[block] = None
+            else:
+                rest.append(block)
+        return rest
+
+    def _leave_idle(self, block: int) -> None:
+        """Take one block with content out of the order of reuse."""
+        del self._idle[block]
+
+    def _enter_idle(self, block: int) -> None:
+        """Put one block with content at the end of the order of reuse."""
+        self._idle[block] = None
+
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
@@ -308,38 +433,50 @@ class BlockPool:
         runs = [block for run in self._idle.values() if run is not None for block in run]
         singles = [block for block, run in self._idle.items() if run is None]
         free = [*self._freed, *singles, *runs]
-        _require(
+        kept = self._kept
+        require(
+            kept.keys().isdisjoint((*free, *self._extra_references))
+            and all(self._hash_of.get(block) in self._pins for block in kept),
+            f"blocks {sorted(kept)} are kept for pins, and one of them is free, shared or not pinned",
+        )
+        require(
+            all(count > 0 for count in self._pins.values()) and self._pins.keys() <= self._entries.keys(),
+            "content is pinned that nobody can find",
+        )
+        require(
             len(free) == len(set(free)) == self.num_free - num_fresh,
             f"free blocks: {self.num_free} counted, {sorted(free)} listed and {num_fresh} never used",
         )
-        used = [*free, *self._extra_references, *self._hash_of, *(references or ())]
-        _require(all(0 <= block < self._next_fresh for block in used), "a block is known that was never taken")
-        _require(all(run is None or run[0] == block for block, run in self._idle.items()), "a run stands elsewhere")
+        used = [*free, *kept, *self._extra_references, *self._hash_of, *(references or ())]
+        require(all(0 <= block < self._next_fresh for block in used), "a block is known that was never taken")
+        require(all(run is None or run[0] == block for block, run in self._idle.items()), "a run stands elsewhere")
         unshared = set(free)
-        _require(unshared.isdisjoint(self._extra_references), "a free block has references")
-        _require(all(count > 0 for count in self._extra_references.values()), "an extra reference was left at zero")
-        _require(self._hash_of.keys().isdisjoint([*self._freed, *runs]), "a block without content has a hash")
-        _require(self._is_fifo or all(block in self._hash_of for block in singles), "an idle block has no hash")
+        require(unshared.isdisjoint(self._extra_references), "a free block has references")
+        require(all(count > 0 for count in self._extra_references.values()), "an extra reference was left at zero")
+        require(self._hash_of.keys().isdisjoint([*self._freed, *runs]), "a block without content has a hash")
+        require(self._is_fifo or all(block in self._hash_of for block in singles), "an idle block has no hash")
         found: set[int] = set()
         for block_hash, entry in self._entries.items():
             blocks = [entry] if isinstance(entry, int) else list(entry)
-            _require(len(blocks) > (0 if isinstance(entry, int) else 1), f"hash {block_hash!r} leads nowhere")
-            _require(
+            require(len(blocks) > (0 if isinstance(entry, int) else 1), f"hash {block_hash!r} leads nowhere")
+            require(
                 all(self._hash_of.get(block) == block_hash for block in blocks),
                 f"hash {block_hash!r} leads to other content",
             )
             found.update(blocks)
-        _require(self._keeps_last or found == self._hash_of.keys(), "a block with a hash cannot be found")
+        require(self._keeps_last or found == self._hash_of.keys(), "a block with a hash cannot be found")
         if references is not None:
-            _require(
-                references.keys().isdisjoint(unshared) and len(references) + len(free) + num_fresh == self.num_blocks,
-                f"used {sorted(references)} and free {sorted(free)} do not make up {self.num_blocks} blocks",
+            require(
+                references.keys().isdisjoint((*unshared, *kept))
+                and len(references) + len(free) + len(kept) + num_fresh == self.num_blocks,
+                f"used {sorted(references)}, kept {sorted(kept)} and free {sorted(free)} do not make up {self.num_blocks} blocks",
             )
             for block, count in references.items():
                 held = 1 + self._extra_references.get(block, 0)
-                _require(held == count, f"block {block} has {held} references and {count} users")
+                require(held == count, f"block {block} has {held} references and {count} users")
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def require(holds: bool, otherwise: str) -> None:
+    """Raise AssertionError unless an invariant holds."""
     if not holds:
         raise AssertionError(f"BlockPool: {otherwise}")

@@ -10,12 +10,15 @@ sums over the groups. A memory without groups is one of a single group, 0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from vajra_py.contract import ReplicaLimits
+from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv.block_hashes import BlockHashes
+from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy
+from vajra_py.runtime.kv.retention_order import CachedEntry
 
 
 class KvRequest(Protocol):
@@ -155,6 +158,62 @@ class KvMemory(Protocol):
 
     def take_copies(self) -> Sequence[BlockCopy]:
         """Block copies decided since the last call, in the order in which they are to be carried out."""
+
+    # Time, pins, and what others hear of content
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Read the present time here from now on, seconds on the run's clock."""
+
+    def now(self) -> float:
+        """Present time, seconds on the run's clock; 0 without a clock."""
+
+    @property
+    def is_watched(self) -> bool:
+        """True if a policy, or a record, notes when content comes and goes."""
+
+    @property
+    def repeat_headroom(self) -> int:
+        """Blocks that decodes may take in steps that are applied later than they happen."""
+
+    @property
+    def next_due(self) -> float:
+        """Time at which a pin ends or content expires next, seconds on the run's clock; infinite if nothing does."""
+
+    @property
+    def expires_content(self) -> bool:
+        """True if content may expire."""
+
+    def expire(self) -> None:
+        """Drop idle content whose time has come."""
+
+    def settle_due(self) -> Sequence[Hashable]:
+        """End the pins and drop the content whose time has come; returns the names of the pins."""
+
+    def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
+        """Keep the cached content of a registered request until a time, under a name, whose earlier pin ends.
+
+        False, and nothing changed, if pins would hold too much.
+        """
+
+    def unpin(self, name: Hashable) -> bool:
+        """End a pin; False if there is none."""
+
+    def release_pin(self) -> Hashable | None:
+        """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks of pinned content, in use or not."""
+
+    @property
+    def policy_error(self) -> PolicyError | None:
+        """Violation of the contract by the retention policy; None: there was none."""
+
+    def report_content(self, events: ContentEvents) -> None:
+        """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
+
+    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+        """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""
 
     # Groups
 

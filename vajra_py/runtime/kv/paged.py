@@ -10,14 +10,20 @@ admitted shares only blocks whose content equals its own, and always has at leas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import repeat
+from math import inf
 
+from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv.block_hashes import BlockHashes, PrivateBlockHashes, reads_cache
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
+from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest
+from vajra_py.runtime.kv.pins import Pins
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
+from vajra_py.runtime.kv.retained_pool import RetainedBlockPool, Retention
+from vajra_py.runtime.kv.retention_order import CachedEntry
 
 _FIRST_LOOKUP_BLOCKS = 32
 _LOOKUP_GROWTH = 4
@@ -57,7 +63,19 @@ class _BlockTable:
 class PagedKvMemory:
     """`KvMemory` of a single group, with or without a prefix cache. `excluded_groups` have no meaning here."""
 
-    __slots__ = ("_host", "_pool", "_reserved", "_tables", "block_size")
+    __slots__ = (
+        "_clock",
+        "_events",
+        "_host",
+        "_most_pinned",
+        "_pins",
+        "_pool",
+        "_reserved",
+        "_retention",
+        "_tables",
+        "_tell_evicted",
+        "block_size",
+    )
 
     num_groups = 1
     can_reserve = True
@@ -70,16 +88,39 @@ class PagedKvMemory:
         prefix_cache: PrefixCacheOptions | None = None,
         host_blocks: int = 0,
         records_copies: bool = False,
+        retention: Retention | None = None,
     ) -> None:
+        """`retention`: the order in which idle content is given up (None: that of `prefix_cache`)."""
         if block_size < 1:
             raise ValueError(
                 f"PagedKvMemory: block_size is not a number of tokens ({block_size}). At least 1 is allowed."
             )
         self.block_size = block_size
-        self._pool = BlockPool(num_blocks, prefix_cache)
+        self._clock: Callable[[], float] = _no_clock
+        self._events: ContentEvents | None = None
+        self._retention = retention
+        self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
+        self._pins = Pins()
+        self._most_pinned = 0 if prefix_cache is None else int(prefix_cache.max_pinned_fraction * num_blocks)
+        self._pool = self._new_pool(num_blocks, prefix_cache)
         self._host = HostSpace(host_blocks, records_copies)
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
+
+    def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
+        if self._retention is None or options is None:
+            return BlockPool(num_blocks, options)
+        pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
+        pool.on_evicted = self._tell_evicted
+        return pool
+
+    def now(self) -> float:
+        """Present time, seconds on the run's clock; 0 without a clock."""
+        return self._clock()
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Read the time here from now on: retention, pins and events of content have times."""
+        self._clock = clock
 
     # Sizes
 
@@ -102,6 +143,24 @@ class PagedKvMemory:
     def growth_headroom(self) -> int:
         """Number of requests that `grow_each` can serve now, whichever they are."""
         return self._pool.num_free
+
+    @property
+    def repeat_headroom(self) -> int:
+        """Blocks that decodes may take in steps that are applied later than they happen."""
+        pool = self._pool
+        return pool.num_without_content if self.is_watched else pool.num_free
+
+    @property
+    def is_watched(self) -> bool:
+        """True if a retention policy, or a record, notes when content comes and goes."""
+        return self._events is not None or self._retention is not None
+
+    @property
+    def next_due(self) -> float:
+        """Time at which a pin ends or content expires next, seconds on the run's clock; infinite if nothing does."""
+        pool = self._pool
+        expiry = pool.next_expiry if isinstance(pool, RetainedBlockPool) else inf
+        return min(self._pins.next_end, expiry)
 
     @property
     def free_host_blocks(self) -> int:
@@ -137,7 +196,15 @@ class PagedKvMemory:
 
     def clear(self) -> None:
         """Drop every request and the contents of every block: the device has lost everything."""
-        self._pool = BlockPool(self._pool.num_blocks, self._pool.options)
+        self._pool = self._new_pool(self._pool.num_blocks, self._pool.options)
+        self._pins = Pins()
+        if self._retention is not None:
+            on_cleared = getattr(self._retention.policy, "on_cleared", None)
+            if on_cleared is not None and isinstance(self._pool, RetainedBlockPool):
+                self._pool.order.ask(on_cleared, self.now())
+        if self._events is not None:
+            self._pool.events = self._events
+            self._events.cleared()
         self._host.clear()
         self._tables.clear()
         self._reserved = []
@@ -162,6 +229,7 @@ class PagedKvMemory:
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
+        self.expire()
         blocks: list[int] = []
         self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
         return len(blocks) * self.block_size
@@ -233,13 +301,14 @@ class PagedKvMemory:
         if num_tokens > entry.num_valid_tokens:
             entry.num_valid_tokens = num_tokens
         if not entry.is_private:
-            self._cache(entry, hashes, min(num_tokens, hashes.num_public_tokens))
+            self._cache(entry, hashes, min(num_tokens, hashes.num_public_tokens), request)
 
-    def _cache(self, entry: _BlockTable, hashes: BlockHashes, num_tokens: int) -> None:
+    def _cache(self, entry: _BlockTable, hashes: BlockHashes, num_tokens: int, request: KvRequest) -> None:
         start = entry.num_cached
         stop = min(num_tokens, hashes.num_hashed_tokens) // self.block_size
         if stop > start:
-            self._pool.cache(entry.blocks[start:stop], hashes.block_hashes(start, stop))
+            before = hashes.block_hash(start - 1) if start and self._retention is not None else None
+            self._pool.cache(entry.blocks[start:stop], hashes.block_hashes(start, stop), before, request)
             entry.num_cached = stop
             entry.may_be_cached = entry.reads_cache
 
@@ -298,7 +367,7 @@ class PagedKvMemory:
         if num_new + self._num_idle(entry, found) > pool.num_free:
             return None
         if found:
-            pool.attach(found)
+            pool.attach(found, request)
             entry.blocks = found + pool.take(num_new)
         else:
             entry.blocks = pool.take(num_new)
@@ -353,14 +422,91 @@ class PagedKvMemory:
                 entry.num_valid_tokens = num_computed_tokens
             valid = min(entry.num_valid_tokens, len(entry.blocks) * self.block_size)
             if for_good and entry.is_private and not entry.num_cached:
-                self._pool.retire(entry.blocks, valid // self.block_size)
+                self._pool.retire(entry.blocks, valid // self.block_size, request)
                 entry.blocks = []
                 entry.num_valid_tokens = 0
                 return
-            self._cache(entry, entry.hashes, valid)
-        self._pool.release(entry.blocks, entry.num_cached)
+            self._cache(entry, entry.hashes, valid, request)
+        self._pool.release(entry.blocks, entry.num_cached, request)
         entry.blocks = []
         entry.num_cached = entry.num_valid_tokens = 0
+
+    # Pins, expiry, and what others hear of content
+
+    def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
+        """Keep the content of a request that the cache holds now until a time, under a name, whose earlier pin ends.
+
+        False, and nothing changed, if pins would hold too much.
+        """
+        entry = self._tables[request]
+        hashes, pool = entry.hashes, self._pool
+        if hashes is None or entry.is_private or pool.options is None or not pool.options.retain_freed:
+            return True  # there is nothing that another request could find
+        num_blocks = entry.num_cached if entry.blocks else len(self._found(request, entry))
+        wanted = hashes.block_hashes(0, num_blocks)
+        before = self._pins.hashes_of(name)
+        released = pool.num_pinned_once(before, wanted)
+        if pool.num_pinned - released + pool.num_newly_pinned(wanted) > self._most_pinned:
+            return False
+        pinned = pool.pin(wanted)
+        self.unpin(name)
+        if pinned:
+            self._pins.add(name, pinned, until)
+        return True
+
+    def unpin(self, name: Hashable) -> bool:
+        """End a pin; False if there is none."""
+        hashes = self._pins.remove(name)
+        if hashes:
+            self._pool.unpin(hashes)
+        return bool(hashes)
+
+    def release_pin(self) -> Hashable | None:
+        """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
+        if not self._pool.num_kept:
+            return None
+        name = self._pins.last()
+        self.unpin(name)
+        return name
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks of pinned content, in use or not."""
+        return self._pool.num_pinned
+
+    def settle_due(self) -> list[Hashable]:
+        """End the pins and drop the content whose time has come; returns the names of the pins."""
+        ended = self._pins.due(self.now())
+        for name in ended:
+            self.unpin(name)
+        self.expire()
+        return ended
+
+    @property
+    def expires_content(self) -> bool:
+        """True if content may expire."""
+        return isinstance(self._pool, RetainedBlockPool) and self._pool.expires_content
+
+    def expire(self) -> None:
+        """Drop idle content whose time has come."""
+        if isinstance(self._pool, RetainedBlockPool):
+            self._pool.expire(self.now())
+
+    @property
+    def policy_error(self) -> PolicyError | None:
+        """Violation of the contract by the retention policy; None: there was none."""
+        return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
+
+    def report_content(self, events: ContentEvents) -> None:
+        """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
+        self._events = self._pool.events = events
+        events.stored(self._pool.contents())
+
+    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+        """Call this from now on for each block that a retention policy gives up, before it is overwritten."""
+        self._tell_evicted = tell
+        if isinstance(self._pool, RetainedBlockPool):
+            self._pool.on_evicted = tell
 
     # Swapping
 
@@ -378,7 +524,7 @@ class PagedKvMemory:
         if stored is None:
             return None
         entry.host = stored
-        self._pool.release(entry.blocks, entry.num_cached)
+        self._pool.release(entry.blocks, entry.num_cached, request)
         entry.blocks = []
         entry.num_cached = 0
         entry.num_valid_tokens = min(entry.num_valid_tokens, len(stored) * self.block_size)
@@ -471,4 +617,9 @@ class PagedKvMemory:
             if entry.num_cached > len(entry.blocks):
                 raise AssertionError(f"PagedKvMemory: more blocks cached than held ({request!r})")
         self._pool.check(dict(users))
+        self._pins.check(self._pool.num_pinned)
         self._host.check([entry.host for entry in self._tables.values()])
+
+
+def _no_clock() -> float:
+    return 0.0

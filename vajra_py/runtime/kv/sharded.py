@@ -13,14 +13,17 @@ it leaves with the request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
+from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest
+from vajra_py.runtime.kv.retention_order import CachedEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,49 @@ class KvParallelMemory:
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Return True: nothing was entered."""
         return True
+
+    # Nothing is cached, so there is nothing to pin, to expire or to hear of
+
+    next_due = inf
+    is_watched = expires_content = False
+    num_pinned_blocks = 0
+    policy_error = None
+
+    @property
+    def repeat_headroom(self) -> int:
+        """Number of requests that `grow_each` can serve now, whichever they are."""
+        return self.growth_headroom
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Do nothing."""
+
+    def expire(self) -> None:
+        """Do nothing."""
+
+    def settle_due(self) -> Sequence[Hashable]:
+        """Return nothing."""
+        return ()
+
+    def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
+        """Return True: there is nothing that another request could find."""
+        return True
+
+    def unpin(self, name: Hashable) -> bool:
+        """Return False: there is no pin."""
+        return False
+
+    def release_pin(self) -> None:
+        """Return None: there is no pin."""
+
+    def now(self) -> float:
+        """Return 0: nothing here has a time."""
+        return 0.0
+
+    def report_content(self, events: ContentEvents) -> None:
+        """Do nothing."""
+
+    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+        """Do nothing."""
 
     # Groups
 

@@ -39,7 +39,11 @@ class AdmissionLog(Observer):
             "request_id": request.request_id,
             "policy": policy,
             "decision": _NAMES[type(decision)],
-            **{name: _plain(value) for name, value in said.items() if value is not None},
+            **{
+                name: _plain(value)
+                for name, value in said.items()
+                if value is not None and (name, value) != ("reason", "")
+            },
         }
         self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
 

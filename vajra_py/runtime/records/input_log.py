@@ -1,7 +1,7 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy and step that left the first of several
-pipeline stages, in the order in which they were handled. With the durations of
+One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV and step that left the
+first of several pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was flushed.
 """
@@ -27,6 +27,8 @@ INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
 _LAST = ("metadata", "tbt_slo_s")  # in the order of the first logs of this version; readers go by names
+_OF_PROGRAMS = {fact.name: fact.default for fact in FACTS if fact.is_of_programs}
+"""Facts of programs, which a row has only where they are stated."""
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
     *(fact.name for fact in FACTS if fact.name not in _LAST),
@@ -92,6 +94,14 @@ class Expiry:
 
     tick: int
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramIdle:
+    """The end of a program of which no call came for so long."""
+
+    tick: int
+    program_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +240,20 @@ class ReplicaChange:
     state: str
 
 
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """KV of a request has arrived at the replica that goes on with it, or a part of it.
+
+    Attributes:
+        number: of the transfer among those of its replicaset, from 0.
+    """
+
+    tick: int
+    replicaset: str
+    number: int
+    request_id: str
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -245,13 +269,14 @@ class StageEnd:
 
 
 _Unrequested: TypeAlias = (
-    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | Control
+    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | TransferEnd | Control
 )
-Input: TypeAlias = Arrival | Abort | Expiry | Readmission | _Unrequested
-_KINDS: Mapping[str, type[Abort | Expiry | Readmission | _Unrequested]] = {
+Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
+_KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unrequested]] = {
     "abort": Abort,
     "expiry": Expiry,
     "readmission": Readmission,
+    "program_idle": ProgramIdle,
     "failure": Failure,
     "restart": Restart,
     "abandonment": Abandonment,
@@ -261,6 +286,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | _Unrequested]] = {
     "stage": StageEnd,
     "wake": WakeUp,
     "replica": ReplicaChange,
+    "transfer": TransferEnd,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,
@@ -298,6 +324,9 @@ class InputLog:
 
 def _arrival_row(entry: Arrival) -> dict[str, Any]:
     facts = {name: getattr(entry.facts, name) for name in _FACTS} | {"metadata": dict(entry.facts.metadata)}
+    for name, default in _OF_PROGRAMS.items():
+        if facts[name] == default:
+            del facts[name]
     row: dict[str, Any] = {"kind": "arrival", "tick": entry.tick, "arrived_at": entry.arrived_at, "facts": facts}
     if entry.content is not None:
         row["content"] = entry.content

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.pinning import Pinning
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.support.clock import to_seconds
@@ -14,21 +17,36 @@ from vajra_py.runtime.support.clock import to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
 
+PinSeconds: TypeAlias = Callable[[Request, float], float]
+"""(request, now in seconds) to seconds for which its content is pinned; 0: not at all."""
 MOVED = "moved"
 """Kind of a chunk by which a request that came with its KV begins to run on its replica."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
 """Kinds of a request's first chunk after it has got memory, by its state before; of others "resumed"."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """One stay of a request's KV on a replica that the request leaves."""
+
+    num_tokens: int
+    """Tokens whose KV is here; elsewhere the request may have computed more."""
+
+
 class Lifecycle:
     """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""
 
-    def __init__(self, replica_id: int, running_set: RunningSet) -> None:
+    def __init__(
+        self, replica_id: int, running_set: RunningSet, replicaset: str = "", pins: PinSeconds | None = None
+    ) -> None:
+        """`pins`: the retention policy's choice of how long an ended request's content is pinned; None: it has none."""
         self.replica_id = replica_id
+        self.pinning = Pinning(replicaset, replica_id, running_set.memory)
+        self._pins = pins
         self._running_set = running_set
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
-        self.held: dict[Request, None] = {}
+        self.held: dict[Request, Held] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self.holding: list[Request] = []
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
@@ -141,8 +159,16 @@ class Lifecycle:
         memory = self._running_set.memory
         for request in self.holding:
             memory.free(request, request.num_computed_tokens, for_good=True)
+            if self._pins is not None:
+                self._pin_ended(request, self._pins)
             memory.forget(request)
         self.holding.clear()
+
+    def _pin_ended(self, request: Request, pins: PinSeconds) -> None:
+        now = self._running_set.memory.now()
+        seconds = pins(request, now)
+        if seconds > 0:
+            self.pinning.pin(request, seconds, now)
 
     # KV comes and goes
 
@@ -150,18 +176,21 @@ class Lifecycle:
         """Take a running request out of the running set; its blocks stay until another replica has its KV."""
         self._running_set.drop(request)
         request.move_to(RequestState.HELD)
-        self.held[request] = None
+        self.held[request] = Held(request.num_computed_tokens)
 
     def release_held(self, request: Request) -> None:
         """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
-        del self.held[request]
-        self._running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+        num_tokens = min(self.held.pop(request).num_tokens, request.num_computed_tokens)
+        self._running_set.memory.free(request, num_tokens, for_good=True)
         self._running_set.memory.forget(request)
 
-    def release_left(self, request: Request) -> None:
-        """Give back the blocks of a request that has left, which its replica frees between two steps, since it comes again before that."""
+    def register(self, request: Request, now: float) -> None:
+        """Register a request that was bound to this replica; what is held here of an earlier stay is given back first."""
         if request in self.held:
             self.release_held(request)
+            for observer in self.observers:
+                observer.on_kv_released(request, self.replica_id, now)
+        self._running_set.memory.register(request, request.hashes)
 
     def resume_held(self, request: Request) -> None:
         """Let a held request run here again."""
@@ -169,15 +198,16 @@ class Lifecycle:
         request.move_to(_RUNNING)
         self._running_set.admit(request)
 
-    def reserve(self, request: Request, num_tokens: int) -> int | None:
+    def reserve(self, request: Request, num_tokens: int, now: float) -> int | None:
         """Set blocks aside for a request that is to come with the KV of its first tokens.
 
         Returns how many of these the prefix cache holds here; None, and nothing changed, if blocks are lacking.
         """
         memory = self._running_set.memory
-        self.release_left(request)
-        memory.register(request, request.hashes)
+        self.register(request, now)
         hit = memory.allocate(request, num_tokens)
+        while hit is None and not self._running_set.num_running and self.pinning.release_one(memory.now()):
+            hit = memory.allocate(request, num_tokens)
         if hit is None:
             memory.forget(request)
             return None
@@ -207,8 +237,7 @@ class Lifecycle:
         """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
         request.move_to(RequestState.REMOTE)
         request.replica_id = self.replica_id
-        self.release_left(request)
-        self._running_set.memory.register(request, request.hashes)
+        self.register(request, now)
         self._running_set.queue.add(request, now)
 
     def expect_no_more(self, request: Request) -> None:

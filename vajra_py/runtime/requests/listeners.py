@@ -15,7 +15,10 @@ Told = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Methods to call by event, in the order of the policies' layers; see `vajra_py.contract.ListensToRequests`."""
+    """Methods to call by event, in the order of the policies' layers.
+
+    See `vajra_py.contract.ListensToRequests` and `ListensToCaches`.
+    """
 
     arrivals: tuple[Told, ...] = ()
     admissions: tuple[Told, ...] = ()
@@ -23,6 +26,16 @@ class Listeners:
     moves: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
+    blocks_stored: tuple[Told, ...] = ()
+    blocks_removed: tuple[Told, ...] = ()
+    caches_cleared: tuple[Told, ...] = ()
+    program_ends: tuple[tuple[Any, Told], ...] = ()
+    """With the policy of each, which may be among the listeners of several replicasets."""
+
+    @property
+    def hear_content(self) -> bool:
+        """True if somebody listens to the content of caches."""
+        return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared)
 
 
 NOBODY = Listeners()
@@ -36,13 +49,20 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         found = ((getattr(policy, method, None), name) for policy, name in named)
         return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
 
+    program_ends = [(policy, getattr(policy, "on_program_end", None), name) for policy, name in named]
     return Listeners(
-        of("on_arrivals"),
-        of("on_admission"),
-        of("on_preemption"),
-        of("on_moved"),
-        of("on_step_end"),
-        of("on_departures"),
+        arrivals=of("on_arrivals"),
+        admissions=of("on_admission"),
+        preemptions=of("on_preemption"),
+        moves=of("on_moved"),
+        step_ends=of("on_step_end"),
+        departures=of("on_departures"),
+        blocks_stored=of("on_blocks_stored"),
+        blocks_removed=of("on_blocks_removed"),
+        caches_cleared=of("on_cache_cleared"),
+        program_ends=tuple(
+            (policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None
+        ),
     )
 
 

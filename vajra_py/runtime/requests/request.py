@@ -7,7 +7,7 @@ its counters are kept by the replica's decode pool, so that a steady step touche
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -46,6 +46,8 @@ class RequestState(Enum):
 
 
 _CREATED = RequestState.CREATED
+_UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTED)
+"""States of requests that have no KV anywhere."""
 
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
@@ -93,6 +95,7 @@ class Admission:
         refusal: why it was refused.
         retry_after_s: when its client may try again.
         num_deferrals: how often it was put off.
+        deferral: why it was put off last.
         deferred_at: when it was put off first, seconds.
         deferred_s: for how long in all.
     """
@@ -102,6 +105,7 @@ class Admission:
     refusal: str = ""
     retry_after_s: float | None = None
     num_deferrals: int = 0
+    deferral: str = ""
     deferred_at: float | None = None
     deferred_s: float = 0.0
 
@@ -114,6 +118,8 @@ class Admission:
 _STATED = tuple(fact.name for fact in FACTS)
 _copy_stated = copier(_STATED)
 if TYPE_CHECKING:
+    from vajra_py.runtime.requests.programs import Program
+
     _Stated: TypeAlias = StatedFacts
 else:
     _Stated = type("_Stated", (), {"__slots__": _STATED})
@@ -165,6 +171,8 @@ class Request(_Stated):
         "num_preemptions",
         "num_prompt_tokens",
         "preempted_index",
+        "prefix_hits",
+        "program",
         "replica_id",
         "replicaset",
         "request_id",
@@ -185,6 +193,9 @@ class Request(_Stated):
         self.state = _CREATED
         self.admission: Admission | None = None
         self.hashes: BlockHashes | None = None
+        self.program: Program | None = None
+        self.prefix_hits: Callable[[Request], int] | None = None
+        """Look-up in the prefix cache of the replica where it waits or has waited; None: it was never bound to one."""
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
@@ -290,6 +301,11 @@ class Request(_Stated):
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
         last_at = self.last_token_at
         return None if self.tbt_slo_s is None or last_at is None else last_at + self.tbt_slo_s
+
+    def prefix_hit_tokens(self) -> int:
+        """Leading tokens that the prefix cache of the replica where it waits holds now."""
+        is_bound = self.prefix_hits is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
+        return self.prefix_hits(self) if is_bound and self.prefix_hits is not None else 0
 
     def block_hashes(self) -> Sequence[Hashable]:
         """Keys of the prompt's full blocks, where others can have the same."""

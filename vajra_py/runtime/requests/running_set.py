@@ -232,18 +232,18 @@ class StateView:
 
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests that may be admitted, most urgent first, own and shared queue merged."""
-        if self._running_set.is_gated:
-            return filter(self._running_set.lets_in, self._in_order() if self._running_set.admits else ())
-        return self._in_order()
+        running_set = self._running_set
+        order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
+        if running_set.is_gated:
+            return filter(running_set.lets_in, order if running_set.admits else ())
+        return order
+
+    def _with_kv_first(self) -> Iterator[RequestView]:
+        arrived, loading = self._running_set.arrived, self._running_set.loading
+        first = sorted(arrived, key=self.urgency)
+        return chain(first, (one for one in self._in_order() if one not in arrived and one not in loading))
 
     def _in_order(self) -> Iterator[RequestView]:
-        arrived, loading = self._running_set.arrived, self._running_set.loading
-        if not arrived and not loading:
-            return self._in_queue_order()
-        first = sorted(arrived, key=self.urgency)
-        return chain(first, (one for one in self._in_queue_order() if one not in arrived and one not in loading))
-
-    def _in_queue_order(self) -> Iterator[RequestView]:
         running_set, now = self._running_set, self.now
         if not running_set.shared.queue.num_requests:
             return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())

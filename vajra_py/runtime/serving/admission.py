@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -226,6 +226,7 @@ class AdmissionGate:
         if isinstance(decision, Defer):
             before.outcome = "deferred"
             before.num_deferrals += 1
+            before.deferral = decision.reason
             if before.deferred_at is None:
                 before.deferred_at = now
             return True
@@ -268,7 +269,9 @@ def _wrong_refusal(decision: Refuse) -> str | None:
 
 
 def _wrong_deferral(decision: Defer, now: float) -> str | None:
-    until = decision.until
+    until, reason = decision.until, cast("object", decision.reason)  # a plug-in may say anything
+    if not isinstance(reason, str):
+        return "deferred a request for a reason that is no text"
     if until is None:
         return None
     if not _is_number(until) or until > LAST_S:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
@@ -44,6 +44,24 @@ R = TypeVar("R", bound=BackendReplica)
 S = TypeVar("S", bound=BackendReplica, contravariant=True)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Transfer(Generic[R]):
+    """KV of a request that goes from one replica to blocks that are set aside on another.
+
+    Attributes:
+        number: position among the transfers of its replicaset.
+        start: first token whose KV the target lacks; a KV block begins with it.
+        end: token after the last one.
+    """
+
+    number: int
+    request: Request
+    source: R
+    target: R
+    start: int
+    end: int
+
+
 class Backend(Protocol[S]):
     """Executes the plans of a driver's replicas."""
 
@@ -77,8 +95,15 @@ class Backend(Protocol[S]):
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
         """Note that the request waits, and may run on any of these replicas."""
 
-    def on_transfer(self, request: Request, source: S, target: S) -> None:
-        """The KV of the request's computed tokens goes from one replica to blocks that are set aside on another."""
+    def on_transfer(self, transfer: Transfer[Any]) -> None:
+        """Begin to move KV; its replicas are the backend's.
+
+        Unless the driver models the links (`DriverOptions.times_transfers`), its end is an event of a later tick:
+        `Phase.TRANSFER` with a `TransferEnd`.
+        """
+
+    def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
+        """Note that nobody wants this KV any more: blocks of the target may hold something else from now on."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Note that these requests have left for good."""

@@ -28,15 +28,17 @@ from vajra_py.plugins import (
     Registry,
     build_admission_policy,
     build_policy,
+    build_retention,
     build_scaler,
     routing_part_builder,
 )
-from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
+from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions, Retention
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
+from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
@@ -123,7 +125,10 @@ def build_controller(config: SystemConfig, services: Services) -> Controller:
     for name, one in settings.items():
         own, seeds = services.of(name), services.seeds.child("replicasets", name)
         replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
-    controller = Controller(replicasets, _selector(settings), diary=services.diary, alarms=services.alarms)
+    programs = Programs(config.programs.idle_s)
+    controller = Controller(
+        replicasets, _selector(settings), diary=services.diary, alarms=services.alarms, programs=programs
+    )
     if config.admission_policy is not None:
         controller.gate = _build_gate(config.admission_policy, replicasets, services)
     return controller
@@ -208,8 +213,10 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
     )
 
 
-def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> KvMemory:
-    """Build an empty KV memory of these sizes."""
+def build_memory(
+    settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False, retention: Retention | None = None
+) -> KvMemory:
+    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do)."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -217,6 +224,7 @@ def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies:
         retain_freed=cache.retain_freed,
         duplicates=cache.duplicates,
         unscheduled=cache.unscheduled,
+        max_pinned_fraction=cache.max_pinned_fraction,
     )
     if limits.kv_group_tokens is not None:
         groups = KvGroups(
@@ -233,12 +241,13 @@ def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies:
         prefix_cache=options if cache.enabled else None,
         host_blocks=limits.host_blocks,
         records_copies=records_copies,
+        retention=retention,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """Settings, limits, latency model and scheduler of one replica."""
+    """Settings, limits, latency model, scheduler and retention policy of one replica."""
 
     settings: ReplicaConfig
     limits: ReplicaLimits
@@ -247,6 +256,7 @@ class ReplicaPlan:
     """Its replica scheduler."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
+    retention: PolicyChoice | None = None
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
@@ -256,7 +266,8 @@ def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[Re
         own = services.of_pool(name)
         limits = replica_limits(pool.replica, own.latency, own.facts)
         scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
-        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name))
+        retention = pool.retention or settings.scheduling.retention
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name), retention)
         plans += [plan] * pool.most_replicas
     return plans
 
@@ -307,9 +318,14 @@ def build_replicaset(
     schedulers = [plan.scheduler for plan in plans]
     policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
     policies.shared = shared
+    policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
     if scaling is not None:
         policies.beside = (*policies.beside, (scaling.scaler, scaling.name))
+    policies.retention = [
+        _build_retention(name, plan, context, seeds.child("retention", str(replica_id)), services)
+        for replica_id, plan in enumerate(plans)
+    ]
     replicaset = Replicaset(
         name,
         policies.replicaset_scheduler,
@@ -328,6 +344,8 @@ def build_replicaset(
         replicaset.hand_off = _hand_off_rules(name, settings, plans)
         for replica in replicaset.replicas:
             replica.gives_first_token = settings.hand_off.first_token == "source"
+    replicaset.kv_event_lag_s = settings.kv_event_lag_s
+    replicaset.bind_content()
     if scaling is not None:
         scaling.attach(replicaset)
     return replicaset
@@ -354,6 +372,39 @@ def _build_scaling(
     return ReplicasetScaling(sleeper.policy, choice.policy, pools, seeds.stream("replica_starts"))
 
 
+def _build_retention(
+    replicaset: str, plan: ReplicaPlan, context: PolicyContext, seeds: SeedTree, services: Services
+) -> Retention | None:
+    """The retention policy of one replica; None without one. Raises `ConfigError`, and what building it raises."""
+    choice = plan.retention
+    if choice is None:
+        return None
+    cache = plan.settings.memory.prefix_cache
+    if not cache.enabled:
+        message = f"{choice.policy!r} orders cached content, and there is no prefix cache"
+        raise ConfigError(Problem("scheduling.retention", message, "Allowed: null, or prefix_cache.enabled: true"))
+    ordered = {"reuse_order": "lru", "release_order": "tail_first", "retain_freed": True, "duplicates": "keep_first"}
+    for name, value in ordered.items():
+        if getattr(cache, name) != value:
+            message = f"does not go with the retention policy {choice.policy!r} (got {getattr(cache, name)!r})"
+            raise ConfigError(Problem(f"replica.memory.prefix_cache.{name}", message, f"Allowed: {value!r}"))
+    own = replace(
+        context,
+        limits=plan.limits,
+        latency=plan.latency,
+        random_stream=seeds.child("retention").stream,
+        emit=services.diary.emitted.of(replicaset, choice.policy),
+    )
+    return Retention(build_retention(choice.policy, choice.parameters, own, services.registry), choice.policy)
+
+
+def _order_of(retention: Retention | None, registry: Registry) -> Retention | None:
+    """The retention policy that memory has to ask; None where the order is that of release."""
+    if retention is None or registry.retention_policy(retention.name).spec.follows_release:
+        return None
+    return retention
+
+
 def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> HandOffRules:
     """Return the rules by which requests move. Raises `ConfigError` where they do not go together with the replicas."""
     where = f"replicasets.{name}"
@@ -371,14 +422,24 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
 
 
 def _build_replica(
-    replicaset: str, replica_id: int, plan: ReplicaPlan, policies: Policies, services: Services, shared: SharedAccess
+    replicaset: str,
+    replica_id: int,
+    plan: ReplicaPlan,
+    policies: Policies,
+    services: Services,
+    shared: SharedAccess,
 ) -> Replica:
     return Replica(
         ReplicaParts(
             replicaset=replicaset,
             replica_id=replica_id,
             limits=plan.limits,
-            memory=build_memory(plan.settings, plan.limits, services.records_copies),
+            memory=build_memory(
+                plan.settings,
+                plan.limits,
+                services.records_copies,
+                _order_of(policies.retention[replica_id], services.registry),
+            ),
             queue=policies.new_queue(),
             shared=shared,
             policy=policies.schedulers[replica_id],
@@ -388,6 +449,7 @@ def _build_replica(
             executor=services.executor_of(replicaset, replica_id),
             listeners=policies.listeners_of(replica_id),
             slack=policies.slack(),
+            pins=policies.pins(replica_id),
             pool=plan.pool,
             role=plan.role,
         )

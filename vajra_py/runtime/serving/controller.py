@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from vajra_py.contract import Accept, Defer, Refuse, ReplicaState
 from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.programs import ProgramEnd
 from vajra_py.errors import ConfigError, PolicyError, Problem, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.programs import Program, Programs
 from vajra_py.runtime.requests.rejections import OUT_OF_SERVICE
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import AdmissionGate, Deferral
@@ -42,6 +45,7 @@ class Controller:
         *,
         diary: PolicyDiary | None = None,
         alarms: AlarmClock | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
@@ -59,6 +63,8 @@ class Controller:
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
         """Callback with accepted requests that have left for good, once for each, before any policy is notified."""
+        self.programs = Programs() if programs is None else programs
+        """Programs that have not ended."""
         self._alive: dict[str, tuple[Request, Replicaset]] = {}
 
     def watch(self, observers: Sequence[Observer]) -> None:
@@ -135,6 +141,9 @@ class Controller:
         else:  # counted before a policy is called, which may raise
             self._alive[facts.request_id] = (request, replicaset)
             detail = replicaset.why_never(request, seconds)
+            if facts.program_id:
+                detail = self.programs.why_never(facts) or detail
+                self.programs.join(request)
             if detail is None:
                 if self.gate is not None:
                     return self._at_gate(self.gate, Deferral(request, facts, make_hashes), now)
@@ -143,7 +152,7 @@ class Controller:
                 del self._alive[facts.request_id]
         if detail is not None:
             end_request(request, EndReason.REJECTED, detail, seconds)
-            self.num_ended[EndReason.REJECTED] += 1
+            self._count_end(request, EndReason.REJECTED, seconds)
             for observer in self._observers:
                 observer.on_arrival(request, seconds)
                 observer.on_ended(request, EndReason.REJECTED, detail, seconds)
@@ -226,7 +235,7 @@ class Controller:
         seconds = to_seconds(now)
         del self._alive[request.request_id]
         end_request(request, EndReason.REJECTED, detail, seconds)
-        self.num_ended[EndReason.REJECTED] += 1
+        self._count_end(request, EndReason.REJECTED, seconds)
         for observer in self._observers:
             observer.on_ended(request, EndReason.REJECTED, detail, seconds)
         if self.gate is not None and request.admission is not None and request.admission.num_deferrals:
@@ -345,7 +354,7 @@ class Controller:
                 self.gate.forget(request, to_seconds(now))
             del self._alive[request.request_id]
             replicaset.forget(request)
-            self.num_ended[reason] += 1
+            self._count_end(request, reason, to_seconds(now))
         if self.on_ended is not None:
             self.on_ended(ended)
         return ended
@@ -357,14 +366,14 @@ class Controller:
         """Count requests that have ended, and notify `on_ended`, then the policies that listen."""
         if not ended:
             return
-        to_tell = []
+        to_tell, gate = [], self.gate
         for request, reason in ended:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
-            self.num_ended[reason] += 1
+            self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
-            if self.gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = self.gate.own.departures  # no other listener knows the request
+            if gate is not None and request.admission is not None and not request.admission.was_let_in:
+                listeners = gate.own.departures  # no other listener knows the request
             if listeners:
                 to_tell.append((request, listeners))
         if self.on_ended is not None:
@@ -372,8 +381,29 @@ class Controller:
         for request, listeners in to_tell:
             for tell in listeners:
                 tell((request,), to_seconds(now))
-        if self.gate is not None and self.gate.waits_for_change and self.gate.on_room is not None:
-            self.gate.on_room()
+        if gate is not None and gate.waits_for_change and gate.on_room is not None:
+            gate.on_room()
+
+    def _count_end(self, request: Request, reason: EndReason, now: float) -> None:
+        self.num_ended[reason] += 1
+        if request.program is not None:
+            self.programs.leave(request, reason, now)
+
+    def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
+        """Let a program end, and notify observers; returns the calls that notify policies, by replicaset, for the driver to make."""
+        self.programs.end(program, reason)
+        seconds = to_seconds(now)
+        for observer in self._observers:
+            observer.on_program_end(program, seconds)
+        told: list[object] = []
+        tells: dict[str, list[Callable[[], None]]] = {}
+        for name in program.replicasets:
+            replicaset = self.replicasets[name]
+            for policy, tell in () if replicaset.out_of_service else replicaset.listeners.program_ends:
+                if not any(policy is one for one in told):
+                    told.append(policy)
+                    tells.setdefault(name, []).append(partial(tell, program, seconds))
+        return tells
 
     def stall(self, now: int) -> PolicyError | None:
         """Return the error of a policy that leaves requests waiting while no step runs; None when no request is left."""
@@ -438,6 +468,9 @@ class Controller:
             raise RuntimeError(f"{deferred} requests are deferred, but {states[RequestState.DEFERRED]} say so")
         if states[RequestState.RUNNING] != running:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
+        of_programs = sum(request.program is not None for request in self.alive())
+        if sum(program.num_alive for program in self.programs) != of_programs:
+            raise RuntimeError(f"{of_programs} calls of programs are alive, and their programs count others")
         for replica in self.replicas():
             replica.running_set.check()
             replica.memory.check()

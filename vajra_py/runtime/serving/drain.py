@@ -13,6 +13,9 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
+_DRAIN = "its replica drains"
+"""Reason of these migrations, as observers are told."""
+
 
 class Drains(Generic[R]):
     """Draining replicas of one replicaset whose running requests move to other replicas.
@@ -67,14 +70,14 @@ class Drains(Generic[R]):
         if self._migrations.is_moving(request):
             return
         able = []
-        for replica in self._replicaset.bounds.decoders(request):
+        for replica in self._replicaset.bounds.holders(request).of_decodes:
             if self._replicaset.is_up(replica.replica_id) and self._migrations.has_slot(replica.replica_id):
                 self._driver.touch(self._driver.replica(self._replicaset.name, replica.replica_id))
                 if replica.has_room_for(request):
                     able.append(replica)
         target = self._replicaset.place_running(request, able, to_seconds(self._driver.now))
         if target is not None:
-            self._migrations.begin(request, target)
+            self._migrations.begin(request, target, _DRAIN)
 
     def clear(self) -> None:
         """Forget every drain."""

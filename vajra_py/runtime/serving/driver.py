@@ -16,9 +16,10 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
+from vajra_py.contract.programs import ProgramEnd
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
@@ -31,16 +32,19 @@ from vajra_py.runtime.records.input_log import (
     Input,
     PolicyChange,
     PolicyViolation,
+    ProgramIdle,
     Readmission,
     Restart,
     Stall,
     Swap,
+    TransferEnd,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm
-from vajra_py.runtime.serving.backend import Backend, FastForward, R
+from vajra_py.runtime.serving.backend import Backend, FastForward, R, Transfer
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.elastic import Elasticity
 from vajra_py.runtime.serving.events import EventQueue, Phase
@@ -51,14 +55,14 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import Start
 from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
-_OF_POLICIES = (Phase.WAKE, Phase.SCALING)
-"""Phases of events that policies ask for: they do not keep a run going that has no request left."""
+_IN_THE_BACKGROUND = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
+"""Phases of events that do not keep a run going that has no request left."""
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -70,6 +74,7 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
+        times_transfers: whether transfers of KV take the time that a model of the links says; False: each ends with a `TransferEnd`.
         wakes: whether policies are woken when they asked to be, and scalers are asked; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -78,6 +83,7 @@ class DriverOptions:
 
     check_every_steps: int = 0
     expires: bool = True
+    times_transfers: bool = True
     wakes: bool = True
     serves: bool = False
     isolates_policies: bool = False
@@ -94,9 +100,9 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `ADMISSION` a `Deferral`, the id of a request, or None for
-            all that wait for a change, `EXPIRY` a request or an id, `ABORT` an id; those of `ARRIVAL` and `POLICY` are the
-            backend's.
+            replicaset whose scaler is asked, `TRANSFER` a `TransferEnd`, or the name of a replicaset whose links are modelled,
+            `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
+            `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Driver(Generic[R]):
         """Forms a replica's next step; see `form_through`."""
         self._backend = backend
         self._options = options
+        self._every = options.check_every_steps
         self._note = note
         self._replicas: dict[str, list[R]] = {name: [] for name in controller.replicasets}
         self._idle: dict[str, SortedDict[int, R]] = {name: SortedDict() for name in controller.replicasets}
@@ -131,20 +138,22 @@ class Driver(Generic[R]):
         for one in replicas:
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
+            one.replica.memory.use_clock(self._seconds)
             self._replicas[name].append(one)
             if controller.replicasets[name].computes(one.replica.replica_id):
                 self._idle[name][one.replica.replica_id] = one
             else:
                 one.free_at, one.is_idle = NEVER, False
         controller.on_ended = backend.on_requests_ended
+        controller.programs.on_pause = self._program_paused
         self._movements: dict[str, Movement[R]] = {
-            name: Movement(one, one.hand_off, self)
+            name: Movement(one, one.hand_off, self, times_transfers=options.times_transfers)
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
-        is_all = None if options.serves else self._only_policies_are_left
+        is_all = None if options.serves else self._only_background_is_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
         """True if the admission policy decides again, in this tick, about requests that were deferred until something changes."""
@@ -153,6 +162,9 @@ class Driver(Generic[R]):
         if options.wakes:
             controller.alarms.connect(self._set_alarm)
         self._read_declarations()
+
+    def _seconds(self) -> float:
+        return to_seconds(self.now)
 
     def use(self, fast_forward: FastForward[R]) -> None:
         """Let the backend launch several steps at once; their changes are applied before anything reads them."""
@@ -192,7 +204,10 @@ class Driver(Generic[R]):
             elif phase is _FORM:
                 self.now = tick
                 self._form(payload)
-            elif not _is_void(phase, payload) and not (phase in _OF_POLICIES and self._is_over()):
+            elif phase is _ARRIVAL:
+                self.now = tick
+                self._backend.on_arrival(payload)
+            elif not _is_void(phase, payload) and not self._is_too_late(tick, phase):
                 self.now = tick
                 self._dispatch(phase, payload)
 
@@ -204,9 +219,7 @@ class Driver(Generic[R]):
         return NEVER if not heap or self._is_over() else heap[0][0]
 
     def _dispatch(self, phase: Phase, payload: Any) -> None:
-        if phase is _ARRIVAL:
-            self._backend.on_arrival(payload)
-        elif phase is Phase.STAGE_END:
+        if phase is Phase.STAGE_END:
             self._stage_ended(*payload)
         elif phase is Phase.FAILURE:
             self._fail(payload)
@@ -216,6 +229,8 @@ class Driver(Generic[R]):
             self._expire(payload)
         elif phase is Phase.ABORT:
             self.abort(payload)
+        elif phase is Phase.PROGRAM:
+            self._end_program(payload)
         elif phase is Phase.WAKE:
             self._waker.wake(payload)
         elif phase is Phase.SCALING:
@@ -372,14 +387,40 @@ class Driver(Generic[R]):
         if has_ended and one is not None and not self._elasticity.goes_down(one):
             self._wake(one)
 
+    # Programs
+
+    def _program_paused(self, program: Program) -> None:
+        """Schedule the end of a program without a living call: in this tick, where its client has declared it, or when it has idled."""
+        tick, idle_s = self.now, self.controller.programs.idle_s
+        if program.due_end is None:
+            if idle_s is None or not self._options.expires:
+                return
+            tick += to_ticks(idle_s)
+        self.events.push(tick, Phase.PROGRAM, (program, program.activity))
+
+    def _end_program(self, what: tuple[Program, int] | str) -> None:
+        program = self.controller.programs.find(what) if isinstance(what, str) else what[0]
+        if program is None or program.num_alive:
+            return
+        reason = program.due_end or ProgramEnd.IDLE
+        if reason is ProgramEnd.IDLE:
+            self.record(ProgramIdle(self.now, program.program_id))
+        for name, tells in self.controller.end_program(program, reason, self.now).items():
+            self.sync(name)
+            try:
+                for tell in tells:
+                    tell()
+            except PolicyError as error:
+                self.isolate(name, error)
+
     # Steps
 
     def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
         """Complete a step that came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        replica, movements = one.replica, self._movements
-        outer = self._completing
+        replica = one.replica
+        movements, outer = self._movements, self._completing
         if movements and (at_once or outer >= 0):
             self._completing = one.rank
         if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
@@ -392,11 +433,11 @@ class Driver(Generic[R]):
                 self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
-            self._completing = outer
             return
-        self._completing = outer
-        every = self._options.check_every_steps
-        if every and self.num_steps % every == 0:
+        finally:
+            if movements:
+                self._completing = outer
+        if self._every and self.num_steps % self._every == 0:
             self.controller.check_conservation()
         if self._draining and self._elasticity.goes_down(one):
             return
@@ -453,7 +494,8 @@ class Driver(Generic[R]):
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            self._start(what)
+            if what.free_at <= self.now:  # otherwise it went down in this tick
+                self._start(what)
             return
         self._offers.discard(what)
         shared = self.controller.replicasets[what].shared
@@ -466,17 +508,18 @@ class Driver(Generic[R]):
 
     def _start(self, one: R) -> None:
         self._formed_at = self.now
+        movements = self._movements
         try:
             plan = self.form_step(one.replica, self.now)
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)
-                if self._movements and (movement := self._movements.get(one.replica.replicaset)) is not None:
-                    movement.requests_ended(dropped)
-            if one.replica.builder.handed_off:
-                self._movements[one.replica.replicaset].hand_offs.leave(one)
-            if one.replica.builder.loads:
-                self._movements[one.replica.replicaset].hand_offs.load(one)
+                if one.replica.replicaset in movements:
+                    movements[one.replica.replicaset].requests_ended(dropped)
+            if movements and one.replica.builder.handed_off:
+                movements[one.replica.replicaset].hand_offs.leave(one)
+            if movements and one.replica.builder.loads:
+                movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
             self.isolate(one.replica.replicaset, error)
             return
@@ -487,7 +530,7 @@ class Driver(Generic[R]):
                 return
             if one.replica.builder.idle_at is not None and self._options.wakes:
                 self._waker.leave_idle(one, one.replica.builder.idle_at)
-            movement = self._movements.get(one.replica.replicaset) if self._movements else None
+            movement = movements.get(one.replica.replicaset)
             if movement is not None and movement.hand_offs.nothing_ran(one):
                 self.wake(one)
             return
@@ -508,9 +551,15 @@ class Driver(Generic[R]):
 
     # Moves between replicas, scaling and wake-ups
 
-    def _transfers_due(self, name: str) -> None:
+    def _transfers_due(self, what: TransferEnd | str) -> None:
+        name = what if isinstance(what, str) else what.replicaset
+        movement = self._movements[name]
         try:
-            self._movements[name].transfers_due()
+            if isinstance(what, str):
+                movement.transfers_due()
+            elif movement.is_under_way(what.number):
+                self.record(what)
+                movement.transfer_ended(what.number)
         except PolicyError as error:
             self.isolate(name, error)
             return
@@ -520,17 +569,24 @@ class Driver(Generic[R]):
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
         """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
-        movement.requests_ended(ended)
+        if ended:
+            movement.requests_ended(ended)
         movement.step_ended(one, has_freed=has_freed)
-        self._elasticity.end_drains(one.replica.replicaset)
+        if self._draining:
+            self._elasticity.end_drains(one.replica.replicaset)
 
     def _is_over(self) -> bool:
-        """True if nothing but wake-ups of policies is left, with no request to serve and none to come."""
-        return not self._options.serves and not self.controller.num_alive and self._only_policies_are_left()
+        """True if nothing but background events is left, with no request to serve and none to come."""
+        return not self._options.serves and not self.controller.num_alive and self._only_background_is_left()
 
-    def _only_policies_are_left(self) -> bool:
-        """Return True if only events that policies ask for are to come."""
-        return all(event[1] in _OF_POLICIES for event in self.events.heap)
+    def _is_too_late(self, tick: int, phase: Phase) -> bool:
+        """Return True if an event does not happen because the run is over; a program may end in its last tick."""
+        in_last_tick = phase is Phase.PROGRAM and tick == self.now
+        return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
+
+    def _only_background_is_left(self) -> bool:
+        """Return True if only events are to come that do not keep a run going."""
+        return all(event[1] in _IN_THE_BACKGROUND for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
         """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""
@@ -547,7 +603,7 @@ class Driver(Generic[R]):
             self._control(what)
             return
         if isinstance(what, Abandonment):
-            self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
+            self._abandon(self.controller.replicasets[what.replicaset], what.detail)
             return
         one = self._replicas[what.replicaset][what.replica_id]
         if not self._elasticity.may_happen(what):
@@ -567,6 +623,15 @@ class Driver(Generic[R]):
                 self.isolate(what.replicaset, error)
                 return
         self._wake(one)
+
+    def _abandon(self, replicaset: Replicaset, why: str) -> None:
+        """End the requests that no replica will go on with: those of the shared queue, and without any that decodes all."""
+        self.controller.abandon(replicaset, why, self.now)
+        if replicaset.bounds.is_split and not any(
+            replicaset.is_up(one.replica_id) and one.parts.role is not PoolRole.PREFILL for one in replicaset.replicas
+        ):
+            for request in [one for one in self.controller.alive() if one.replicaset == replicaset.name]:
+                self._abort_request(request, EndReason.FAILED, why)
 
     def _control(self, what: Control) -> None:
         self.interrupt(what.replicaset)
@@ -616,7 +681,7 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self._wake(self._replicas[replicaset][replica_id])
+            self._wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # moves may follow
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
 
@@ -709,9 +774,13 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         self._backend.on_placed(request, (one,))
 
-    def transfer(self, request: Request, ends: tuple[R, R]) -> None:
+    def transfer(self, transfer: Transfer[R]) -> None:
         """See `DriverServices`."""
-        self._backend.on_transfer(request, *ends)
+        self._backend.on_transfer(transfer)
+
+    def cancel_transfer(self, transfer: Transfer[R]) -> None:
+        """See `DriverServices`."""
+        self._backend.on_transfer_cancelled(transfer)
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `DriverServices`."""
@@ -720,6 +789,8 @@ class Driver(Generic[R]):
     def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
         for request, replica in placed:
+            if request.state is _ENDED:  # since it was placed
+                continue
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
@@ -734,7 +805,8 @@ class Driver(Generic[R]):
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Return True if some policy may look at running requests or loads when a request arrives."""
-    return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
+    hears = bool(replicaset.listeners.arrivals) or replicaset.feed is not None
+    return traits_of(replicaset.scheduler).reads_load or hears
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:
@@ -745,6 +817,8 @@ def _is_void(phase: Phase, payload: Any) -> bool:
         return isinstance(payload, Start) and payload.is_void
     if phase is _STEP_END or phase is Phase.STAGE_END:
         return bool(payload[0].epoch != payload[2])
+    if phase is Phase.PROGRAM:
+        return isinstance(payload, tuple) and payload[0].activity != payload[1]
     if phase is _ADMISSION:
         return isinstance(payload, Deferral) and payload.is_void
     if phase is not Phase.EXPIRY or not isinstance(payload, Request):

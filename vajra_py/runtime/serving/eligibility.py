@@ -24,6 +24,28 @@ class AdmissionLimits:
     max_queued_tokens: int | None = None
 
 
+class Holders:
+    """Replicas that have room for a request, by id.
+
+    Attributes:
+        all: every one of them.
+        of_prompts: those that may compute prompts.
+        of_decodes: those that may decode, so that they can go on with a request whose prompt is computed elsewhere.
+        can_serve: some compute prompts, and some decode.
+    """
+
+    __slots__ = ("all", "can_serve", "of_decodes", "of_prompts")
+
+    def __init__(self, kinds: Iterable[Sequence[Replica]]) -> None:
+        self.all = tuple(sorted((one for kind in kinds for one in kind), key=lambda one: one.replica_id))
+        self.of_prompts = tuple(one for one in self.all if one.parts.role is not PoolRole.DECODE)
+        self.of_decodes = tuple(one for one in self.all if one.parts.role is not PoolRole.PREFILL)
+        self.can_serve = bool(self.of_prompts and self.of_decodes)
+
+
+_NOBODY = Holders(())
+
+
 class RequestBounds:
     """Bounds on requests over all replicas of a replicaset, fixed when it is built.
 
@@ -50,6 +72,8 @@ class RequestBounds:
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens
         self.max_model_len = max(one.limits.max_model_len for one in ending)
+        self._one, self._everybody = replicas[0], Holders(self._kinds)
+        self._holders: dict[tuple[bool, ...], Holders] = {}
         self._request_tokens = sorted({one.max_request_tokens for one in ending})
         self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
         """Some replicas compute prompts alone, or decodes alone."""
@@ -67,26 +91,16 @@ class RequestBounds:
         fitting = (one for one in self._request_tokens if one > num_prompt_tokens)
         return next(fitting, self.max_request_tokens) - num_prompt_tokens
 
-    def decoders(self, request: Request) -> Sequence[Replica]:
-        """Return the replicas that can go on with a request whose prompt is computed elsewhere, by id."""
-        kinds = (kind for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL)
-        fitting = [one for kind in kinds if kind[0].can_hold(request) for one in kind]
-        return sorted(fitting, key=lambda one: one.replica_id)
-
-    def can_serve(self, request: Request, holders: Sequence[Replica]) -> bool:
-        """Return True if some of these replicas, which have room for the request, compute its prompt and some its decodes."""
-        if not self.is_split:
-            return bool(holders)
-        roles = {one.parts.role for one in holders}
-        return PoolRole.MIXED in roles or len(roles) > 1
-
-    def holders(self, request: Request) -> Sequence[Replica]:
-        """Replicas that can hold the request at its greatest length, by id."""
+    def holders(self, request: Request) -> Holders:
+        """Replicas that can hold the request at its greatest length; the same object for the same replicas."""
         if self.are_equal:
-            (kind,) = self._kinds
-            return kind if kind[0].can_hold(request) else ()
-        fitting = [one for kind in self._kinds if kind[0].can_hold(request) for one in kind]
-        return sorted(fitting, key=lambda one: one.replica_id)
+            return self._everybody if self._one.can_hold(request) else _NOBODY
+        fitting = tuple([kind[0].can_hold(request) for kind in self._kinds])
+        found = self._holders.get(fitting)
+        if found is None:
+            kinds = [kind for kind, fits in zip(self._kinds, fitting, strict=True) if fits]
+            found = self._holders[fitting] = Holders(kinds)
+        return found
 
 
 def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:

@@ -26,13 +26,15 @@ class Phase(IntEnum):
     """The admission policy is asked again about requests that it has deferred."""
     EXPIRY = 6
     ABORT = 7
-    POLICY = 8
+    PROGRAM = 8
+    """A program has ended, or was idle for so long."""
+    POLICY = 9
     """A policy takes another's place."""
-    WAKE = 9
+    WAKE = 10
     """A policy is woken at a time that it asked for."""
-    SCALING = 10
+    SCALING = 11
     """A scaler is asked, or a replica that it has started comes up."""
-    FORM = 11
+    FORM = 12
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

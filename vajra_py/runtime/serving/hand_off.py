@@ -16,15 +16,17 @@ from typing import Generic
 from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
 TARGET_FULL = "the replica that was to go on with it is full"
-"""Reason of requests that end because their target has no room (`when_full: drop`)."""
+"""Reason of requests that end because their target has no room (`when_full: drop`), and of migrations that are called off."""
+_PLACED_ANEW = "the request is placed anew"
 MAX_RETRIES = 100_000
 """Looks at full targets, while no replica computes, after which requests are held to wait for each other."""
 
@@ -40,14 +42,14 @@ class Stage(Enum):
     """No target takes it now."""
     RESERVING = "reserving"
     """The request waits for blocks of its target."""
+    STAYING = "staying"
+    """The request goes on at its source, once that is between two of its steps."""
     RETRYING = "retrying"
     """Its target had no room, and is looked at again after a while."""
     QUEUED = "queued"
     """The request waits for its target's scheduler to admit it."""
     MOVING = "moving"
     """The KV is on its way."""
-    STAYING = "staying"
-    """It goes on at its source, once that is between two steps."""
     ARRIVING = "arriving"
     """The KV is at the target, which takes it between two steps."""
 
@@ -131,9 +133,8 @@ class HandOffs(Generic[R]):
         """Return the reason that a running request cannot be handed off; None if it can."""
         if self._stayed.get(request) == request.num_computed_tokens:
             return Refusal.STAYS
-        others = (
-            one.replica_id for one in self._replicaset.bounds.decoders(request) if one.replica_id != request.replica_id
-        )
+        able = self._replicaset.bounds.holders(request).of_decodes
+        others = (one.replica_id for one in able if one.replica_id != request.replica_id)
         return None if any(map(self._replicaset.is_up, others)) else Refusal.NO_TARGET
 
     def hold_back(self) -> None:
@@ -196,17 +197,24 @@ class HandOffs(Generic[R]):
             del self._of[one.request]
             self._compute_prompt(one)
             return
-        one.stage, one.target = Stage.STAYING, None
         self._stayed[one.request] = one.num_tokens
-        self._transfers.between_steps(one.source, -1, lambda: self._resume(one))
+        if one.source.num_stages == 1:
+            one.stage, one.target = Stage.STAYING, None
+            # A step in flight gives a token to each request that decodes.
+            self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
+        else:
+            one.stage = Stage.STAYING
+            self._resume(one)
 
     def _resume(self, one: HandOff[R]) -> None:
-        """Let a request run again at its source, which is between two steps."""
-        if self._of.get(one.request) is not one:
-            return
+        """Let a request run again at its source."""
+        if self._of.get(one.request) is not one or one.stage is not Stage.STAYING:
+            return  # it has ended, or its source was lost
         del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
+        for observer in self._replicaset.observers:
+            observer.on_stayed(one.request, one.source.replica.replica_id, to_seconds(self._driver.now))
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
@@ -229,7 +237,9 @@ class HandOffs(Generic[R]):
         dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one))
+            hit = target.replica.lifecycle.reserve(
+                one.request, self._tokens_reserved(one), to_seconds(self._driver.now)
+            )
             if hit is not None:
                 line.popleft()
                 self._reserved(one, hit)
@@ -254,7 +264,8 @@ class HandOffs(Generic[R]):
         if self._of.get(one.request) is not one or one.target is not target:
             return
         self._driver.touch(target)
-        hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one))
+        now = to_seconds(self._driver.now)
+        hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
         if hit is not None:
             self._num_retries = 0
             self._reserved(one, hit)
@@ -287,7 +298,8 @@ class HandOffs(Generic[R]):
         one.number, self._num_started = self._num_started, self._num_started + 1
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
-        self._transfers.start(one, one.request, (one.source, target), num_moved, lambda: self._moved(one, target))
+        lacking, ends = (hit, one.num_tokens), (one.source, target)
+        self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
         """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
@@ -319,11 +331,13 @@ class HandOffs(Generic[R]):
             self._reserve(target)
         self._driver.wake(target)
         self._driver.touch(source)
-        self._when_it_may(source, one.number, lambda: self._release(request, source))
+        held = source.replica.lifecycle.held.get(request)
+        if held is not None:
+            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
 
-    def _release(self, request: Request, source: R) -> None:
-        """Free the source's blocks."""
-        if request not in source.replica.lifecycle.held:
+    def _release(self, request: Request, source: R, held: Held) -> None:
+        """Free the source's blocks, unless the request has come back meanwhile."""
+        if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
         for observer in self._replicaset.observers:
@@ -373,7 +387,7 @@ class HandOffs(Generic[R]):
         for one in self._of.values():
             is_stuck = one.stage in _WITHOUT_BLOCKS and not one.is_early
             if is_stuck and one.source.replica.parts.role is not PoolRole.PREFILL:
-                self._call_off(one)
+                self._call_off(one, _PLACED_ANEW)
                 self._stay(one)
                 return True
         return False
@@ -401,7 +415,7 @@ class HandOffs(Generic[R]):
     def _end(self, one: HandOff[R], reason: EndReason, detail: str) -> None:
         """End a request on its way; blocks that both ends hold for it are free."""
         target = one.target
-        self._forget(one)
+        self._forget(one, REQUEST_ENDED)
         self._stayed.pop(one.request, None)
         if one.request in self._replicaset.held_back:
             del self._replicaset.held_back[one.request]
@@ -421,10 +435,12 @@ class HandOffs(Generic[R]):
         if one is None:
             return
         target = one.target
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, REQUEST_ENDED)
         if request in one.source.replica.lifecycle.held:
+            self._driver.touch(one.source)
             one.source.replica.release_held(request)
         elif one.has_reserved and target is not None:
+            self._driver.touch(target)
             target.replica.lifecycle.unreserve(request)
         for each in (one.source, target):
             if each is not None:
@@ -435,25 +451,37 @@ class HandOffs(Generic[R]):
         """Forget what is planned for prompts that have not begun on a replica that takes no more requests."""
         for one in list(self._of.values()):
             if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
+
+    def recall_prompt(self, request: Request) -> None:
+        """Forget what is planned for one prompt that is not computed; blocks that are set aside for it are free for others."""
+        one = self._of.get(request)
+        if one is None or not one.is_early:
+            return
+        target = one.target
+        if target is not None:
+            self._driver.touch(target)
+        self._forget(one, _PLACED_ANEW)
+        if target is not None:
+            self._reserve(target)
 
     def recall(self) -> None:
         """Forget what is planned for prompts that are not computed; their replicas are chosen anew."""
         for one in list(self._of.values()):
             if one.is_early:
-                self._forget(one)
+                self._forget(one, _PLACED_ANEW)
 
-    def _forget(self, one: HandOff[R]) -> None:
+    def _forget(self, one: HandOff[R], why: str) -> None:
         """Give up what a target has set aside; the source still holds the KV."""
         self._of.pop(one.request, None)
-        self._call_off(one)
+        self._call_off(one, why)
 
-    def _call_off(self, one: HandOff[R]) -> None:
+    def _call_off(self, one: HandOff[R], why: str) -> None:
         target = one.target
         self._unplaced.pop(one.request, None)
         if target is None:
             return
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, why)
         if one.stage is Stage.RESERVING:
             self._lines[target.replica.replica_id].remove(one)
         elif one.request.state is RequestState.REMOTE:
@@ -470,11 +498,13 @@ class HandOffs(Generic[R]):
 
         Call before its memory is cleared, and `place_again` afterwards for requests that were on their way to it.
         """
+        here = lost.replica.replica_id
+        self._stayed = {one: count for one, count in self._stayed.items() if one.replica_id != here}
         for one in list(self._of.values()):
             if one.source is lost:
-                self._forget(one)
+                self._forget(one, KV_LOST)
             elif one.target is lost:
-                self._call_off(one)
+                self._call_off(one, KV_LOST)
                 if one.is_migration:
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
@@ -488,7 +518,7 @@ class HandOffs(Generic[R]):
         """Find other targets for those that wait for a replica that takes no more requests: for its blocks, or to be admitted."""
         for one in list(self._of.values()):
             if one.target is draining and one.stage in (Stage.RESERVING, Stage.RETRYING, Stage.QUEUED):
-                self._call_off(one)
+                self._call_off(one, _PLACED_ANEW)
                 self._unplaced[one.request] = one
         self.place_again()
         for replica_id in list(self._lines):  # blocks that were set aside for others may be free
@@ -496,7 +526,8 @@ class HandOffs(Generic[R]):
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
-        self.hold_back()
+        if self._replicaset.newly_held_back:
+            self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)

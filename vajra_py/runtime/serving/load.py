@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract import ReplicaLimits, ReplicaState, RequestView
+from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.replica import Replica
 
 
@@ -18,6 +19,7 @@ class LiveLoad:
 
     __slots__ = (
         "age_s",
+        "feed",
         "is_up",
         "limits",
         "max_batch_size",
@@ -39,6 +41,8 @@ class LiveLoad:
         self.num_blocks = replica.memory.num_blocks
         self.max_batch_size = replica.limits.max_batch_size
         self.age_s = 0.0
+        self.feed: ContentFeed | None = None
+        """Source of prefix hits that lags behind; None: the replica's cache itself."""
 
     def set_state(self, state: ReplicaState) -> None:
         """Let the replica be at this stage of its life."""
@@ -71,9 +75,13 @@ class LiveLoad:
         return self.replica.memory.free_blocks
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Leading prompt tokens in this replica's prefix cache now."""
+        """Leading prompt tokens in this replica's prefix cache, now or as far as is known."""
         hashes = getattr(request, "hashes", None)
-        return 0 if hashes is None else self.replica.memory.lookup_prefix(hashes, request.num_known_tokens)
+        if hashes is None:
+            return 0
+        if self.feed is not None:
+            return self.feed.hit_tokens(self.replica_id, hashes, request.num_known_tokens)
+        return self.replica.memory.lookup_prefix(hashes, request.num_known_tokens)
 
 
 _COLUMNS: dict[str, Callable[[list[Replica]], list[int]]] = {
@@ -132,7 +140,7 @@ class LoadOnDemand:
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are read live."""
+    """`ReplicaLoadView` of an earlier time, as a router that polls its replicas sees it. Prefix hits are not of that time."""
 
     live: LiveLoad
     replica_id: int

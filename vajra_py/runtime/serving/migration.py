@@ -16,12 +16,14 @@ from vajra_py.contract import Move
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
-from vajra_py.runtime.serving.hand_off import HandOffs
+from vajra_py.runtime.serving.hand_off import TARGET_FULL, HandOffs
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
+_PREEMPTED = "the request was preempted"
+_TARGET_DRAINS = "its target takes no more requests"
 _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
 
 
@@ -81,21 +83,22 @@ class Migrations(Generic[R]):
         if move.target is not None:
             self._check_target(request, move.target)
         if request.state is not RequestState.RUNNING:
-            self.gone(request)  # it was preempted while it moved
+            self._end(request, _PREEMPTED)  # while it moved
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
-            self._move_waiting(request, move.target)
+            self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
-            self.begin(request, move.target)
-        elif move.target is None:
+            self.begin(request, move.target, move.reason)
+        elif move.target is None and request not in self._replicaset.held_back:
             raise self._wrong(request, f"calls back a request that does not wait ({request.state.value})")
 
     def _wrong(self, request: Request, message: str) -> PolicyError:
         return PolicyError(self._replicaset.scheduler_name, message, request_id=request.request_id)
 
     def _check_target(self, request: Request, target: object) -> None:
-        up = [
-            one.replica_id for one in self._replicaset.bounds.holders(request) if self._replicaset.is_up(one.replica_id)
-        ]
+        holders = self._replicaset.bounds.holders(request)
+        is_decode = request.state is RequestState.RUNNING and request.num_output_tokens > 0
+        candidates = holders.of_decodes if is_decode else holders.all
+        up = [one.replica_id for one in candidates if self._replicaset.is_up(one.replica_id)]
         if target not in up:
             raise self._wrong(
                 request, f"moves a request to replica {target!r}. Replicas that are up and can run it: {up}"
@@ -103,17 +106,20 @@ class Migrations(Generic[R]):
         if target == request.replica_id:
             raise self._wrong(request, f"moves a request to replica {target!r}, where it is")
 
-    def _move_waiting(self, request: Request, target: int | None) -> None:
+    def _move_waiting(self, request: Request, target: int | None, reason: str) -> None:
         replicaset, now = self._replicaset, to_seconds(self._driver.now)
+        source_id = None
+        self._hand_offs.recall_prompt(request)
         if request in replicaset.shared:
             if target is None:
                 return
             replicaset.shared.remove(request)
         else:
-            source = self._driver.replica(replicaset.name, request.replica_id)
-            self._driver.touch(source)
+            source_id = request.replica_id
+            self._driver.touch(self._driver.replica(replicaset.name, source_id))
             replicaset.unbind(request)
         for observer in replicaset.observers:
+            observer.on_moved(request, source_id, target, reason, now)
             observer.on_assigned(request, target, now)
         self._driver.announce(request, replicaset.bind(request, target, now))
 
@@ -125,7 +131,7 @@ class Migrations(Generic[R]):
         """Return True if a replica may take part in one more migration."""
         return self._num_at[replica_id] < self._rules.max_per_replica
 
-    def begin(self, request: Request, target_id: int) -> None:
+    def begin(self, request: Request, target_id: int, reason: str) -> None:
         """Begin to copy a running request to another replica, if both may take part in one more migration."""
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
@@ -135,6 +141,9 @@ class Migrations(Generic[R]):
         self._of[request] = one
         self._num_at[source.replica.replica_id] += 1
         self._num_at[target_id] += 1
+        now = to_seconds(self._driver.now)
+        for observer in self._replicaset.observers:
+            observer.on_migration_begun(request, source.replica.replica_id, target_id, reason, now)
         self._next_stage(one)
 
     # Stages
@@ -142,7 +151,7 @@ class Migrations(Generic[R]):
     def _next_stage(self, one: Migration[R]) -> None:
         self._driver.touch(one.source)
         if not one.is_current:
-            self._call_off(one)
+            self._call_off(one, _PREEMPTED)
             return
         size = one.source.replica.memory.block_size
         num_full = one.request.num_computed_tokens // size * size
@@ -154,11 +163,12 @@ class Migrations(Generic[R]):
             self._transfers.between_steps(one.source, -1, lambda: self._last_stage(one))
             return
         if not self._reserve(one, num_full):
-            self._call_off(one)
+            self._call_off(one, TARGET_FULL)
             return
         start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
         ends = (one.source, one.target)
-        self._transfers.start(one, one.request, ends, one.num_copied - start, lambda: self._next_stage(one))
+        lacking = start, one.num_copied
+        self._transfers.start(one, one.request, ends, lacking, one.num_copied - start, lambda: self._next_stage(one))
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> bool:
         """Set blocks aside at the target for so many leading tokens."""
@@ -168,7 +178,7 @@ class Migrations(Generic[R]):
             return replica.memory.grow(one.request, num_tokens)
         if num_tokens < 1:
             return True
-        hit = replica.lifecycle.reserve(one.request, num_tokens)
+        hit = replica.lifecycle.reserve(one.request, num_tokens, to_seconds(self._driver.now))
         if hit is None:
             return False
         one.has_reserved, one.num_copied = True, max(one.num_copied, hit)
@@ -179,11 +189,14 @@ class Migrations(Generic[R]):
         if self._of.get(one.request) is not one:
             return
         request = one.request
-        if not one.is_current or not self._replicaset.is_up(one.target.replica.replica_id):
-            self._call_off(one)
+        if not one.is_current:
+            self._call_off(one, _PREEMPTED)
+            return
+        if not self._replicaset.is_up(one.target.replica.replica_id):
+            self._call_off(one, _TARGET_DRAINS)
             return
         if not self._reserve(one, request.num_computed_tokens):
-            self._call_off(one)
+            self._call_off(one, TARGET_FULL)
             return
         self._forget(one)
         one.source.replica.lifecycle.hold(request)
@@ -198,30 +211,33 @@ class Migrations(Generic[R]):
         if self.on_slot_free is not None:
             self.on_slot_free()
 
-    def _call_off(self, one: Migration[R]) -> None:
+    def _call_off(self, one: Migration[R], why: str) -> None:
         """Give back what the target has set aside; the source goes on as if nothing had been."""
         self._forget(one)
-        self._transfers.cancel(one)
+        self._transfers.cancel(one, why)
         if one.has_reserved:
+            self._driver.touch(one.target)
             one.target.replica.lifecycle.unreserve(one.request)
+        ends = (one.source.replica.replica_id, one.target.replica.replica_id)
         for observer in self._replicaset.observers:
-            observer.on_migration_aborted(
-                one.request, one.source.replica.replica_id, one.target.replica.replica_id, to_seconds(self._driver.now)
-            )
+            observer.on_migration_aborted(one.request, *ends, why, to_seconds(self._driver.now))
         self._hand_offs.freed(one.target)
         self._driver.wake(one.target)
 
     def gone(self, request: Request) -> None:
         """Call off the migration of a request that has ended."""
+        self._end(request, REQUEST_ENDED)
+
+    def _end(self, request: Request, why: str) -> None:
         one = self._of.get(request)
         if one is not None:
-            self._call_off(one)
+            self._call_off(one, why)
 
     def lose(self, lost: R) -> None:
         """Call off what a replica takes part in; before its memory is cleared."""
         for one in list(self._of.values()):
             if one.source is lost or one.target is lost:
-                self._call_off(one)
+                self._call_off(one, KV_LOST)
 
     def clear(self) -> None:
         """Forget every migration; memories are cleared by others."""

@@ -21,10 +21,13 @@ from vajra_py.runtime.support.clock import to_seconds
 class Movement(Generic[R]):
     """Requests on their way between the replicas of one replicaset. Every method may raise `PolicyError`, since schedulers are called."""
 
-    def __init__(self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R]) -> None:
+    def __init__(
+        self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, times_transfers: bool
+    ) -> None:
+        """`times_transfers`: see `DriverOptions`."""
         self._replicaset = replicaset
         self._driver = driver
-        self._transfers = Transfers(replicaset, rules, driver)
+        self._transfers = Transfers(replicaset, rules, driver, is_timed=times_transfers)
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
@@ -36,6 +39,14 @@ class Movement(Generic[R]):
         """Let KV arrive whose transfer has ended by now."""
         self._transfers.due()
         self._drains.advance()
+
+    def is_under_way(self, number: int) -> bool:
+        """Return True if a transfer that is not timed is under way."""
+        return self._transfers.is_under_way(number)
+
+    def transfer_ended(self, number: int) -> None:
+        """Let KV arrive whose transfer is not timed and has ended."""
+        self._transfers.ended(number)
 
     def step_ended(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free."""
@@ -93,7 +104,7 @@ class Movement(Generic[R]):
 
     def clear(self) -> None:
         """Forget everything; the replicas' memories are cleared by others."""
-        self._transfers.clear()
+        self._transfers.clear("the replicaset is out of service")
         self._migrations.clear()
         self._drains.clear()
         self.hand_offs.clear()

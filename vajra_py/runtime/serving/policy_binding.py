@@ -14,18 +14,22 @@ from typing import Any, cast
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
     Layer,
+    PinsContent,
     PlacesAfterPrompt,
     PredictsSlack,
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
+    RequestView,
     SharedState,
 )
 from vajra_py.contract.policies import traits_of
-from vajra_py.errors import ConfigError, Problem
+from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError
+from vajra_py.runtime.kv import Retention
 from vajra_py.runtime.queues import RequestQueue, make_queue
 from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
+from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime
 
 MakePolicy = Callable[[Layer, PolicyChoice, int], Any]
@@ -82,6 +86,8 @@ class Policies:
         """State that these policies share; policies that are made later get the same one."""
         self.beside: Sequence[tuple[Any, str]] = ()
         """Policies beside the layers that are notified of requests too, with their names."""
+        self.retention: Sequence[Retention | None] = (None,) * self._num_replicas
+        """Retention policy of each replica; None where there is none."""
         schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
         self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
         self.follow_chunks()
@@ -185,14 +191,34 @@ class Policies:
             for layer in Layer
             for one, choice in zip(self._layers[layer].made, self._layers[layer].choices, strict=True)
         ]
-        return listeners_among([*layers, *self.beside])
+        retained = [(one.policy, one.name) for one in self.retention if one is not None]
+        return listeners_among([*layers, *self.beside, *retained])
 
     def listeners_of(self, replica_id: int) -> Listeners:
         """Return the policies to notify of events on a replica."""
         layers = (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER)
         shared = [(one, self.name(layer)) for layer in layers for one in self._layers[layer].made]
         own = (self.schedulers[replica_id], self.scheduler_name(replica_id))
-        return listeners_among([*shared, own, *self.beside])
+        one = self.retention[replica_id]
+        retained = [] if one is None else [(one.policy, one.name)]
+        return listeners_among([*shared, own, *self.beside, *retained])
+
+    def pins(self, replica_id: int) -> Callable[[RequestView, float], float] | None:
+        """Pins of requests that end on a replica by its retention policy; None where it pins nothing."""
+        retained = self.retention[replica_id]
+        if retained is None or not isinstance(retained.policy, PinsContent):
+            return None
+        policy, name = retained.policy, retained.name
+
+        def pin_s(request: RequestView, now: float) -> float:
+            try:
+                return checked_seconds(policy.pin_s(request, now))
+            except VajraError:
+                raise
+            except POLICY_EXCEPTIONS as error:
+                raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
+
+        return pin_s
 
 
 def slack_reader(prioritizer: RequestPrioritizer, name: str) -> SlackReader | None:

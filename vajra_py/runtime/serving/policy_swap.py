@@ -150,7 +150,7 @@ def _check_refusals(
     for request in alive:
         bound = [replicaset.replicas[request.replica_id]] if request.replica_id >= 0 else None
         first: str | None = None
-        for replica in bound or replicaset.bounds.holders(request):
+        for replica in bound or replicaset.bounds.holders(request).all:
             replica_id = replica.replica_id
             reason = refusal_of(made.made[replica_id], name, replicaset.load_of(replica_id), request, now)
             if reason is None:
@@ -190,6 +190,7 @@ def bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[Reques
             )
         )
     replicaset.on_schedulers_bound()
+    replicaset.bind_content()
     return replicaset.num_queued
 
 

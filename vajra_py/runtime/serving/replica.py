@@ -14,12 +14,13 @@ from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, Step
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.kv.interface import max_request_tokens
+from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
-from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet, StateView
@@ -32,6 +33,7 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
+_PREFILL = PoolRole.PREFILL
 
 
 MAX_EMPTY_STEPS = 1000
@@ -60,6 +62,8 @@ class ReplicaParts:
     listeners: Listeners = NOBODY
     slack: SlackReader | None = None
     """Slack by the prioritizer; None when it predicts none."""
+    pins: PinSeconds | None = None
+    """Pins of ended requests by the retention policy; None when it pins none."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
 
@@ -77,7 +81,7 @@ class Replica:
         self.memory = parts.memory
         self.queue = parts.queue
         self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
-        self.lifecycle = Lifecycle(parts.replica_id, self.running_set)
+        self.lifecycle = Lifecycle(parts.replica_id, self.running_set, parts.replicaset, parts.pins)
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
         self.num_steps = 0
         self.num_in_flight = 0
@@ -87,10 +91,11 @@ class Replica:
         self._view = StateView(parts.replica_id, self.running_set)
         self._step_watchers: list[Observer] = []
         self._end_watchers: list[Observer] = []
+        self._eviction_watchers: list[Observer] = []
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
-        self.hands_off = parts.role is PoolRole.PREFILL
+        self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
         """True if clients get the token that the last step of a prompt samples where the request leaves."""
@@ -126,7 +131,9 @@ class Replica:
         self._end_watchers = [one for one in observers if one.wants_step_ends]
         self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
         self.running_set.log_pool(on=bool(self._step_logs))
-        self.lifecycle.observers = observers
+        self.lifecycle.observers = self.lifecycle.pinning.observers = observers
+        self._eviction_watchers = [one for one in observers if type(one).on_evicted is not Observer.on_evicted]
+        self.memory.report_evictions(self._show_evicted if self._eviction_watchers else None)
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     # Arrivals and departures
@@ -134,8 +141,7 @@ class Replica:
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request that was bound to this replica."""
         request.replica_id = self.replica_id
-        self.lifecycle.release_left(request)
-        self.memory.register(request, request.hashes)
+        self.lifecycle.register(request, now)
         self.queue.add(request, now)
 
     # KV comes and goes
@@ -155,11 +161,15 @@ class Replica:
     def resume_held(self, request: Request, now: int) -> list[tuple[Request, EndReason]]:
         """Let a held request go on running here after all; returns it with the reason if its first token was its last."""
         self.lifecycle.resume_held(request)
-        if not request.num_remaining_tokens and request.add_output(now) == 1:
-            self.lifecycle.first_token(request, now)
+        result = StepResult()
+        if not request.num_remaining_tokens:
+            result = self.parts.executor.withheld_token(request)
+            self._append_tokens(result.tokens or ())
+            if request.add_output(now) == 1:
+                self.lifecycle.first_token(request, now)
         num_left = self._output_limit(request) - request.num_output_tokens
-        if num_left <= 0:
-            reason = self._end_reason(request, StepResult())
+        if num_left <= 0 or request in result.stopped:
+            reason = self._end_reason(request, result)
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
         if request.num_remaining_tokens == 1 and request.num_output_tokens:
@@ -227,7 +237,7 @@ class Replica:
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is PoolRole.PREFILL:  # the request leaves before it grows
+        if self.parts.role is _PREFILL:  # the request leaves before it grows
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
@@ -266,6 +276,8 @@ class Replica:
             plan = self.form_step(now)
             if plan is None and builder.slots_held:
                 plan = self._form_after_held_slots(now)
+            while plan is None and self._release_pin(now):
+                plan = self.form_step(now)
             if plan is None:
                 if builder.idle_at is not None or not (self._give_way(now) or self._give_up_kv(now)):
                     return None
@@ -286,6 +298,12 @@ class Replica:
         """Free the slots and blocks of ended requests, now that the scheduler sees their ends."""
         self.builder.hold_slots(0)
         self.lifecycle.release_ended()
+
+    def _release_pin(self, now: int) -> bool:
+        """End a pin, since the policy can run nobody and is not idle on purpose; False if no pin keeps a block from being free."""
+        if self.num_in_flight or self.builder.idle_at is not None:
+            return False
+        return self.lifecycle.pinning.release_one(to_seconds(now))
 
     def _give_way(self, now: int) -> bool:
         """Preempt the latest request that another policy admitted, since this one does nothing; False if there is none."""
@@ -314,6 +332,8 @@ class Replica:
         if self.queue.is_arbitrary:
             self.running_set.read_keys_again()
         try:
+            if self.memory.policy_error is not None:
+                raise self.memory.policy_error
             self._schedule(view, builder, seconds)
         except PolicyError as error:
             error.at(self.replica_id, self.num_steps)
@@ -341,6 +361,10 @@ class Replica:
         if self._step_watchers:
             self._show(plan)
         return plan
+
+    def _show_evicted(self, block: CachedEntry, now: float) -> None:
+        for observer in self._eviction_watchers:
+            observer.on_evicted(self.replicaset, self.replica_id, block, now)
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
         """Return the requests that the policy has dropped since the last call; the driver counts them."""
@@ -427,6 +451,8 @@ class Replica:
             for tell in listeners:
                 tell(step)
         finished += aborted
+        if self.memory.policy_error is not None:
+            raise self.memory.policy_error.at(self.replica_id, plan.step_index)
         if finished and self.parts.options.holds_ended_slots:
             self.builder.hold_slots(len(finished))
         if self._end_watchers:
@@ -470,7 +496,7 @@ class Replica:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, _ in plan.chunks:
+        for request, num_tokens, computed_before, kind in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
@@ -480,7 +506,12 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if self.hands_off and request not in self._to_abort and request not in result.stopped:
+            if (
+                self.hands_off
+                and kind != MOVED  # a request that has just come with its KV stays
+                and request not in self._to_abort
+                and request not in result.stopped
+            ):
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
@@ -493,6 +524,10 @@ class Replica:
                 del running_set.partial[request]
                 running_set.pool.join(request, num_left)
         return done
+
+    def withholds_token(self, request: Request) -> bool:
+        """Return True if the token that ends a chunk of the request is no output: the request leaves, and its target samples it again."""
+        return self.hands_off and not self.gives_first_token and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""

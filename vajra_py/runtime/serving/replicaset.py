@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -14,14 +14,13 @@ from vajra_py.contract import (
     PoolRole,
     QueueView,
     RefusesRequests,
-    ReplicaLimits,
     ReplicaLoadView,
     ReplicasetScheduler,
     ReplicaState,
     RequestView,
 )
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -29,6 +28,7 @@ from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -37,9 +37,50 @@ from vajra_py.runtime.serving.scaling import ReplicasetScaling
 from vajra_py.runtime.serving.shared_queue import EligibleView, SharedQueueAccess, SharedView
 from vajra_py.runtime.support.clock import to_seconds
 
+_MAX_VIEWS = 1000
+"""Groups of replicas whose views are kept."""
+
 
 class Replicaset:
     """Replicas of one model behind one prioritizer and one replicaset scheduler."""
+
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_assign_call",
+        "_differs",
+        "_eligible",
+        "_live",
+        "_place_call",
+        "_place_method",
+        "_queued_by_id",
+        "_shared_accesses",
+        "_view_interval_s",
+        "_views",
+        "_views_by",
+        "admission",
+        "around",
+        "away",
+        "bounds",
+        "feed",
+        "hand_off",
+        "held_back",
+        "kv_event_lag_s",
+        "listeners",
+        "lost",
+        "may_refuse",
+        "moves_requests",
+        "name",
+        "newly_held_back",
+        "observers",
+        "out_of_service",
+        "places_itself",
+        "policies",
+        "replicas",
+        "scaling",
+        "scheduler",
+        "scheduler_name",
+        "shared",
+        "sync",
+    )
 
     def __init__(
         self,
@@ -60,8 +101,14 @@ class Replicaset:
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
+        self.kv_event_lag_s = 0.0
+        """Age that an event of a cache must have before policies know of it, seconds."""
+        self.feed: ContentFeed | None = None
+        """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
         self._views: LiveLoads | list[SnapshotLoad] = self._live
+        self._views_by: dict[tuple[Replica, ...], LiveLoads] = {}
+        """Live loads of replicas that policies are offered, where these are not all."""
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
         """True if its replica schedulers are asked before a request is accepted."""
@@ -98,12 +145,21 @@ class Replicaset:
         load = LiveLoad(replica)
         access.view = load
         self.replicas.append(replica)
-        replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+        replica.hands_off = self._hands_off(replica)
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.add(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
+
+    def bind_content(self) -> None:
+        """Let the policies that listen, and with a lag the loads, follow the content of the caches from now on."""
+        if self.feed is None and (self.kv_event_lag_s > 0 or self.listeners.hear_content):
+            self.feed = ContentFeed(self.replicas, self.kv_event_lag_s)
+            for load in self._live:
+                load.feed = self.feed if self.kv_event_lag_s > 0 else None
+        if self.feed is not None:
+            self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
         """Replace the shared queue."""
@@ -135,8 +191,13 @@ class Replicaset:
         self._place_method = place
         self._place_call = place if around is None else around(self.name, layer, name, place)
         for replica in self.replicas:
-            replica.hands_off = self.places_itself or replica.parts.role is PoolRole.PREFILL
+            replica.hands_off = self._hands_off(replica)
         self._eligible.clear()
+
+    def _hands_off(self, replica: Replica) -> bool:
+        """Return True if requests leave a replica, or may leave it, when their prompt is computed."""
+        role = replica.parts.role
+        return role is PoolRole.PREFILL or (self.places_itself and role is not PoolRole.DECODE)
 
     def on_schedulers_bound(self) -> None:
         """Read from the replica schedulers in force which of them are asked about arriving requests."""
@@ -151,30 +212,22 @@ class Replicaset:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
 
-    @property
-    def limits_in_common(self) -> ReplicaLimits:
-        """Limits of every replica. Raises `ConfigError` where they differ."""
-        if not self.bounds.are_equal:
-            found = ", ".join(f"{one.replica_id}: {one.limits}" for one in self.replicas)
-            problem = Problem(f"replicasets.{self.name}", f"its replicas have different limits ({found})")
-            raise ConfigError(problem)
-        return self.bounds.largest
-
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
         if not self._differs:
             return self.replicas
         found = self._eligible.get(request)
         if found is None:
-            found = [
-                one
-                for one in self.bounds.holders(request)
-                if (self.places_itself or one.parts.role is not PoolRole.DECODE)
-                and refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
-                is None
-            ]
+            holders = self.bounds.holders(request)
+            found = holders.all if self.places_itself else holders.of_prompts
+            if self.may_refuse:
+                found = tuple(one for one in found if self._refusal_by(one, request, now) is None)
             self._eligible[request] = found
         return found
+
+    def _refusal_by(self, replica: Replica, request: Request, now: float) -> str | None:
+        parts = replica.parts
+        return refusal_of(parts.policy, parts.policy_name, self.load_of(replica.replica_id), request, now)
 
     def call_through(self, around: Around) -> None:
         """Call policies through the wrappers that `around` makes of their methods, those of later policies too."""
@@ -251,7 +304,7 @@ class Replicaset:
     def can_go_on(self, request: Request, now: float) -> bool:
         """Return True if a replica computes that a waiting request is bound to, or may be placed at."""
         if request.state is RequestState.HELD:
-            return any(self.is_up(one.replica_id) for one in self.bounds.decoders(request))
+            return any(self.is_up(one.replica_id) for one in self.bounds.holders(request).of_decodes)
         bound = request.replica_id >= 0
         return self.computes(request.replica_id) if bound else self._is_runnable(request, now)
 
@@ -274,6 +327,11 @@ class Replicaset:
     def num_up(self) -> int:
         """Replicas that take requests."""
         return len(self.replicas) - len(self.lost) - len(self.away)
+
+    def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
+        """Return True if some of these replicas compute prompts, and some go on with them."""
+        roles = {self.replicas[one].parts.role for one in replica_ids}
+        return PoolRole.MIXED in roles or len(roles) > 1
 
     @property
     def _all_lost(self) -> bool:
@@ -299,14 +357,19 @@ class Replicaset:
                 f"{bounds.max_request_tokens} tokens here"
             )
         holders = bounds.holders(request)
-        if not self.bounds.can_serve(request, holders):
+        if not holders.can_serve:
             return (
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        if self._differs and not any(self._may_serve(one.replica_id) for one in holders):
-            return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
-        return self._refused_by_policy(holders, request, now)
+        serving = [one for one in holders.all if self._may_serve(one.replica_id)] if self._differs else holders.all
+        if self._differs and not self.can_serve_with(one.replica_id for one in serving):
+            num_holders, total = len(holders.all), len(self.replicas)
+            if serving:
+                lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
+                return f"{ALL_FAILED} that could {lacking} ({num_holders - len(serving)} of {total})"
+            return f"{ALL_FAILED} that has room for it ({num_holders} of {total})"
+        return self._refused_by_policy(holders.all, request, now) if self.may_refuse else None
 
     def why_full(self, request: Request) -> str | None:
         """Return the reason that the queues have no room for this request; None if they have."""
@@ -319,8 +382,6 @@ class Replicaset:
         return None
 
     def _refused_by_policy(self, holders: Sequence[Replica], request: Request, now: float) -> str | None:
-        if not self.may_refuse:
-            return None
         return first_refusal((one for one in holders if self._may_serve(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
@@ -350,7 +411,17 @@ class Replicaset:
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
+        request.prefix_hits = self._prefix_hits
         return self.place(request, now)
+
+    def _prefix_hits(self, request: Request) -> int:
+        """Leading tokens of a request in the prefix cache of the replica that it is bound to."""
+        replica = self.replicas[request.replica_id]
+        if request.hashes is None:
+            return 0
+        if replica.num_in_flight:  # steps of it that have ended may not be applied yet
+            self.sync()
+        return replica.memory.lookup_prefix(request.hashes, request.num_known_tokens)
 
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""
@@ -380,23 +451,29 @@ class Replicaset:
         return self._is_runnable(request, now) if self._differs else self.num_up > 0
 
     def _assign(self, request: Request, now: float) -> int | None:
-        views = self._views_at(now)
-        if self._differs:
-            views = [views[one.replica_id] for one in self.eligible(request, now)]
+        candidates = self.eligible(request, now)
+        views = self._views_of(candidates, now) if self._differs else self._views_at(now)
         chosen = self._ask(self._assign_call, request, views, now)
         if chosen is None:
             return None
-        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
+        if (
+            type(chosen) is int
+            and 0 <= chosen < len(self.replicas)
+            and self._live[chosen].is_up
+            and (not self._differs or self.replicas[chosen] in candidates)
+        ):
             return chosen
-        return self._checked(chosen, self.eligible(request, now), request, self.scheduler.assign)
+        return self._checked(chosen, candidates, request, self.scheduler.assign)
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
         """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now."""
-        candidates = [one for one in self.bounds.decoders(request) if self.is_up(one.replica_id)]
+        live = self._live
+        candidates = tuple([one for one in self.bounds.holders(request).of_decodes if live[one.replica_id].is_up])
         if not candidates:
             return None
-        views = self._views_at(now)
-        chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
+        chosen = self._ask(self._place_call, request, self._views_of(candidates, now), now)
+        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self.replicas[chosen] in candidates:
+            return chosen
         return None if chosen is None else self._checked(chosen, candidates, request, self._place_method)
 
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
@@ -419,7 +496,24 @@ class Replicaset:
             return [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
         return self._views
 
+    def _views_of(self, replicas: Sequence[Replica], now: float) -> Sequence[ReplicaLoadView]:
+        """Return the views of some replicas; the same object for the same replicas, unless they are snapshots."""
+        if self._view_interval_s > 0:
+            views = self._views_at(now)
+            return [views[one.replica_id] for one in replicas]
+        key = tuple(replicas)
+        found = self._views_by.get(key)
+        if found is None:
+            if len(self._views_by) >= _MAX_VIEWS:
+                self._views_by.clear()
+            found = self._views_by[key] = LiveLoads()
+            for one in replicas:
+                found.add(self._live[one.replica_id])
+        return found
+
     def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             return call(request, views, now)
         except VajraError:
@@ -454,6 +548,8 @@ class Replicaset:
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
         """Iterate over the requests of the shared queue that the scheduler lets this replica take."""
         replica_id = view.replica_id
+        if self.feed is not None:
+            self.feed.deliver(now)
         try:
             for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
                 request = self._queued_by_id.get(request_id)

@@ -9,7 +9,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.records.input_log import Input
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.backend import R, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import EventQueue
 from vajra_py.runtime.serving.replica import Replica
@@ -69,8 +69,11 @@ class DriverServices(Protocol[R]):
     def arrived(self, request: Request, one: R) -> None:
         """Notify the backend of a request that waits on a replica with its KV, or is to get it there."""
 
-    def transfer(self, request: Request, ends: tuple[R, R]) -> None:
+    def transfer(self, transfer: Transfer[R]) -> None:
         """Notify the backend of KV that goes from one replica to blocks that are set aside on another."""
+
+    def cancel_transfer(self, transfer: Transfer[R]) -> None:
+        """Notify the backend of KV that nobody wants any more."""
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Count requests that have ended, and notify the policies that listen."""

@@ -11,23 +11,33 @@ from typing import Generic
 from vajra_py.runtime.movement.links import Network
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.backend import R, Transfer
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
+REQUEST_ENDED = "the request ended"
+KV_LOST = "a replica lost its KV"
+"""Reasons for which transfers are called off, as observers are told."""
+
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset over its links."""
+    """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend says so."""
 
-    def __init__(self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R]) -> None:
+    def __init__(
+        self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool
+    ) -> None:
+        """`is_timed`: the links are modelled."""
         self._replicaset = replicaset
         self._rules = rules
         self._driver = driver
-        self._network = Network(rules.links)
-        self._done: dict[Hashable, Callable[[], None]] = {}
-        """Callback of each transfer under way."""
+        self._network = Network(rules.links) if is_timed else None
+        self._num_started = 0
+        self._sent: dict[Hashable, tuple[Transfer[R], Callable[[], None]]] = {}
+        """Each transfer under way with its callback."""
+        self._keys: dict[int, Hashable] = {}
+        """Keys of the transfers under way that are not timed, by number."""
         self._ended: dict[Hashable, None] = {}
         """Transfers that have ended now and were not called back yet."""
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
@@ -38,46 +48,86 @@ class Transfers(Generic[R]):
         """Actions by replica, in order of number."""
 
     def start(
-        self, key: Hashable, request: Request, ends: tuple[R, R], num_tokens: int, done: Callable[[], None]
+        self,
+        key: Hashable,
+        request: Request,
+        ends: tuple[R, R],
+        lacking: tuple[int, int],
+        num_moved: int,
+        done: Callable[[], None],
     ) -> None:
-        """Send KV of so many tokens from the first replica to the second; `done` is called when it has arrived."""
+        """Send KV from the first replica to the second; `done` is called when it has arrived.
+
+        `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent.
+        """
         source, target = (one.replica.replica_id for one in ends)
         now = self._driver.now
         for observer in self._replicaset.observers:
-            observer.on_transfer(request, source, target, num_tokens, to_seconds(now))
-        self._driver.transfer(request, ends)
-        self._done[key] = done
-        self._network.start(key, source, target, num_tokens * self._rules.bytes_per_token, now)
-        self._schedule()
+            observer.on_transfer(request, source, target, num_moved, to_seconds(now))
+        one = Transfer(self._num_started, request, *ends, *lacking)
+        self._num_started += 1
+        self._sent[key] = one, done
+        if self._network is None:
+            self._keys[one.number] = key
+            ends[0].replica.running_set.materialize()  # a copy names the blocks
+        self._driver.transfer(one)
+        if self._network is not None:
+            self._network.start(key, source, target, num_moved * self._rules.bytes_per_token, now)
+            self._schedule(self._network)
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, key: Hashable, why: str) -> None:
         """Call a transfer off, if it is under way."""
-        if self._done.pop(key, None) is None:
+        entry = self._sent.pop(key, None)
+        if entry is None:
             return
-        if key in self._ended:
+        one, _ = entry
+        self._driver.cancel_transfer(one)
+        if self._network is None:
+            del self._keys[one.number]
+        elif key in self._ended:
             del self._ended[key]
         else:
             self._network.cancel(key, self._driver.now)
-            self._schedule()
+            self._schedule(self._network)
+        self._tell_end(one, why)
+
+    def is_under_way(self, number: int) -> bool:
+        """Return True if a transfer that is not timed is under way."""
+        return number in self._keys
+
+    def ended(self, number: int) -> None:
+        """Call back for a transfer that is not timed."""
+        self._arrived(self._keys.pop(number))
+
+    def _arrived(self, key: Hashable) -> None:
+        one, done = self._sent.pop(key)
+        self._tell_end(one)
+        done()
+
+    def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
+        source, target = (end.replica.replica_id for end in (one.source, one.target))
+        for observer in self._replicaset.observers:
+            observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))
 
     @property
     def is_busy(self) -> bool:
         """True if KV is on its way."""
-        return bool(self._done)
+        return bool(self._sent)
 
     def due(self) -> None:
-        """Call back for the transfers that have ended by now."""
-        now = self._driver.now
+        """Call back for the timed transfers that have ended by now."""
+        network, now = self._network, self._driver.now
+        assert network is not None
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
-        self._ended.update(dict.fromkeys(self._network.ended(now)))
+        self._ended.update(dict.fromkeys(network.ended(now)))
         while self._ended:
             key = next(iter(self._ended))
             del self._ended[key]
-            self._done.pop(key)()
+            self._arrived(key)
         while self._timers and self._timers[0][0] <= now:
             heappop(self._timers)[2]()
-        self._schedule()
+        self._schedule(network)
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Call `action` after so many seconds, when transfers that end then have ended."""
@@ -86,8 +136,8 @@ class Transfers(Generic[R]):
         self._num_timers += 1
         self._driver.events.push(tick, Phase.TRANSFER, self._replicaset.name)
 
-    def _schedule(self) -> None:
-        tick = self._network.next_change()
+    def _schedule(self, network: Network) -> None:
+        tick = network.next_change()
         if tick is not None and (self._scheduled_at is None or tick < self._scheduled_at):
             self._scheduled_at = tick
             self._driver.events.push(max(tick, self._driver.now), Phase.TRANSFER, self._replicaset.name)
@@ -103,7 +153,7 @@ class Transfers(Generic[R]):
 
     def step_ended(self, one: R) -> None:
         """Call the actions that waited for the replica's step."""
-        waiting = self._waiting.get(one.replica.replica_id)
+        waiting = self._waiting.get(one.replica.replica_id) if self._waiting else None
         while waiting and not one.replica.num_in_flight:
             _, action = waiting.pop(0)
             action()
@@ -116,9 +166,9 @@ class Transfers(Generic[R]):
         """Drop the actions that wait for the step of a lost replica."""
         self._waiting.pop(one.replica.replica_id, None)
 
-    def clear(self) -> None:
+    def clear(self, why: str) -> None:
         """Call everything off."""
-        for key in list(self._done):
-            self.cancel(key)
+        for key in list(self._sent):
+            self.cancel(key, why)
         self._waiting.clear()
         self._timers.clear()

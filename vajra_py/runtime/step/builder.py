@@ -12,6 +12,7 @@ from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
@@ -108,6 +109,8 @@ class Builder(PlanDraft):
 
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
+        if self._memory.next_due <= now:
+            self._lifecycle.pinning.settle(now)
         self._empty(now)
         self._order = None
         self.idle_at = None
@@ -267,8 +270,10 @@ class Builder(PlanDraft):
                 if not running_set.skipped:
                     return None
                 self._go_through(sorted(running_set.skipped, key=by_admission), of_decodes=True)
-            else:
+            elif running_set.pool.members or running_set.skipped:
                 self._go_through(running_set.decodes(), of_decodes=True)
+            else:
+                return None
         return self._add_in_order(None)
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
@@ -456,6 +461,18 @@ class Builder(PlanDraft):
         self._lifecycle.drop(own, f"{self.policy_name}: {reason}", self.now)
         self.dropped.append((own, EndReason.REJECTED))
 
+    # Pins
+
+    def pin(self, request: RequestView, seconds: float) -> Refusal | None:
+        """Keep a request's cached content; see `BatchBuilder.pin`."""
+        own, seconds = self._own(request), checked_seconds(seconds)
+        self._materialize(own)
+        return None if self._lifecycle.pinning.pin(own, seconds, self.now) else Refusal.PINS
+
+    def unpin(self, request: RequestView) -> None:
+        """End a pin; see `BatchBuilder.unpin`."""
+        self._lifecycle.pinning.unpin(request, self.now)
+
     # Queries
 
     def cached_tokens(self, request: RequestView) -> int:
@@ -521,8 +538,8 @@ class Builder(PlanDraft):
         replica_id = own.replica_id
         if own.state is _ENDED or (replica_id != self._replica_id and replica_id != -1):
             raise IllegalPlan(own, "it is not one of this replica's requests")
-        if replica_id == -1 and not self._memory.is_registered(own):
-            self._memory.register(own, own.hashes)
+        if replica_id == -1 and (own in self._lifecycle.held or not self._memory.is_registered(own)):
+            self._lifecycle.register(own, self.now)
             self._looked_at.append(own)
         return own
 

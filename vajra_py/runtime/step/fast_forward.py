@@ -6,6 +6,7 @@ A replica scheduler claims it by `SchedulerTraits.repeats_decodes`; without the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from vajra_py.contract import ReplicaScheduler, SteadyState
 from vajra_py.contract.observer import StepRun
@@ -45,8 +46,10 @@ class Repeats:
             return 0
         if plan.num_requests != plan.num_running:
             return 0
+        if memory.next_due < inf or (memory.is_watched and pool.num_public):
+            return 0  # something happens at its own time
         num_steps = pool.steps_to_next_end() - 1
-        free = memory.growth_headroom
+        free = memory.repeat_headroom
         most = -(-num_steps // memory.block_size) * len(pool)
         if most <= free:
             return num_steps

@@ -111,5 +111,11 @@ class Executor(Protocol):
     def known_output_tokens(self, request: Request) -> int | None:
         """Number of output tokens after which the request stops by itself, where it is known (simulation, replay)."""
 
+    def withheld_token(self, request: Request) -> StepResult:
+        """Return the token that the last step of a request's prompt sampled and that its result left out, since the request stays.
+
+        Another replica was to sample it again; see `Replica.withholds_token`.
+        """
+
     def release(self, request: Request) -> None:
         """Drop everything kept for a request that has left for good."""

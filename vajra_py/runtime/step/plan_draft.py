@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.runtime.requests.lifecycle import MOVED
@@ -175,7 +177,8 @@ class PlanDraft:
         if self._one_group:
             context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
-                num_decodes, chunks = len(decodes), list(self.chunks.values())
+                chunks: Collection[PlannedChunk] = self.chunks.values()
+                num_decodes = len(decodes)
                 if self._num_moved:  # the first token of a request that arrived with its KV is a decode
                     moved = [one for one in chunks if one.kind == MOVED and one.num_tokens == 1]
                     num_decodes += len(moved)

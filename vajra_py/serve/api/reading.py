@@ -110,8 +110,9 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
     """Return the headers' values; of one that is there twice, the first. Raises `ApiError`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
-        if name in _FIELDS:
-            given.setdefault(_FIELDS[name], value)
+        field = _FIELDS.get(name.replace("_", "-"))  # `session_id` is a header of some clients
+        if field is not None:
+            given.setdefault(field, value)
     if not given:
         return _NOTHING
     try:

@@ -36,6 +36,14 @@ def _split(given: Any) -> Any:
     return [part.strip() for part in given.split(",")] if isinstance(given, str) else given
 
 
+def _flag(given: Any) -> Any:
+    """`true`, `false`, `1` and `0` of a header; the rest is for pydantic to refuse."""
+    written = given.strip().lower() if isinstance(given, str) else given
+    return (
+        {"true": True, "1": True, "false": False, "0": False}.get(written, "?") if isinstance(written, str) else given
+    )
+
+
 Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), _written_as(_PLAIN_NUMBER)]
 """A microsecond or more."""
 _INT32 = Field(ge=-(2**31), le=2**31 - 1)
@@ -44,6 +52,7 @@ _IN_BODY: Mapping[FactKind, Any] = {
     FactKind.TEXT: Name,
     FactKind.TEXTS: Annotated[list[Name], Field(fail_fast=True, max_length=_MAX_NAMES)],
     FactKind.INTEGER: _Whole,
+    FactKind.FLAG: Annotated[bool, Field(strict=True)],
     FactKind.NUMBER: Annotated[float, Field(strict=True)],
     FactKind.DURATION: Milliseconds,
 }
@@ -51,6 +60,7 @@ _IN_HEADERS: Mapping[FactKind, Any] = {
     FactKind.TEXT: Annotated[str, Field(max_length=256)],
     FactKind.TEXTS: Annotated[list[Name], Field(max_length=_MAX_NAMES), BeforeValidator(_split)],
     FactKind.INTEGER: Annotated[int, _INT32, _written_as(_SIGNED_NUMBER)],
+    FactKind.FLAG: Annotated[bool, BeforeValidator(_flag)],
     FactKind.NUMBER: Annotated[float, _written_as(_SIGNED_NUMBER)],
     FactKind.DURATION: Milliseconds,
 }
@@ -73,7 +83,7 @@ def body_fields() -> dict[str, Any]:
 def _body_field(fact: Fact) -> tuple[Any, Any]:
     kind = _IN_BODY[fact.kind]
     words = f"{fact.meaning}; as `{fact.headers[0]}`." if fact.headers else f"{fact.meaning}."
-    if fact.kind is FactKind.INTEGER and not fact.is_optional:
+    if fact.kind in (FactKind.INTEGER, FactKind.FLAG) and not fact.is_optional:
         return Annotated[kind, null_is(fact.default, kind)], Field(fact.default, description=words)
     return kind | None, Field(None, description=words)
 

@@ -157,7 +157,7 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
     """Return the facts that policies see of a request, without those not stated."""
     given = {fact.span: getattr(facts, fact.name) for fact in FACTS if fact.span is not None}
-    return {name: value for name, value in given.items() if value not in (None, "", ())}
+    return {name: value for name, value in given.items() if value not in (None, "", ()) and value is not False}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -7,12 +7,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vajra_kernels import SwapSpace, allocate_kv_cache, copy_blocks
+from vajra_kernels.cache import WORD_BYTES, block_words
 from vajra_py.engine.compute.model.attention import LayerFacts
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
@@ -67,6 +70,44 @@ class KvMemory:
         moved = torch.tensor(pairs, dtype=torch.int64)
         for cache in self._device:
             copy_blocks(cache, cache, moved)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, K and V."""
+        stacks = map(block_words, self._device)
+        return sum(words.shape[0] * words.shape[2] for words in stacks) * WORD_BYTES
+
+    def export_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """Copy these blocks into a buffer of `block_bytes` each: one stack of layers after the other."""
+        for words, part, ids in self._parts(block_ids, buffer):
+            if words.device.type == "cpu":
+                torch.index_select(words, 1, ids, out=part)
+            else:
+                part.copy_(torch.index_select(words, 1, ids))
+
+    def import_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """Copy the buffer that `export_blocks` has filled into these blocks."""
+        for words, part, ids in self._parts(block_ids, buffer):
+            words.index_copy_(1, ids, part.to(words.device))
+
+    def _parts(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield (words of a cache, its part of the buffer as [layers, blocks, words], block ids)."""
+        if buffer.size != len(block_ids) * self.block_bytes:
+            message = f"KV copy: {buffer.size} bytes for {len(block_ids)} blocks of {self.block_bytes}"
+            raise ExecutorError(f"{message}. Both ends have the same model, dtype and block size.")
+        if not all(0 <= block < self.num_blocks for block in block_ids):
+            wrong = next(block for block in block_ids if not 0 <= block < self.num_blocks)
+            raise ExecutorError(f"KV copy: there is no such block ({wrong}). The device has {self.num_blocks}.")
+        flat = torch.from_numpy(buffer.view(np.int32))
+        start = 0
+        for words in map(block_words, self._device):
+            num_layers, _, num_words = words.shape
+            end = start + num_layers * len(block_ids) * num_words
+            part = flat[start:end].view(num_layers, len(block_ids), num_words)
+            yield words, part, torch.tensor(block_ids, dtype=torch.int64, device=words.device)
+            start = end
 
     def warm_up(self) -> None:
         """Copy an unused block each way, so that the kernels of copies are compiled."""

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vajra_py.engine.compute.batch import BatchInputs, BatchState, HostBatch, Ints
@@ -160,11 +161,10 @@ class TorchRunner:
     @torch.inference_mode()
     def submit(self, step: StepInput) -> PendingStep:
         """See `ModelRunner`."""
-        if self._memory is None:
-            raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
+        memory = self._allocated("step")
         with _as_errors(self._model.device), LOADING.shared(), current(self._model.device):
             self._take_back()
-            return self._submitted(step, self._memory)
+            return self._submitted(step, memory)
 
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""
@@ -226,6 +226,33 @@ class TorchRunner:
         if ahead is not None:
             self._state.undo(ahead.slots, ahead.last_tokens)
             self._sampler.undo(ahead.slots)
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """See `KvRunner`."""
+        return self._allocated("KV copy").block_bytes
+
+    @torch.inference_mode()
+    def export_kv(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """See `KvRunner`."""
+        memory = self._allocated("KV copy")
+        with _as_errors(self._model.device), current(self._model.device):
+            memory.export_blocks(block_ids, buffer)
+
+    @torch.inference_mode()
+    def import_kv(
+        self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
+    ) -> None:
+        """See `KvRunner`."""
+        memory = self._allocated("KV copy")
+        with _as_errors(self._model.device), current(self._model.device):
+            self._copy(copies, memory)
+            memory.import_blocks(block_ids, buffer)
+
+    def _allocated(self, what: str) -> KvMemory:
+        if self._memory is None:
+            raise ExecutorError(f"{what}: there is no KV memory yet. Call `allocate` first.")
+        return self._memory
 
     def close(self) -> None:
         """See `ModelRunner`."""

@@ -1,0 +1,107 @@
+"""Running times of calls and the service that their programs had attained when they arrived, for prioritizers of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import Field, model_validator
+
+from vajra_py.contract import KeyMotion, PolicyConfig, RequestView
+
+
+class AttainedServiceConfig(PolicyConfig):
+    """Parameters of `plas` and `atlas`."""
+
+    queue_bounds_s: tuple[float, ...] = Field(
+        (),
+        description=(
+            "Service up to which a call belongs to each queue but the last, rising seconds; calls of one queue are served in order of "
+            "arrival, and a call that runs beyond its bound moves on. Empty: least service first, exactly."
+        ),
+    )
+    starvation_ratio: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "A call goes first once its program and it have waited so many times as long as they have run; null: never. With it, keys are read "
+            "again at each step."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> AttainedServiceConfig:
+        bounds = self.queue_bounds_s
+        if any(later <= earlier for earlier, later in zip((0.0, *bounds), bounds, strict=False)):
+            raise ValueError(f"queue_bounds_s do not rise from above 0 ({bounds}). Allowed: rising seconds")
+        return self
+
+
+def motion_of(config: AttainedServiceConfig) -> KeyMotion:
+    """Motion of the keys that `CallTimes` gives."""
+    if config.starvation_ratio is not None:
+        return KeyMotion.ARBITRARY
+    return KeyMotion.PROGRESS if config.queue_bounds_s else KeyMotion.STATIC
+
+
+@dataclass(slots=True)
+class _Call:
+    inherited_s: float
+    run_s: float = 0.0
+    admitted_at: float | None = None
+
+
+class CallTimes:
+    """What living calls inherited from their programs at arrival, and how long each has run."""
+
+    def __init__(self, config: AttainedServiceConfig, inherited_s: Callable[[RequestView], float]) -> None:
+        self._bounds = config.queue_bounds_s
+        self._ratio = config.starvation_ratio
+        self._inherited_s = inherited_s
+        self._calls: dict[RequestView, _Call] = {}
+
+    def of(self, request: RequestView) -> _Call:
+        """The times of a call; of one that was there before the policy, from now on."""
+        call = self._calls.get(request)
+        if call is None:
+            call = self._calls[request] = _Call(self._inherited_s(request))
+        return call
+
+    def admit(self, request: RequestView, now: float) -> None:
+        """A call begins to run."""
+        self.of(request).admitted_at = now
+
+    def pause(self, request: RequestView, now: float) -> None:
+        """A call stops running for a while."""
+        call = self.of(request)
+        if call.admitted_at is not None:
+            call.run_s += now - call.admitted_at
+            call.admitted_at = None
+
+    def service_s(self, request: RequestView, now: float) -> float:
+        """Service inherited at arrival and the call's own running time, seconds."""
+        call = self.of(request)
+        own_s = call.run_s if call.admitted_at is None else call.run_s + now - call.admitted_at
+        return call.inherited_s + own_s
+
+    def end(self, request: RequestView, now: float) -> float:
+        """Forget a call that has ended; returns its service."""
+        service_s = self.service_s(request, now)
+        del self._calls[request]
+        return service_s
+
+    def key(self, request: RequestView, now: float) -> float:
+        """The call's queue, or its service where there are no queues; below all others if it starves."""
+        if self._ratio is not None and self._starves(request, now):
+            return -1.0
+        if not self._bounds:
+            return self.of(request).inherited_s
+        service_s = self.service_s(request, now)
+        return float(sum(service_s > bound for bound in self._bounds))
+
+    def _starves(self, request: RequestView, now: float) -> bool:
+        program = request.program
+        own_run_s = self.service_s(request, now) - self.of(request).inherited_s
+        run_s = own_run_s + (0.0 if program is None else program.run_s)
+        wait_s = now - request.arrived_at - own_run_s + (0.0 if program is None else program.wait_s)
+        return run_s > 0 and self._ratio is not None and wait_s >= self._ratio * run_s

@@ -1,0 +1,8 @@
+"""Fair shares between tenants, counted in tokens."""
+
+from __future__ import annotations
+
+from vajra_policies.fairness import deficit_round_robin, least_counter_first, vtc
+from vajra_py.contract import PolicySpec
+
+POLICIES: tuple[PolicySpec, ...] = (vtc.SPEC, least_counter_first.SPEC, deficit_round_robin.SPEC)

@@ -1,0 +1,26 @@
+"""Least counter first: the virtual token counter without its lift, as a control."""
+
+from __future__ import annotations
+
+from vajra_policies.fairness.accounts import TokenCostConfig
+from vajra_policies.fairness.vtc import Vtc
+from vajra_py.contract import Layer, PolicyContext, PolicySpec
+
+
+class LeastCounterFirstConfig(TokenCostConfig):
+    """Parameters of `least_counter_first`; as for `vtc`."""
+
+
+def _build(config: LeastCounterFirstConfig, context: PolicyContext) -> Vtc:
+    """A tenant that returns is served alone until its counter has caught up with the others: what the lift prevents."""
+    return Vtc(config, lifts=False)
+
+
+SPEC = PolicySpec(
+    name="least_counter_first",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=LeastCounterFirstConfig,
+    build=_build,
+    summary="The tenant that has been served least since the start goes first, whatever it asked for meanwhile (a control for `vtc`).",
+    source="LCF, baseline of VTC (Sheng et al., OSDI'24)",
+)

@@ -1,0 +1,63 @@
+"""Retention by the time of entry: the oldest content goes first (`fifo`), or the newest (`filo`)."""
+
+from __future__ import annotations
+
+from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyConfig, PolicyContext, RetentionSpec
+
+
+class FifoConfig(PolicyConfig):
+    """`fifo` has no parameters."""
+
+
+class OldestFirst:
+    """Key = the time of entry: the oldest content goes first, however often it is used."""
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """The time of entry does not change."""
+        return KeyMotion.STATIC
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Time of entry."""
+        return block.stored_at
+
+
+class FiloConfig(PolicyConfig):
+    """`filo` has no parameters."""
+
+
+class NewestFirst:
+    """Key = minus the time of entry: what came first stays longest."""
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """The time of entry does not change."""
+        return KeyMotion.STATIC
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Minus the time of entry."""
+        return -block.stored_at
+
+
+def _build_fifo(config: FifoConfig, context: PolicyContext) -> OldestFirst:
+    return OldestFirst()
+
+
+def _build_filo(config: FiloConfig, context: PolicyContext) -> NewestFirst:
+    return NewestFirst()
+
+
+FIFO = RetentionSpec(
+    name="fifo",
+    config=FifoConfig,
+    build=_build_fifo,
+    summary="What was entered first goes first.",
+    source="SGLang's fifo",
+)
+FILO = RetentionSpec(
+    name="filo",
+    config=FiloConfig,
+    build=_build_filo,
+    summary="What was entered last goes first.",
+    source="SGLang's filo",
+)

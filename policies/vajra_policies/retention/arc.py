@@ -1,0 +1,117 @@
+"""ARC: content used once and content used again in two lists, whose sizes follow what was missed.
+
+Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with the rules of vLLM 0.33's offloading
+manager: new content enters the first list even if it was there before, and there is one victim for each new block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+
+from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyConfig, PolicyContext, RetentionSpec
+
+ONCE, AGAIN = 0, 1
+
+
+class ArcConfig(PolicyConfig):
+    """`arc` has no parameters."""
+
+
+class AdaptiveReplacement:
+    """Victims come from the list of content used once while it is at least as long as its target, else from the other list.
+
+    The target grows when content is entered that this list has given up, and shrinks when the other list had given it up. Within a list
+    the least recently used goes first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: blocks of the cache."""
+        self._capacity = capacity
+        self.target = 0.0
+        """Blocks that the list of content used once may have."""
+        self.once: dict[CachedBlock, None] = {}
+        """Content used once, in use or idle."""
+        self.again: dict[CachedBlock, None] = {}
+        """Content used again."""
+        self.gone: tuple[OrderedDict[Hashable, None], OrderedDict[Hashable, None]] = (OrderedDict(), OrderedDict())
+        """Content that each list has given up, the latest last, as much as the cache holds."""
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Time of the last use."""
+        return block.last_used_at
+
+    def segment(self, block: CachedBlock) -> int:
+        """List that it is in."""
+        return AGAIN if block in self.again else ONCE
+
+    def next_segment(self, now: float) -> int:
+        """List that gives the next victim."""
+        return ONCE if len(self.once) >= int(self.target) else AGAIN
+
+    def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
+        """New content enters the first list."""
+        self.learn([block.block_hash for block in blocks])
+        self.enter(blocks)
+
+    def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
+        """Content that is used again goes to the second list."""
+        for block in blocks:
+            self.once.pop(block, None)
+            self.again[block] = None
+
+    def on_evicted(self, block: CachedBlock, now: float) -> None:
+        """Remember what a list gives up."""
+        is_again = block in self.again
+        self.on_withdrawn(block, now)
+        gone = self.gone[AGAIN if is_again else ONCE]
+        gone[block.block_hash] = None
+        if len(gone) > self._capacity:
+            gone.popitem(last=False)
+
+    def on_withdrawn(self, block: CachedBlock, now: float) -> None:
+        """Content is gone that no list gave up."""
+        self.once.pop(block, None)
+        self.again.pop(block, None)
+
+    def on_cleared(self, now: float) -> None:
+        """Begin anew."""
+        self.target = 0.0
+        for one in (self.once, self.again, *self.gone):
+            one.clear()
+
+    def learn(self, hashes: Sequence[Hashable]) -> None:
+        """Move the target for content that is to be entered, its end first."""
+        once, again = self.gone
+        for one in reversed(hashes):
+            if one in once:
+                self.target = min(self.target + max(1.0, len(again) / len(once)), self._capacity)
+                once.move_to_end(one)
+            elif one in again:
+                self.target = max(self.target - max(1.0, len(once) / len(again)), 0.0)
+                again.move_to_end(one)
+
+    def enter(self, blocks: Iterable[CachedBlock]) -> None:
+        """Put new content into the first list."""
+        for block in blocks:
+            for gone in self.gone:
+                gone.pop(block.block_hash, None)
+            self.once[block] = None
+
+
+def _build(config: ArcConfig, context: PolicyContext) -> AdaptiveReplacement:
+    return AdaptiveReplacement(context.limits.num_blocks)
+
+
+SPEC = RetentionSpec(
+    name="arc",
+    config=ArcConfig,
+    build=_build,
+    summary="Content used once and content used again in two lists, whose sizes follow what was missed.",
+    source="Megiddo and Modha (FAST 2003), with the rules of vLLM's offloading manager",
+)

@@ -1,0 +1,73 @@
+"""Retention by the number of uses: the least used content goes first (`lfu`), or what was not used again (`slru`)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyConfig, PolicyContext, RetentionSpec
+
+
+class LfuConfig(PolicyConfig):
+    """`lfu` has no parameters."""
+
+
+class LeastFrequentlyUsed:
+    """Key = (uses, last use): the least used content goes first, of equals the least recently used.
+
+    Uses are forgotten with the content, and do not age.
+    """
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Uses, then the time of the last one."""
+        return (block.num_uses, block.last_used_at)
+
+
+class SlruConfig(PolicyConfig):
+    """Parameters of `slru`."""
+
+    protected_threshold: int = Field(2, ge=1, description="Uses from which on content is protected.")
+
+
+class SegmentedLru:
+    """Key = (protected, last use): content on probation goes before all that is protected; within each, the least recently used."""
+
+    def __init__(self, config: SlruConfig) -> None:
+        self._threshold = config.protected_threshold
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """1 if it was used often enough, then the time of the last use."""
+        return (int(block.num_uses >= self._threshold), block.last_used_at)
+
+
+def _build_lfu(config: LfuConfig, context: PolicyContext) -> LeastFrequentlyUsed:
+    return LeastFrequentlyUsed()
+
+
+def _build_slru(config: SlruConfig, context: PolicyContext) -> SegmentedLru:
+    return SegmentedLru(config)
+
+
+LFU = RetentionSpec(
+    name="lfu",
+    config=LfuConfig,
+    build=_build_lfu,
+    summary="What was used least goes first; of equals the least recently used.",
+    source="SGLang's lfu",
+)
+SLRU = RetentionSpec(
+    name="slru",
+    config=SlruConfig,
+    build=_build_slru,
+    summary="What was not used again goes before what was; within each the least recently used.",
+    source="SGLang's slru",
+)

@@ -1,0 +1,67 @@
+"""Retention by the last use: the least recently used content goes first (`lru`), or the most recently used (`mru`)."""
+
+from __future__ import annotations
+
+from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyConfig, PolicyContext, RetentionSpec
+
+
+class LruConfig(PolicyConfig):
+    """`lru` has no parameters."""
+
+
+class LeastRecentlyUsed:
+    """Key = the last use: what nobody has used for longest goes first."""
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Time of the last use."""
+        return block.last_used_at
+
+
+class MruConfig(PolicyConfig):
+    """`mru` has no parameters."""
+
+
+class MostRecentlyUsed:
+    """Key = minus the last use: what was used just now goes first.
+
+    The best that can be done where more content is asked for in turn than fits.
+    """
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Minus the time of the last use."""
+        return -block.last_used_at
+
+
+def _build_lru(config: LruConfig, context: PolicyContext) -> LeastRecentlyUsed:
+    return LeastRecentlyUsed()
+
+
+def _build_mru(config: MruConfig, context: PolicyContext) -> MostRecentlyUsed:
+    return MostRecentlyUsed()
+
+
+LRU = RetentionSpec(
+    name="lru",
+    config=LruConfig,
+    build=_build_lru,
+    summary="What nobody has used for longest goes first; the default.",
+    source="vLLM's free block queue, SGLang's lru",
+    follows_release=True,
+)
+MRU = RetentionSpec(
+    name="mru",
+    config=MruConfig,
+    build=_build_mru,
+    summary="What was used last goes first.",
+    source="SGLang's mru",
+)

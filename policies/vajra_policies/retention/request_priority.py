@@ -1,0 +1,38 @@
+"""Retention by the priority of requests: what only less urgent requests use goes first."""
+
+from __future__ import annotations
+
+from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyConfig, PolicyContext, RetentionSpec
+
+
+class PriorityConfig(PolicyConfig):
+    """`priority` has no parameters."""
+
+
+class PriorityRetention:
+    """Key = (minus the most urgent priority of its users, last use).
+
+    A priority is the request's own number, lower is more urgent; content keeps the most urgent that it was used with.
+    """
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """Minus the priority, then the time of the last use."""
+        return (-block.priority, block.last_used_at)
+
+
+def _build(config: PriorityConfig, context: PolicyContext) -> PriorityRetention:
+    return PriorityRetention()
+
+
+SPEC = RetentionSpec(
+    name="priority",
+    config=PriorityConfig,
+    build=_build,
+    summary="What only less urgent requests have used goes first; of equals the least recently used.",
+    source="SGLang's priority",
+)

@@ -1,0 +1,55 @@
+"""Retention for a time: idle content is dropped when its time to live is over."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vajra_py.contract import CachedBlock, Key, KeyMotion, PolicyConfig, PolicyContext, RetentionSpec
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class TtlConfig(PolicyConfig):
+    """Parameters of `ttl`."""
+
+    ttl_s: Seconds = Field(300.0, description="Time that idle content lives after its last use, seconds.")
+    ttl_by_slo_class_s: dict[str, Seconds] = Field(
+        default_factory=dict,
+        description="Time that content lives which a request of this class of service used last, seconds.",
+    )
+
+
+class TimeToLive:
+    """Key = the end of its time: what would end first goes first, where memory is short; at its end it goes in any case."""
+
+    def __init__(self, config: TtlConfig) -> None:
+        self._ttl_s = config.ttl_s
+        self._by_class = dict(config.ttl_by_slo_class_s)
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A key changes when the content is used."""
+        return KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> Key:
+        """End of its time."""
+        return self.expires_at(block)
+
+    def expires_at(self, block: CachedBlock) -> float:
+        """Last use, and the time to live of the request that used it."""
+        return block.last_used_at + self._by_class.get(block.request.slo_class, self._ttl_s)
+
+
+def _build(config: TtlConfig, context: PolicyContext) -> TimeToLive:
+    return TimeToLive(config)
+
+
+SPEC = RetentionSpec(
+    name="ttl",
+    config=TtlConfig,
+    build=_build,
+    summary="Idle content lives for a time after its last use; what would end first goes first.",
+    source="prompt caches with a time to live; vLLM PR 38514",
+)

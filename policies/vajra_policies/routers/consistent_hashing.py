@@ -1,0 +1,94 @@
+"""Consistent hashing, with bounded loads: sessions keep their replicas when others come and go."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from math import ceil
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_policies.routing import load_in, those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
+
+
+class ConsistentHashingConfig(PolicyConfig):
+    """Parameters of `consistent_hashing`."""
+
+    by: Literal["session", "tenant"] = Field(
+        "session", description="What is hashed: the session or the tenant; requests without one are hashed by their id."
+    )
+    virtual_nodes: int = Field(100, ge=1, description="Places of each replica on the ring.")
+    max_load_factor: float | None = Field(
+        1.25,
+        gt=1,
+        description="Most requests of a replica, as a multiple of the mean with the new one; null: any number (plain consistent hashing).",
+    )
+
+
+class ConsistentHashing:
+    """The first replica clockwise from the key's hash that is up and has fewer than ceil(c * mean) requests.
+
+    When a replica goes, its keys alone move, to the next ones on the ring; when it is back, they return. With the bound c
+    no replica has more than c times the mean, and the keys beyond it spill over to the next one.
+
+    Source: Karger et al., STOC'97; Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA'18
+    (arXiv:1608.01350).
+    """
+
+    def __init__(self, config: ConsistentHashingConfig, num_replicas: int) -> None:
+        self._by_tenant = config.by == "tenant"
+        self._factor = config.max_load_factor
+        self._load = load_in("requests")
+        places = ((f"{one}/{copy}", one) for one in range(num_replicas) for copy in range(config.virtual_nodes))
+        self._ring = sorted((_hash(place), one) for place, one in places)
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The first replica on the ring with room."""
+        up = {one.replica_id: one for one in those_up(replicas)}
+        if not up:
+            return None
+        if self._factor is None:
+            return next(one for one in self._clockwise(request) if one in up)
+        loads = {replica_id: self._load(one) for replica_id, one in up.items()}
+        bound = ceil(self._factor * (sum(loads.values()) + 1) / len(up))
+        return next(one for one in self._clockwise(request) if one in up and loads[one] < bound)
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+    def _clockwise(self, request: RequestView) -> Iterator[ReplicaId]:
+        name = (request.tenant if self._by_tenant else request.session_id) or request.request_id
+        first = bisect_left(self._ring, (_hash(name), 0))
+        for index in range(len(self._ring)):
+            yield self._ring[(first + index) % len(self._ring)][1]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _build(config: ConsistentHashingConfig, context: PolicyContext) -> ConsistentHashing:
+    return ConsistentHashing(config, context.num_replicas)
+
+
+SPEC = PolicySpec(
+    name="consistent_hashing",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=ConsistentHashingConfig,
+    build=_build,
+    summary="Each session to its place on a ring of replicas, or to the next with room.",
+    source="Karger et al. (STOC'97); bounded loads (Mirrokni et al., SODA'18)",
+)

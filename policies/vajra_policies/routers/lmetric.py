@@ -1,0 +1,82 @@
+"""LMetric: the replica with the least product of tokens to prefill and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+
+from vajra_policies.routing import those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
+
+
+class LmetricConfig(PolicyConfig):
+    """Parameters of `lmetric`; the paper's rule has none."""
+
+    counts_pending: bool = Field(
+        True, description="Whether the tokens that a replica has left to prefill count beside the request's own."
+    )
+    counts_itself: bool = Field(
+        True,
+        description="Whether the request counts among the replica's; if not, any idle replica wins over a cached prefix.",
+    )
+
+
+class Lmetric:
+    """Least P * B, with P the tokens to prefill and B the requests, running and waiting, of a replica if the request goes there.
+
+    P = prompt - cached prefix, and what is left to prefill there (`counts_pending`); B counts the request too
+    (`counts_itself`). The paper's text can be read in either way. A product needs no weights: rescaling P or B by any
+    constant changes nothing. Ties go to the least P, then to the next replica in turn.
+
+    Left out: the detector of prefixes that are cached on too few replicas for their share of the load.
+
+    Source: LMetric (arXiv:2603.15202, OSDI'26).
+    """
+
+    def __init__(self, config: LmetricConfig) -> None:
+        self._counts_pending = config.counts_pending
+        self._own = int(config.counts_itself)
+        self._last = -1
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The replica that is up with the least product."""
+        up = those_up(replicas)
+        if not up:
+            return None
+        scored = [(*self._score(request, one), one.replica_id <= self._last, one.replica_id) for one in up]
+        self._last = min(scored)[-1]
+        return self._last
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+    def _score(self, request: RequestView, replica: ReplicaLoadView) -> tuple[int, int]:
+        num_tokens = request.num_prompt_tokens - replica.prefix_hit_tokens(request)
+        if self._counts_pending:
+            num_tokens += replica.num_pending_tokens
+        return (num_tokens * (replica.num_running + replica.num_waiting + self._own), num_tokens)
+
+
+def _build(config: LmetricConfig, context: PolicyContext) -> Lmetric:
+    return Lmetric(config)
+
+
+SPEC = PolicySpec(
+    name="lmetric",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=LmetricConfig,
+    build=_build,
+    summary="Each arriving request to the replica with the least product of tokens to prefill and requests.",
+    source="LMetric (arXiv:2603.15202, OSDI'26)",
+)

@@ -1,0 +1,235 @@
+"""ThunderAgent's router: programs keep their replica, and wait as wholes when the contexts of all do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+
+from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderRules, ThunderTable
+from vajra_policies.routing import has_room, those_up
+from vajra_py.contract import (
+    EmitFigure,
+    EndReason,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ProgramView,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    WakeUps,
+)
+
+_TICK = "tick"
+_UNPLACED = -1
+
+
+class ThunderAgentConfig(PolicyConfig):
+    """Parameters of `thunderagent`, with Dynamo's defaults."""
+
+    pause_threshold: float = Field(
+        0.95, gt=0, le=1, description="Part of a replica's tokens above which programs are paused."
+    )
+    pause_target: float = Field(0.80, gt=0, le=1, description="Part of them down to which programs are paused.")
+    soft_demote_threshold: float = Field(
+        0.80, gt=0, le=1, description="Part of them from which its programs' calls are put behind others."
+    )
+    soft_demote_priority_jump_s: float = Field(-2.0, description="Seconds by which these calls are put ahead (behind).")
+    resume_hysteresis: float = Field(
+        0.10,
+        ge=0,
+        lt=1,
+        description="Part of a replica's tokens below pause_threshold that stays free when programs are resumed.",
+    )
+    resume_priority_boost_s: float = Field(1.0, description="Seconds by which calls of resumed programs are put ahead.")
+    resume_timeout_s: float = Field(
+        1800.0, gt=0, description="Time after which a paused program is resumed wherever most room is."
+    )
+    acting_token_weight: float = Field(1.0, ge=0, le=1, description="Weight of the tokens of programs whose tool runs.")
+    acting_decay_tau_s: float = Field(
+        1.0, gt=0, description="Half-life of their tokens where a program is resumed after resume_timeout_s."
+    )
+    scheduler_interval_s: float = Field(5.0, gt=0, description="Time between two looks at all programs.")
+    buffer_tokens: int = Field(100, ge=0, description="Tokens that every program counts beyond its context.")
+
+    def rules(self) -> ThunderRules:
+        """The rules of the table."""
+        return ThunderRules(**self.model_dump(exclude={"resume_timeout_s"}))
+
+
+class ThunderAgent:
+    """Binds a program to the replica with the least tokens when it comes, and keeps it there.
+
+    A program's tokens are those of its context, also while a tool runs. When they do not all fit, programs whose tool runs are paused, the
+    smallest first; if these are not enough, the others when their turns end. The next call of a paused program waits in the shared queue
+    until the program is resumed. Programs with several calls at once count the contexts of all. Requests without a program go to the
+    replica with the least tokens. What a call's priority is changed by is emitted as `priority_jump_s`, and orders the calls that a replica
+    takes from the shared queue.
+
+    Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`).
+    """
+
+    def __init__(self, config: ThunderAgentConfig, block_size: int, wake: WakeUps, emit: EmitFigure) -> None:
+        self._block_size = block_size
+        self._timeout_s = config.resume_timeout_s
+        self._interval_s = config.scheduler_interval_s
+        self._wake = wake
+        self._emit = emit
+        self._table = ThunderTable(config.rules(), {})
+        self._calls: dict[str, dict[RequestView, None]] = {}
+        """Living calls of each program that were let go on."""
+        self._held: dict[str, dict[RequestView, None]] = {}
+        """Calls of each paused program."""
+        self._ready: dict[ReplicaId, dict[RequestView, float]] = {}
+        """Calls in the shared queue that a replica may take, with the time by which they are ordered; -1: any replica."""
+        self._ticks = False
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The replica of the request's program; None while the program is paused."""
+        self._look_at(replicas)
+        if request.program is None:
+            return self._least_loaded(request, replicas)
+        self._start_ticks(now)
+        name = request.program.program_id
+        if request in self._calls.get(name, ()) or request in self._held.get(name, ()):  # its replica was lost
+            program = self._table.programs.get(name)
+            place = None if program is None or program.replica not in self._table.capacity else program.replica
+            return place if isinstance(place, int) else self._least_loaded(request, replicas)
+        passage = self._table.before_call(name, self._num_tokens(name) + request.num_known_tokens, now)
+        if passage is None:
+            self._held.setdefault(name, {})[request] = None
+            self._wake.at(now + self._timeout_s, name)
+            return None
+        self._calls.setdefault(name, {})[request] = None
+        self._note(request, passage, now)
+        return passage.replica if isinstance(passage.replica, int) else self._least_loaded(request, replicas)
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Calls of resumed programs that are to go there, and requests for any replica."""
+        if not has_room(replica):
+            return ()
+        ready = [*self._ready.get(replica.replica_id, {}).items(), *self._ready.get(_UNPLACED, {}).items()]
+        return [request.request_id for request, _ in sorted(ready, key=lambda one: (one[1], one[0].index))]
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Look at all programs; or resume one that was paused for too long."""
+        if key != _TICK:
+            passage = self._table.force(key, now)
+            self._let_go_on([] if passage is None else [passage], now)
+            return
+        self._ticks = False
+        for name, calls in self._calls.items():
+            program = self._table.programs.get(name)
+            if program is not None and calls:
+                program.tokens = self._num_tokens(name)
+        self._let_go_on(self._table.tick(now), now)
+        if self._table.programs:
+            self._start_ticks(now)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request that waited in the shared queue has been taken."""
+        self._forget_ready(request)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """A program's turn ends with its last living call."""
+        for request in requests:
+            self._forget_ready(request)
+            if request.program is None:
+                continue
+            name = request.program.program_id
+            held = self._held.get(name, {})
+            if request in held:
+                self._drop_held(name, request, held)
+                continue
+            calls = self._calls.get(name, {})
+            if calls.pop(request, self) is self or calls:
+                continue
+            del self._calls[name]
+            program = self._table.programs.get(name)
+            has_result = request.end_reason in (EndReason.STOP, EndReason.LENGTH)
+            if program is not None:
+                self._table.after_call(name, request.num_known_tokens if has_result else program.tokens, now)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Forget a program that has ended."""
+        self._table.end_program(program.program_id)
+
+    # Replicas and their programs
+
+    def _look_at(self, replicas: Sequence[ReplicaLoadView]) -> None:
+        """Take in which replicas are up, with their tokens."""
+        capacity = self._table.capacity
+        for replica in replicas:
+            if replica.is_up and replica.replica_id not in capacity:
+                capacity[replica.replica_id] = replica.num_blocks * self._block_size
+            elif not replica.is_up and replica.replica_id in capacity:
+                self._table.lose_replica(replica.replica_id)
+                self._ready.setdefault(_UNPLACED, {}).update(self._ready.pop(replica.replica_id, {}))
+
+    def _least_loaded(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> ReplicaId | None:
+        best = min(those_up(replicas), key=_num_tokens, default=None)
+        if best is None:
+            self._ready.setdefault(_UNPLACED, {})[request] = request.arrived_at
+            return None
+        return best.replica_id
+
+    def _num_tokens(self, name: str) -> int:
+        """Tokens of the program's calls that run or wait at their replica."""
+        return sum(request.num_known_tokens for request in self._calls.get(name, ()))
+
+    def _start_ticks(self, now: float) -> None:
+        if not self._ticks:
+            self._ticks = True
+            self._wake.at(now + self._interval_s, _TICK)
+
+    # Held calls
+
+    def _let_go_on(self, passages: Iterable[Passage], now: float) -> None:
+        for passage in passages:
+            name = passage.program_id
+            self._wake.cancel(name)
+            for request in self._held.pop(name, {}):
+                self._calls.setdefault(name, {})[request] = None
+                self._note(request, passage, now)
+                place = passage.replica if isinstance(passage.replica, int) else _UNPLACED
+                self._ready.setdefault(place, {})[request] = now - passage.priority_jump_s
+
+    def _drop_held(self, name: str, request: RequestView, held: dict[RequestView, None]) -> None:
+        """A held call was taken back: the program is as if it had not been sent."""
+        del held[request]
+        program: AgentProgram | None = self._table.programs.get(name)
+        if program is not None:
+            program.turn -= 1
+            program.is_waiting = bool(held)
+        if not held:
+            del self._held[name]
+            self._wake.cancel(name)
+
+    def _forget_ready(self, request: RequestView) -> None:
+        for ready in self._ready.values():
+            ready.pop(request, None)
+
+    def _note(self, request: RequestView, passage: Passage, now: float) -> None:
+        if passage.priority_jump_s:
+            self._emit("priority_jump_s", passage.priority_jump_s, now, request)
+
+
+def _num_tokens(replica: ReplicaLoadView) -> tuple[int, ReplicaId]:
+    return replica.num_pending_tokens + replica.num_context_tokens, replica.replica_id
+
+
+def _build(config: ThunderAgentConfig, context: PolicyContext) -> ThunderAgent:
+    return ThunderAgent(config, context.limits.block_size, context.wake, context.emit)
+
+
+SPEC = PolicySpec(
+    name="thunderagent",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=ThunderAgentConfig,
+    build=_build,
+    summary="Programs keep their replica, and are paused and resumed as wholes by their tokens.",
+    source="ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6",
+)

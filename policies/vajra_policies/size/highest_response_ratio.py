@@ -1,0 +1,57 @@
+"""Highest response ratio next: the longest wait for its size first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_policies.size.lengths import FirstLengths, Lengths, SizeConfig
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
+
+
+class HighestResponseRatioConfig(SizeConfig):
+    """Parameters of `hrrn`."""
+
+
+class HighestResponseRatio:
+    """Key = -(now - arrival) / S, with S = w * prompt + output expected at arrival, in output tokens.
+
+    The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age fast, and a
+    long one overtakes every later short one after a while, so nobody starves.
+
+    Source: Brinch Hansen, "An analysis of response ratio scheduling", IFIP Congress 1971.
+    """
+
+    key_motion = KeyMotion.TIME_LINEAR
+
+    def __init__(self, config: SizeConfig, context: PolicyContext) -> None:
+        self._prompt_weight = config.prompt_weight
+        self._lengths = FirstLengths(Lengths(config, context.output_lengths))
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """(arrival / S, -1 / S per second)."""
+        slope = 1.0 / (self._prompt_weight * request.num_prompt_tokens + self._lengths.total(request))
+        return request.arrived_at * slope, -slope
+
+    def key(self, request: RequestView, now: float) -> float:
+        """The line at `now`."""
+        intercept, slope = self.line(request)
+        return intercept + slope * now
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget what was expected of them."""
+        self._lengths.forget(requests)
+
+
+def _build(config: HighestResponseRatioConfig, context: PolicyContext) -> HighestResponseRatio:
+    return HighestResponseRatio(config, context)
+
+
+SPEC = PolicySpec(
+    name="hrrn",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=HighestResponseRatioConfig,
+    build=_build,
+    summary="Highest response ratio next: the longest wait in relation to the expected size.",
+    source="Brinch Hansen (1971)",
+    aliases=("highest_response_ratio_next",),
+)

@@ -1,0 +1,85 @@
+"""Learning to rank: shortest expected output first, with a boost for who has waited too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_policies.size.lengths import FirstLengths, LengthConfig, Lengths
+from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
+
+
+class LearningToRankConfig(LengthConfig):
+    """Parameters of `ltr`. The paper's code has no defaults for the two; it counts the wait in steps."""
+
+    starvation_s: float = Field(
+        10.0, gt=0, description="Time without running after which a request is boosted, seconds."
+    )
+    boost_steps: int = Field(
+        100, ge=1, description="Steps that a boosted request runs before others.", json_schema_extra={"unit": "steps"}
+    )
+
+
+class LearningToRank:
+    """Key = (0 if boosted, else 1; score), with the output length expected at arrival as score.
+
+    A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so nobody waits much
+    longer than that. Only the order of scores matters: what counts of a predictor is its rank correlation (Kendall's tau), not
+    its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it is shortest job first.
+
+    Left out: the ranking model, a small language model trained on prompts; the backend's `output_length` stands for it.
+
+    Source: Fu et al., "Efficient LLM Scheduling by Learning to Rank", NeurIPS'24 (arXiv:2408.15792).
+    """
+
+    key_motion = KeyMotion.ARBITRARY
+    """A boost comes with time alone."""
+
+    def __init__(self, config: LearningToRankConfig, context: PolicyContext) -> None:
+        self._starvation_s = config.starvation_s
+        self._boost_steps = config.boost_steps
+        self._lengths = FirstLengths(Lengths(config, context.output_lengths))
+        self._last_run_at: dict[RequestView, float] = {}
+        self._boosts: dict[RequestView, int] = {}
+        """Steps that are left of each boost."""
+
+    def key(self, request: RequestView, now: float) -> tuple[float, float]:
+        """(0 if it is boosted, else 1; the expected length at arrival)."""
+        is_boosted = request in self._boosts or self._starves(request, now)
+        return (0.0 if is_boosted else 1.0, self._lengths.total(request))
+
+    def on_step_end(self, step: EndedStep) -> None:
+        """Count the steps of boosts; a starving request that ran begins one."""
+        boosts = self._boosts
+        for request in step.requests:
+            if request in boosts or self._starves(request, step.formed_at):
+                boosts[request] = boosts.get(request, self._boost_steps) - 1
+                if not boosts[request]:
+                    del boosts[request]
+            self._last_run_at[request] = step.ended_at
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        self._lengths.forget(requests)
+        for request in requests:
+            self._last_run_at.pop(request, None)
+            self._boosts.pop(request, None)
+
+    def _starves(self, request: RequestView, now: float) -> bool:
+        return now - self._last_run_at.get(request, request.arrived_at) >= self._starvation_s
+
+
+def _build(config: LearningToRankConfig, context: PolicyContext) -> LearningToRank:
+    return LearningToRank(config, context)
+
+
+SPEC = PolicySpec(
+    name="ltr",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=LearningToRankConfig,
+    build=_build,
+    summary="Shortest expected output first, by rank; who has not run for long is boosted.",
+    source="LTR (Fu et al., NeurIPS'24, arXiv:2408.15792)",
+    aliases=("learning_to_rank",),
+)

@@ -1,0 +1,69 @@
+"""Output lengths as policies that order by size expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_py.contract import PolicyConfig, RequestView
+from vajra_py.contract.latency import OutputLengthPredictor
+
+
+class LengthConfig(PolicyConfig):
+    """Parameters of expected output lengths. The predictor is the backend's `output_length`."""
+
+    estimate: Literal["mean", "p50", "p90"] = Field("mean", description="Figure of a predicted length that counts.")
+    default_output_tokens: float = Field(
+        256.0, gt=0, description="Output length where nothing is predicted.", json_schema_extra={"unit": "tokens"}
+    )
+
+
+class SizeConfig(LengthConfig):
+    """Parameters of sizes that count prompts too."""
+
+    prompt_weight: float = Field(
+        0.01,
+        ge=0,
+        description="Output tokens that a prompt token counts for; it takes that part of a decode's time or so.",
+    )
+
+
+class Lengths:
+    """Expected output lengths of requests, in tokens, from the run's predictor."""
+
+    def __init__(self, config: LengthConfig, predictor: OutputLengthPredictor) -> None:
+        self._figure = f"{config.estimate}_tokens"
+        self._default = config.default_output_tokens
+        self._predictor = predictor
+
+    def total(self, request: RequestView) -> float:
+        """Tokens that the request is expected to generate in all, as of now."""
+        estimate = self._predictor.predict(request)
+        expected: float = self._default if estimate is None else getattr(estimate, self._figure)
+        return expected
+
+    def remaining(self, request: RequestView) -> float:
+        """Tokens that it is expected to generate still; at least 1."""
+        return max(self.total(request) - request.num_output_tokens, 1.0)
+
+
+class FirstLengths:
+    """Lengths as they were expected when a request was first asked about: at its arrival."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._first: dict[RequestView, float] = {}
+
+    def total(self, request: RequestView) -> float:
+        """Tokens that the request was expected to generate in all."""
+        first = self._first.get(request)
+        if first is None:
+            first = self._first[request] = self._lengths.total(request)
+        return first
+
+    def forget(self, requests: Iterable[RequestView]) -> None:
+        """Forget requests that have left."""
+        for request in requests:
+            self._first.pop(request, None)

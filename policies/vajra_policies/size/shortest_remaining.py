@@ -1,0 +1,46 @@
+"""Shortest remaining processing time first."""
+
+from __future__ import annotations
+
+from vajra_policies.size.lengths import Lengths, SizeConfig
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
+
+
+class ShortestRemainingConfig(SizeConfig):
+    """Parameters of `srpt`."""
+
+
+class ShortestRemaining:
+    """Key = w * known tokens left to compute + output tokens expected still, as of now.
+
+    With `preemptive` and the oracle's lengths this is the optimal rule for the mean time in system of one server. A request
+    that has outlived its estimate counts as one token; one that lost its memory has its known tokens to compute again.
+
+    Source: Schrage, "A proof of the optimality of the shortest remaining processing time discipline", Operations Research
+    1968; its mean for Poisson arrivals: Schrage and Miller, Operations Research 1966.
+    """
+
+    key_motion = KeyMotion.PROGRESS
+
+    def __init__(self, config: SizeConfig, context: PolicyContext) -> None:
+        self._prompt_weight = config.prompt_weight
+        self._lengths = Lengths(config, context.output_lengths)
+
+    def key(self, request: RequestView, now: float) -> float:
+        """What is left, output tokens."""
+        return self._prompt_weight * request.num_remaining_tokens + self._lengths.remaining(request)
+
+
+def _build(config: ShortestRemainingConfig, context: PolicyContext) -> ShortestRemaining:
+    return ShortestRemaining(config, context)
+
+
+SPEC = PolicySpec(
+    name="srpt",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=ShortestRemainingConfig,
+    build=_build,
+    summary="Shortest remaining processing time first, by expected output and what is left of the prompt.",
+    source="Schrage (1968)",
+    aliases=("shortest_remaining_processing_time",),
+)

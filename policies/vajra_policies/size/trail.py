@@ -1,0 +1,65 @@
+"""TRAIL: shortest remaining output first, and nobody is preempted who is far on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_policies.size.lengths import FirstLengths, LengthConfig, Lengths
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
+
+
+class TrailConfig(LengthConfig):
+    """Parameters of `trail`."""
+
+    preemptible_fraction: float = Field(
+        0.8,
+        ge=0,
+        description="Part of the output expected at arrival (C) after which a request is not preempted; 0: never, from 1: SRPT.",
+    )
+
+
+class Trail:
+    """Key = (0, r) once a request has generated a >= C * r0 tokens, else (1, r), with r the tokens expected still.
+
+    r0 is what was expected at arrival. C = 0 is shortest job first without preemption, C = 1 preempts up to the end. Preempting
+    a request far on costs the most memory, which its neighbours lack, and saves the least. Needs a replica scheduler that
+    preempts, such as `preemptive`.
+
+    Left out: the predictor itself, a probe on the embeddings of the model's middle layers, smoothed over tokens; the
+    backend's `output_length` stands for it.
+
+    Source: Shahout et al., "Don't Stop Me Now: Embedding Based Scheduling for LLMs", ICLR'25 (arXiv:2410.01035).
+    """
+
+    key_motion = KeyMotion.PROGRESS
+
+    def __init__(self, config: TrailConfig, context: PolicyContext) -> None:
+        self._fraction = config.preemptible_fraction
+        self._lengths = Lengths(config, context.output_lengths)
+        self._first = FirstLengths(self._lengths)
+
+    def key(self, request: RequestView, now: float) -> tuple[float, float]:
+        """(0 from a >= C * r0 on, else 1; output tokens expected still)."""
+        age = request.num_output_tokens
+        stays = age > 0 and age >= self._fraction * self._first.total(request)
+        return (0.0 if stays else 1.0, self._lengths.remaining(request))
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget what was expected of them."""
+        self._first.forget(requests)
+
+
+def _build(config: TrailConfig, context: PolicyContext) -> Trail:
+    return Trail(config, context)
+
+
+SPEC = PolicySpec(
+    name="trail",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=TrailConfig,
+    build=_build,
+    summary="Shortest remaining output first, with preemption only of requests that are not far on.",
+    source="TRAIL (Shahout et al., ICLR'25, arXiv:2410.01035)",
+)

@@ -1,0 +1,9 @@
+"""Promised times: who is served so that they are kept, and how much work a step may take."""
+
+from __future__ import annotations
+
+from vajra_policies.slo import hygen, past_future, qoserve, scorpio, slack_chunk
+from vajra_py.contract import PolicySpec
+
+PRIORITIZERS: tuple[PolicySpec, ...] = (qoserve.SPEC,)
+BATCHERS: tuple[PolicySpec, ...] = (slack_chunk.SPEC, past_future.SPEC, hygen.SPEC, scorpio.SPEC)

@@ -1,0 +1,87 @@
+"""HyGen: offline requests fill what a step's latency budget leaves."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_policies.preemption import preemption_mode
+from vajra_policies.preemptive import Preemptive, PreemptiveConfig
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    PreemptionMode,
+    RequestView,
+    SchedulerTraits,
+)
+
+
+class HygenConfig(PreemptiveConfig):
+    """Parameters of `hygen`."""
+
+    latency_budget_s: float = Field(
+        0.05,
+        gt=0,
+        description="Predicted time of a step that offline requests may fill, seconds; the paper searches it for each SLO.",
+    )
+    offline_from_priority: int = Field(
+        1, description="Requests with this priority, or a less urgent one, are offline; lower numbers are more urgent."
+    )
+
+
+class Hygen(Preemptive):
+    """`preemptive`, with offline requests added only while the step's predicted time stays within `latency_budget_s`.
+
+    Online requests are taken by urgency whatever they take; then offline decodes, and offline prompts in chunks that fit. Offline requests
+    have their memory taken by online ones. A step that would be empty takes an offline request all the same. Use it with
+    the prioritizer `priority`, which puts offline requests behind online ones.
+
+    Left out: the search for the budget that keeps an SLO (`vajra capacity` answers such questions), and the order of offline
+    requests by shared prefixes. Predictions are those of the run's latency model, where the paper fits a linear one.
+
+    Source: Sun et al., "HyGen: Efficient LLM Serving via Elastic Online-Offline Request Co-location", NeurIPS'25 (arXiv:2501.14808).
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+    """Offline decodes may be left out of a step as contexts grow, so that steps need not repeat."""
+
+    def __init__(self, config: HygenConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+        super().__init__(config, mode)
+        self._budget_s = config.latency_budget_s
+        self._offline_from = config.offline_from_priority
+
+    def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
+        return False
+
+    def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
+        """As for `preemptive`; of an offline request what fits into the budget."""
+        num_tokens = super()._tokens(request, behind, batch)
+        if request.priority < self._offline_from or num_tokens < 1 or self._fits(request, num_tokens, batch):
+            return num_tokens
+        low, high = 0, num_tokens  # the largest that fits is at least low and below high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(request, middle, batch):
+                low = middle
+            else:
+                high = middle
+        return low if low or batch.num_requests else 1
+
+    def _fits(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> bool:
+        return batch.predicted_time_with(request, num_tokens) <= self._budget_s
+
+
+def _build(config: HygenConfig, context: PolicyContext) -> Hygen:
+    return Hygen(config, preemption_mode(config, context))
+
+
+SPEC = PolicySpec(
+    name="hygen",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=HygenConfig,
+    build=_build,
+    summary="Online requests first; offline ones fill what is left of a step's latency budget.",
+    source="HyGen (NeurIPS'25, arXiv:2501.14808)",
+)

@@ -1,0 +1,161 @@
+"""Past-Future: admit while the peak of KV memory to come, drawn from past output lengths, fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_policies.fixed_chunk import FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    EndReason,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    RequestView,
+    SchedulerTraits,
+    SteadyState,
+    fill,
+)
+
+_BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
+
+
+class PastFutureConfig(FixedChunkConfig):
+    """Parameters of `past_future`."""
+
+    lengths: Literal["history", "predicted", "longest"] = Field(
+        "history",
+        description=(
+            "Output lengths to come: drawn from the past ones, the mean of the backend's `output_length`, or what requests may "
+            "generate at most (the conservative rule)."
+        ),
+    )
+    window: int = Field(1000, ge=1, description="Past requests whose output lengths are kept.")
+    reserve_fraction: float = Field(
+        0.03, ge=0, lt=1, description="Part of the KV memory that no peak may touch, fraction."
+    )
+
+
+def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
+    """Most tokens that are ever held by requests that hold a_i and generate b_i more: max over k of sum of the first k a_i, + k * b_k.
+
+    Entries are (a, b), in any order; they are taken by b, the longest first. Exact if all generate one token a step and free
+    their memory at their end.
+    """
+    held = peak = 0.0
+    for count, (num_held, num_to_come) in enumerate(sorted(entries, key=_to_come, reverse=True), 1):
+        held += num_held
+        peak = max(peak, held + count * num_to_come)
+    return peak
+
+
+class PastFuture:
+    """A waiting request is admitted if the peak of everything that runs and of itself is at most M * (1 - reserve).
+
+    - a_i: known tokens; b_i: tokens to come. b is drawn anew in each step from the last output lengths that are longer
+      than what the request has generated; before there are any, what it may generate at most.
+    - Who does not fit waits, and nobody is admitted past it. Steps are those of `fixed_chunk`.
+
+    Allows for memory in whole blocks. Left out: prefixes that requests share, which are counted for each, and requests in flight under pipelining. Window and reserve
+    are round figures; the paper's were not found.
+
+    Source: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS'25 (arXiv:2507.10150);
+    LightLLM.
+    """
+
+    traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
+    """While requests wait, draws differ from step to step; the first request is admitted whatever its peak."""
+
+    def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
+        limits = context.limits
+        self._config = config
+        self._mode = preemption_mode(config, context)
+        self._predictor = context.output_lengths
+        self._stream = context.random_stream("past_future")
+        self._most_tokens = (1.0 - config.reserve_fraction) * limits.num_blocks * limits.block_size
+        self._slack_tokens = limits.block_size - 1
+        self._recent: deque[int] = deque()
+        self._lengths: list[int] = []
+        """The same, ascending."""
+        self._entries: list[tuple[float, float]] | None = None
+        self._is_closed = False
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes, then prompts by urgency; waiting ones while their peak fits."""
+        self._entries, self._is_closed = None, False
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt with the replica to itself has the whole budget."""
+        return min(self._config.chunk_size, num_remaining_tokens)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Learn the lengths of outputs that ended by themselves."""
+        for request in requests:
+            if request.end_reason in _BY_ITSELF:
+                self._recent.append(request.num_output_tokens)
+                insort(self._lengths, request.num_output_tokens)
+                if len(self._recent) > self._config.window:
+                    self._lengths.pop(bisect_right(self._lengths, self._recent.popleft()) - 1)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        room = min(self._config.chunk_size - batch.num_tokens, batch.tokens_left)
+        if room <= 0:
+            return None
+        if not request.is_resident and not self._fits(request, replica):
+            return 0
+        return min(batch.max_chunk(request), room)
+
+    def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
+        """Return whether the peak fits with one more; once it does not, nobody else is asked about in this step."""
+        if self._is_closed or not replica.num_running:
+            return not self._is_closed
+        if self._entries is None:
+            self._entries = [self._entry(one) for one in replica.running()]
+        entry = self._entry(request)
+        if peak_tokens([*self._entries, entry]) > self._most_tokens:
+            self._is_closed = True
+            return False
+        self._entries.append(entry)
+        return True
+
+    def _entry(self, request: RequestView) -> tuple[float, float]:
+        """(a, b); a with what the last block may leave empty."""
+        return (request.num_known_tokens + self._slack_tokens, self._to_come(request))
+
+    def _to_come(self, request: RequestView) -> float:
+        generated, most = request.num_output_tokens, request.max_tokens
+        total = float(most)
+        if self._config.lengths == "history":
+            first = bisect_right(self._lengths, generated)
+            if first < len(self._lengths):
+                total = self._lengths[self._stream.integers(first, len(self._lengths))]
+        elif self._config.lengths == "predicted":
+            estimate = self._predictor.predict(request)
+            total = most if estimate is None else estimate.mean_tokens
+        return max(min(total, most) - generated, 0.0)
+
+
+def _to_come(entry: tuple[float, float]) -> float:
+    return entry[1]
+
+
+def _build(config: PastFutureConfig, context: PolicyContext) -> PastFuture:
+    return PastFuture(config, context)
+
+
+SPEC = PolicySpec(
+    name="past_future",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=PastFutureConfig,
+    build=_build,
+    summary="Fixed chunks; a request is admitted while the expected peak of KV memory fits.",
+    source="Past-Future (Gong et al., ASPLOS'25, arXiv:2507.10150)",
+)

@@ -1,0 +1,125 @@
+"""QoServe's order of prompts: deadlines, prompt lengths in overload, and relegation of who is late anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    EndedStep,
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaId,
+    RequestView,
+)
+
+
+class QoserveConfig(PolicyConfig):
+    """Parameters of `qoserve`; the defaults are those of its code, for an 8B model on an A100."""
+
+    alpha_s: float = Field(
+        0.008, ge=0, description="Weight of a remaining prompt token against time, seconds; 0: earliest deadline first."
+    )
+    expected_output_tokens: float = Field(
+        15.0,
+        ge=0,
+        description="Output tokens that a promised end leaves time for.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    batch_tbt_s: float = Field(0.4, gt=0, description="Time for each of these, seconds.")
+    default_ttft_s: float = Field(
+        600.0, gt=0, description="Time to the first token of requests without promises, seconds."
+    )
+    relegates: bool = Field(True, description="Whether requests that would be late anyway go behind all others.")
+    first_throughput: float = Field(
+        8500.0, gt=0, description="Tokens a second that relegation expects at first; later what was computed."
+    )
+    decay: float = Field(
+        0.995, ge=0, lt=1, description="Weight of the past in that average, at each step with prompts."
+    )
+
+
+class Qoserve:
+    """Key = (1 if relegated, else 0; arrival + D + alpha * remaining prompt tokens).
+
+    - D is the promised time to first token; of requests with a promised end alone, that end less `expected_output_tokens` times
+      `batch_tbt_s`. alpha = 0 is earliest deadline first; a large alpha is shortest remaining prompt first.
+    - Relegation: a request that would miss arrival + D if its prompt were all that is computed from now on, at the throughput of late, goes
+      behind all that still can be in time, for good once it is admitted. So an overload makes some late, and not everybody.
+
+    Companion of `slack_chunk`, QoServe's chunks. Left out: alpha that adapts to the load, and important requests, which are
+    relegated last.
+
+    Source: "Niyama: Breaking the Silos of LLM Inference Serving" (arXiv:2503.22562), as QoServe at ASPLOS'26; its branch
+    `niyama_asplos2026` of Sarathi-Serve for constants.
+    """
+
+    key_motion = KeyMotion.ARBITRARY
+    """Relegation comes with time alone."""
+
+    def __init__(self, config: QoserveConfig) -> None:
+        self._config = config
+        self._throughput = config.first_throughput
+        self._relegated: dict[RequestView, None] = {}
+
+    def key(self, request: RequestView, now: float) -> tuple[float, float]:
+        """(1 if relegated, else 0; the deadline and the weighted rest of the prompt, seconds)."""
+        deadline = request.arrived_at + self._relative_s(request)
+        return (
+            float(self._is_relegated(request, now)),
+            deadline + self._config.alpha_s * request.num_remaining_prompt_tokens,
+        )
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Keep a relegated request relegated while it runs."""
+        if self._is_relegated(request, now):
+            self._relegated[request] = None
+
+    def on_step_end(self, step: EndedStep) -> None:
+        """Average the throughput of steps with prompts."""
+        num_tokens = sum(step.num_tokens)
+        if num_tokens > len(step.requests) and step.duration_s > 0:
+            decay = self._config.decay
+            self._throughput = decay * self._throughput + (1.0 - decay) * num_tokens / step.duration_s
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._relegated.pop(request, None)
+
+    def _relative_s(self, request: RequestView) -> float:
+        config = self._config
+        if request.ttft_slo_s is not None:
+            return request.ttft_slo_s
+        if request.deadline_at is not None:
+            return request.deadline_at - request.arrived_at - config.expected_output_tokens * config.batch_tbt_s
+        return config.default_ttft_s
+
+    def _is_relegated(self, request: RequestView, now: float) -> bool:
+        if not self._config.relegates:
+            return False
+        if request in self._relegated:
+            return True
+        if request.is_resident or request.num_output_tokens:
+            return False
+        prefill_s = request.num_remaining_prompt_tokens / self._throughput
+        return now + prefill_s > request.arrived_at + self._relative_s(request)
+
+
+def _build(config: QoserveConfig, context: PolicyContext) -> Qoserve:
+    return Qoserve(config)
+
+
+SPEC = PolicySpec(
+    name="qoserve",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=QoserveConfig,
+    build=_build,
+    summary="Earliest deadline and shortest prompt mixed; who would be late anyway goes behind all others.",
+    source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
+    aliases=("niyama",),
+)

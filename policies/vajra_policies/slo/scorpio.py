@@ -1,0 +1,157 @@
+"""SCORPIO: each decode runs as often as its own promise needs, and prompts that would be late are turned away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from pydantic import Field
+
+from vajra_policies.fixed_chunk import FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    BatchFeatures,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    Refusal,
+    RequestView,
+    SchedulerTraits,
+    fill,
+)
+from vajra_py.contract.fill import add_prompts, least_urgent_victim
+
+_WHOLE = 1.0 - 1e-9
+"""A credit of one, reached by adding fractions."""
+
+
+class ScorpioConfig(FixedChunkConfig):
+    """Parameters of `scorpio`."""
+
+    default_tpot_s: float = Field(
+        0.1,
+        gt=0,
+        description="Time per output token of requests without a promise, seconds; at least the loosest promise counts.",
+    )
+    rejects: bool = Field(
+        True, description="Whether waiting requests that would miss their promised first token are turned away."
+    )
+
+
+class Scorpio:
+    """Of the decodes, those with a credit of 1 run; every step adds TRP(r) = least promised TPOT / TPOT(r) to each credit.
+
+    - So a request promised twice the time per token of the tightest one runs in every second step.
+    - TPOT guard: a request is admitted while a decode step of the virtual batch size, the sum of TRP over those that run and itself, is
+      predicted to take at most the tightest promise.
+    - TTFT guard: in the order of urgency, a waiting request that would miss its promised first token behind the prompts before it is
+      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step asks about all that wait.
+
+    Left out: predicted output lengths, by which the paper allows for memory. Decodes that are left out keep their KV.
+
+    Source: Tang et al., "SCORPIO: Serving the Right Requests at the Right Time for Heterogeneous SLOs" (arXiv:2505.23022).
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+    """Steps differ by their credits; whoever has the tightest promise runs in each, and nobody is kept out of an idle replica."""
+
+    def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._mode = preemption_mode(config, context)
+        self._latency = context.latency
+        self._prefill_time = context.prefill_time
+        self._credits: dict[RequestView, float] = {}
+        self._tightest_s = config.default_tpot_s
+        self._virtual_size = 0.0
+        self._context_tokens = 0
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """The decodes whose turn it is, then prompts by urgency."""
+        running = replica.running()
+        self._tightest_s = min((self._tpot_s(one) for one in running), default=float("inf"))
+        self._virtual_size = sum(self._tightest_s / self._tpot_s(one) for one in running)
+        self._context_tokens = sum(one.num_known_tokens for one in running)
+        self._add_due(replica, batch)
+        if self._config.rejects and replica.num_waiting:
+            self._reject_late(replica, batch, now)
+        add_prompts(replica, batch, self._next_chunk)
+        if not batch.num_requests:  # partial prefills hold all of the memory, and none can grow
+            fill(replica, batch, self._next_chunk, self._mode)
+
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt with the replica to itself has the whole budget."""
+        return min(self._config.chunk_size, num_remaining_tokens)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._credits.pop(request, None)
+
+    def _tpot_s(self, request: RequestView) -> float:
+        promised_s = request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
+        return self._config.default_tpot_s if promised_s is None else promised_s
+
+    def _add_due(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
+        credits = self._credits
+        for request in replica.decodes():
+            credits[request] = credits.get(request, 0.0) + self._tightest_s / self._tpot_s(request)
+        for request in sorted(replica.decodes(), key=replica.urgency):
+            if credits[request] < _WHOLE or not request.is_resident:
+                continue
+            refusal = batch.add(request, 1)
+            while refusal is Refusal.KV_BLOCKS:
+                victim = least_urgent_victim(replica, request)
+                if batch.preempt(victim, self._mode) is not None and batch.preempt(victim) is not None:
+                    break
+                refusal = batch.add(request, 1) if victim is not request else None
+            if refusal is None and request in batch:
+                credits[request] -= 1.0
+
+    def _reject_late(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        ahead_s = 0.0
+        for request in list(replica.waiting()):
+            prefill_s = self._prefill_time.remaining_s(request.num_prompt_tokens, 0)
+            promised_s = request.ttft_slo_s
+            is_new = not request.num_output_tokens and not request.num_preemptions
+            if is_new and promised_s is not None and now + ahead_s + prefill_s > request.arrived_at + promised_s:
+                batch.drop(request, f"its first token would be later than the promised {promised_s:g} s")
+            else:
+                ahead_s += prefill_s
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        room = min(self._config.chunk_size - batch.num_tokens, batch.tokens_left)
+        if room <= 0:
+            return None
+        if not request.is_resident and not self._admits(request, replica):
+            return 0
+        return min(batch.max_chunk(request), room)
+
+    def _admits(self, request: RequestView, replica: LocalReplicaView) -> bool:
+        """The TPOT guard; who is let in counts from then on."""
+        own_s = self._tpot_s(request)
+        tightest_s = min(self._tightest_s, own_s)
+        rescaled = 0.0 if not self._virtual_size else self._virtual_size * tightest_s / self._tightest_s
+        size = rescaled + tightest_s / own_s
+        num_context = self._context_tokens + request.num_known_tokens
+        mean_context = num_context / (replica.num_running + 1)
+        features = BatchFeatures().with_decodes(ceil(size - 1e-9), int(size * mean_context))
+        if replica.num_running and self._latency.stage_time_s(features) > tightest_s:
+            return False
+        self._tightest_s, self._virtual_size, self._context_tokens = tightest_s, size, num_context
+        return True
+
+
+def _build(config: ScorpioConfig, context: PolicyContext) -> Scorpio:
+    return Scorpio(config, context)
+
+
+SPEC = PolicySpec(
+    name="scorpio",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=ScorpioConfig,
+    build=_build,
+    summary="Decodes run as often as their promises need; prompts are let in while these hold, and turned away when late.",
+    source="SCORPIO (arXiv:2505.23022)",
+)

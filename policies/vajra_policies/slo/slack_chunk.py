@@ -1,0 +1,115 @@
+"""QoServe's chunks: as many prompt tokens as the tightest decode has time for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field, field_validator
+
+from vajra_policies.preemption import PreemptionConfig, preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    PreemptionMode,
+    RequestView,
+    SchedulerTraits,
+    SteadyState,
+    fill,
+)
+
+
+class SlackChunkConfig(PreemptionConfig):
+    """Parameters of `slack_chunk`; the defaults are those of QoServe's code."""
+
+    sizes: tuple[int, ...] = Field(
+        (128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2552),
+        min_length=1,
+        description="Query tokens that a step with prompts may have in all, ascending.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    safety_factor: float = Field(1.2, ge=1, description="Predicted step times are taken this many times as long.")
+
+    @field_validator("sizes")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if value[0] < 1 or list(value) != sorted(set(value)):
+            raise ValueError(f"sizes do not ascend from 1 or more (got {value}). Allowed: such as [128, 512]")
+        return value
+
+
+class SlackChunk:
+    """A step's tokens = the largest of `sizes` with safety_factor * T <= least slack of its decodes, or the smallest of all.
+
+    Slack of a decode: arrival + max(time to its first token, promised one) + TBT * i - now, with i the tokens that it has and TBT
+    its promise. Time that decodes are ahead of their promises becomes larger chunks. Decodes without a promise have no say,
+    and without any decode the largest size is taken.
+
+    Left out: smaller sizes when KV memory runs short.
+
+    Source: QoServe (arXiv:2503.22562), dynamic chunking; constants of its branch of Sarathi-Serve.
+    """
+
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
+    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+
+    def __init__(self, config: SlackChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+        self._sizes = config.sizes
+        self._safety = config.safety_factor
+        self._mode = mode
+        self._first_token_at: dict[RequestView, float] = {}
+        self._slack_s = 0.0
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes, then prompts by urgency up to the size that the decodes' slack allows."""
+        if replica.num_waiting or replica.num_partial_prefills:
+            due = (self._due_at(request) for request in replica.decodes())
+            self._slack_s = min((at for at in due if at is not None), default=float("inf")) - now
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt with the replica to itself has the largest size."""
+        return min(self._sizes[-1], num_remaining_tokens)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._first_token_at.pop(request, None)
+
+    def _due_at(self, request: RequestView) -> float | None:
+        """Time at which the decode's next token is due; None without a promise."""
+        tbt_s, last_at, num_tokens = request.tbt_slo_s, request.last_token_at, request.num_output_tokens
+        if tbt_s is None or last_at is None:
+            return None
+        first_at = self._first_token_at.get(request)
+        if first_at is None:  # seen for the first time at its first token, or else taken to have been on time since
+            first_at = self._first_token_at[request] = last_at - (num_tokens - 1) * tbt_s
+        promised_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
+        return max(first_at, promised_at) + num_tokens * tbt_s
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        smallest = self._sizes[0] - batch.num_tokens
+        for size in reversed(self._sizes):
+            num_tokens = min(size - batch.num_tokens, batch.tokens_left, batch.max_chunk(request))
+            if num_tokens <= max(smallest, 0):
+                break
+            if self._safety * batch.predicted_time_with(request, num_tokens) <= self._slack_s:
+                return num_tokens
+        room = min(smallest, batch.tokens_left)
+        return min(batch.max_chunk(request), room) if room > 0 else None
+
+
+def _build(config: SlackChunkConfig, context: PolicyContext) -> SlackChunk:
+    return SlackChunk(config, preemption_mode(config, context))
+
+
+SPEC = PolicySpec(
+    name="slack_chunk",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=SlackChunkConfig,
+    build=_build,
+    summary="Decodes first, then prompts by urgency, as many tokens as the tightest promise of a decode leaves time for.",
+    source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
+)

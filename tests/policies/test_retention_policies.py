@@ -1,0 +1,163 @@
+"""Retention policies: the contract, and what each gives up first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vajra_py.contract import CachedBlock, KeyMotion, PolicyConfig, RetentionSpec
+from vajra_py.plugins import load_registry
+from vajra_py.testing import check_retention
+
+POLICIES = load_registry().retention_policies
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_keeps_the_contract(name: str) -> None:
+    check_retention(POLICIES[name].spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("ttl", {"ttl_s": 0.2, "ttl_by_slo_class_s": {"batch": 0.0}}), ("session_pin", {"pin_s": 100.0}), ("slru", {"protected_threshold": 4})],
+)  # fmt: skip
+def test_it_keeps_the_contract_with_other_parameters(name: str, params: dict[str, Any]) -> None:
+    check_retention(POLICIES[name].spec, params)
+
+
+def made(policy: type, **fields: Any) -> RetentionSpec:
+    return RetentionSpec("made", PolicyConfig, lambda config, context: policy(), "For this test.", **fields)
+
+
+class Plain:
+    key_motion = KeyMotion.PROGRESS
+
+    def key(self, block: CachedBlock, now: float) -> float:
+        return block.last_used_at
+
+
+class MovesByTime(Plain):
+    def key(self, block: CachedBlock, now: float) -> float:
+        return now - block.last_used_at
+
+
+class MovesByUse(Plain):
+    key_motion = KeyMotion.STATIC
+
+    def key(self, block: CachedBlock, now: float) -> float:
+        return block.num_uses
+
+
+class NotANumber(Plain):
+    def key(self, block: CachedBlock, now: float) -> float:
+        return float("nan")
+
+
+class Fails(Plain):
+    def on_evicted(self, block: CachedBlock, now: float) -> None:
+        raise KeyError(block.depth)
+
+
+class OtherLine(Plain):
+    key_motion = KeyMotion.TIME_LINEAR
+
+    def line(self, block: CachedBlock) -> tuple[float, float]:
+        return (block.last_used_at, 1.0)
+
+
+class PinsForNegativeTimes(Plain):
+    def pin_s(self, request: object, now: float) -> float:
+        return -1.0
+
+
+class HalfSegmented(Plain):
+    def segment(self, block: CachedBlock) -> int:
+        return 0
+
+
+class OddSegment(HalfSegmented):
+    def segment(self, block: CachedBlock) -> Any:
+        return "old"
+
+    def next_segment(self, now: float) -> int:
+        return 0
+
+
+class Random(Plain):
+    def key(self, block: CachedBlock, now: float) -> float:
+        return id(block) % 997
+
+
+class Misspelt(Plain):
+    def on_evict(self, block: CachedBlock, now: float) -> None:
+        """Never called."""
+
+
+class NoExpiry(Plain):
+    def expires_at(self, block: CachedBlock) -> Any:
+        return "soon"
+
+
+@pytest.mark.parametrize(
+    ("policy", "complaint"),
+    [
+        (MovesByTime, "key_motion is PROGRESS, and a key moved by itself"),
+        (MovesByUse, "key_motion is STATIC, and a key moved"),
+        (NotANumber, "key() is not finite numbers"),
+        (Fails, "KeyError"),
+        (OtherLine, "line() says"),
+        (PinsForNegativeTimes, "a pin lasts a number of seconds (got -1.0)"),
+        (HalfSegmented, "segment and next_segment belong together"),
+        (OddSegment, "segment() is not a whole number (got 'old')"),
+        (Misspelt, "nothing ever asks for 'on_evict'"),
+        (NoExpiry, "expires_at() is not a time (got 'soon')"),
+    ],
+)
+def test_a_breach_of_the_contract_is_named(policy: type, complaint: str) -> None:
+    with pytest.raises(AssertionError) as raised:
+        check_retention(made(policy))
+    assert complaint in str(raised.value)
+
+
+def test_a_false_claim_to_follow_release_is_named() -> None:
+    with pytest.raises(AssertionError, match="follows_release is declared"):
+        check_retention(replace(POLICIES["filo"].spec, follows_release=True))
+
+
+def order_of(name: str, params: dict[str, Any], facts: Sequence[tuple[float, float, int, int]]) -> list[int]:
+    """Positions in the order in which they go; facts: stored at, last used at, uses, priority."""
+
+    class Block:
+        def __init__(self, stored_at: float, last_used_at: float, num_uses: int, priority: int) -> None:
+            self.stored_at, self.last_used_at = stored_at, last_used_at
+            self.num_uses, self.priority = num_uses, priority
+            self.request = type("Request", (), {"slo_class": "batch" if priority else "chat"})
+
+    spec = POLICIES[name].spec
+    policy: Any = spec.build(spec.config(**params), None)  # type: ignore[arg-type]
+    blocks = [Block(*one) for one in facts]
+    return sorted(range(len(blocks)), key=lambda position: policy.key(blocks[position], 100.0))
+
+
+FACTS = [(1.0, 9.0, 1, 0), (2.0, 5.0, 3, 5), (3.0, 7.0, 2, 1), (4.0, 6.0, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "order"),
+    [
+        ("lru", {}, [1, 3, 2, 0]),
+        ("mru", {}, [0, 2, 3, 1]),
+        ("fifo", {}, [0, 1, 2, 3]),
+        ("filo", {}, [3, 2, 1, 0]),
+        ("lfu", {}, [3, 0, 2, 1]),
+        ("slru", {"protected_threshold": 2}, [3, 0, 1, 2]),
+        ("slru", {"protected_threshold": 3}, [3, 2, 0, 1]),
+        ("priority", {}, [1, 2, 3, 0]),
+        ("ttl", {"ttl_s": 10.0, "ttl_by_slo_class_s": {"batch": 1.0}}, [1, 2, 3, 0]),
+    ],
+)
+def test_who_goes_first(name: str, params: dict[str, Any], order: list[int]) -> None:
+    assert order_of(name, params, FACTS) == order

@@ -1,0 +1,330 @@
+"""Random worlds in which everything happens at once, each drawn from one seed.
+
+Pools that split prompts and decodes or do not, moves of waiting and running requests, an admission policy that defers, degrades and
+refuses, a scaler, wake-ups of each of them, lost and restored replicas, expiries and aborts. The policies decide by hashes of what they
+see, so that a run may be repeated and worked out with and without fast-forward.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.sim.split_pools import Ways, settings
+from vajra_py.config import config_from_mapping
+from vajra_py.contract import (
+    ACCEPT,
+    Accept,
+    AdmissionDecision,
+    AdmissionSpec,
+    Defer,
+    Layer,
+    Move,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    PoolView,
+    QueueView,
+    Refuse,
+    ReplicaId,
+    ReplicaLoadView,
+    ReplicasetView,
+    RequestView,
+    ScalerSpec,
+)
+from vajra_py.experiment.runs.backend import Run
+from vajra_py.experiment.runs.simulated import SimulatedRun
+from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.records.input_log import Failure, Restart
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.workload import PromptContent, RequestSpec, Workload
+
+LAST_WAKE_S = 4.0
+"""Policies do not ask to be woken after this time."""
+_WAITING = {RequestState.WAITING, RequestState.PREEMPTED}
+
+
+class Chance:
+    """Numbers that depend on a seed and on what they are asked about, not on what was asked before."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, below: int, *about: object) -> int:
+        """A number from 0 to below it."""
+        return zlib.crc32(repr((self._seed, *about)).encode()) % below
+
+
+class Restless:
+    """A replicaset scheduler that chooses, pulls and moves by chance, at arrivals and when it is woken."""
+
+    def __init__(self, context: PolicyContext, chance: Chance) -> None:
+        self._chance, self._wake = chance, context.wake
+        self._alive: dict[str, RequestView] = {}
+        context.wake.at(0.05)
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Come back."""
+        if now < LAST_WAKE_S:
+            self._wake.at(now + 0.01 * (1 + self._chance(12, "wake", round(now, 6))))
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Remember them."""
+        self._alive.update({one.request_id: one for one in requests})
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for one in requests:
+            self._alive.pop(one.request_id, None)
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """Some replica, or none for now."""
+        return self._choose([one for one in replicas if one.is_up], request, now)
+
+    def _choose(self, up: Sequence[ReplicaLoadView], request: RequestView, now: float) -> ReplicaId | None:
+        may_wait = now < LAST_WAKE_S - 0.5
+        choice = self._chance(len(up) + may_wait, "choose", request.request_id, round(now, 6)) if up or may_wait else 0
+        return up[choice].replica_id if choice < len(up) else None
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Whatever waits, for replicas that compute prompts."""
+        return () if replica.role == "decode" else (one.request_id for one in queued)
+
+    def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
+        """Some of the requests that may move."""
+        for request_id, request in sorted(self._alive.items()):
+            if not isinstance(request, Request) or self._chance(3, "moves", request_id, round(now, 6)):
+                continue
+            is_running = request.state is RequestState.RUNNING
+            if not is_running and request.state not in _WAITING:
+                continue
+            avoided = "prefill" if is_running else "decode"
+            targets: list[int | None] = [
+                one.replica_id
+                for one in replicas
+                if one.is_up and one.role != avoided and one.replica_id != request.replica_id and _fits(request, one)
+            ]
+            if not is_running:
+                targets.append(None)
+            if targets:
+                yield Move(request, targets[self._chance(len(targets), "target", request_id, round(now, 6))])
+
+
+class RestlessPlacing(Restless):
+    """One that sees all pools, and also decides where requests go when their prompt is computed."""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """Some replica that computes prompts, or none for now."""
+        return self._choose([one for one in replicas if one.is_up and one.role != "decode"], request, now)
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """Some replica that decodes, or none for now."""
+        return self._choose(replicas, request, now)
+
+
+def _fits(request: Request, replica: ReplicaLoadView) -> bool:
+    return request.num_prompt_tokens + request.max_tokens <= replica.num_blocks * replica.limits.block_size
+
+
+class Moody:
+    """An admission policy that decides by chance, and looks at what it has deferred when it is woken."""
+
+    def __init__(self, context: PolicyContext, chance: Chance) -> None:
+        self._chance, self._wake = chance, context.wake
+        self._asked: dict[str, int] = {}
+
+    def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        """Mostly yes, and in the end always one way or the other."""
+        times = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
+        choice = self._chance(12, "admit", request.request_id, times)
+        if times < 4 and choice < 2:
+            return Defer(now + 0.02 + 0.01 * choice)
+        if times < 4 and choice == 2:
+            self._wake.at(now + 0.05, request.request_id)
+            return Defer()
+        if choice == 3:
+            return Refuse("not today", 1.0)
+        return Accept(max_tokens=2) if choice == 4 else ACCEPT
+
+
+class Scaler:
+    """Asks for other numbers of replicas again and again; in the end for all of them."""
+
+    def __init__(self, context: PolicyContext, chance: Chance, most: Mapping[str, int]) -> None:
+        self._chance, self._wake, self._most = chance, context.wake, most
+        context.wake.at(0.1)
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Come back."""
+        if now < LAST_WAKE_S:
+            self._wake.at(now + 0.15)
+
+    def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
+        """At least one of each."""
+        moment = round(now * 5)
+        return {
+            one.name: self._most[one.name]
+            if now >= LAST_WAKE_S
+            else 1 + self._chance(self._most[one.name], "targets", one.name, moment)
+            for one in pools
+        }
+
+
+@dataclass(frozen=True)
+class World:
+    """Settings, requests and accidents of one run."""
+
+    seed: int
+    mapping: Mapping[str, Any]
+    requests: Sequence[RequestSpec]
+    accidents: Sequence[tuple[float, str, str | int]]
+    places: bool
+    most: Mapping[str, int]
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas in all."""
+        return sum(self.most.values())
+
+    def registry(self) -> Registry:
+        """The registry with new policies of this world."""
+        chance = Chance(self.seed)
+        router = RestlessPlacing if self.places else Restless
+        return load_registry().with_policies(
+            [
+                PolicySpec(
+                    "restless",
+                    Layer.REPLICASET_SCHEDULER,
+                    PolicyConfig,
+                    lambda config, context: router(context, chance),
+                    "Decides by chance.",
+                ),
+                AdmissionSpec("moody", PolicyConfig, lambda config, context: Moody(context, chance), "By chance."),
+                ScalerSpec(
+                    "fickle", PolicyConfig, lambda config, context: Scaler(context, chance, self.most), "By chance."
+                ),
+            ]
+        )
+
+
+def drawn_world(seed: int, num_requests: int = 40) -> World:
+    """The world of a seed."""
+    draw = random.Random(seed)
+    elastic = draw.random() < 0.5
+    names = draw.choice([("prefill", "decode"), ("prefill", "decode", "mixed"), ("mixed",)])
+    most = {name: draw.randint(1, 3) for name in names}
+    pools: dict[str, Any] = {}
+    for name in names:
+        blocks = draw.choice([24, 40, 200])
+        pools[name] = {
+            "num_replicas": most[name],
+            "replica": {"memory": {"num_blocks": blocks, "watermark_fraction": 0.0}},
+        }
+        if elastic:
+            pools[name]["elastic"] = {
+                "min_replicas": 1,
+                "max_replicas": most[name],
+                "startup_s": draw.choice([0.0, 0.1]),
+            }
+    scheduling = {
+        "request_prioritizer": draw.choice(["fcfs", "priority"]),
+        "replicaset_scheduler": "restless",
+        "replica_scheduler": draw.choice(["vllm_v1", "fixed_chunk", "nano_vllm"]),
+        "admission": "moody",
+        **({"scaling": "fickle"} if elastic else {}),
+    }
+    mapping = settings(
+        scheduling=scheduling,
+        pools=pools,
+        replica={"max_batch_size": draw.choice([2, 8]), "max_batch_tokens": 512, "memory": {"num_blocks": 100}},
+        hand_off={
+            "kv_bytes_per_token": 1_000_000,
+            "reserve": draw.choice(["before_prompt", "after_prompt", "at_admission"]),
+            "reservations": draw.choice(["all_that_fit", "one_at_a_time"]),
+            "when_full": draw.choice(["wait", "hold", "drop"]),
+            "first_token": draw.choice(["source", "recompute"]),
+            "takes_effect": draw.choice(["at_once", "at_step_boundary"]),
+            "moves": draw.choice(["missing", "whole_prompt"]),
+        },
+        links={
+            "bandwidth_gb_s": draw.choice([None, 0.5, 5.0]),
+            "latency_s": draw.choice([0.0, 0.004]),
+            "contention": draw.choice(["max_min", "none", "fixed_share", "exclusive"]),
+        },
+    )
+    requests, at = [], 0.0
+    for index in range(num_requests):
+        at += draw.expovariate(num_requests / 2.0)
+        prompt = draw.randint(1, 200)
+        shared = draw.randint(0, prompt)
+        parts = tuple(part for part in (("shared", shared), (f"own-{index}", prompt - shared)) if part[1])
+        expires = draw.uniform(0.01, 0.8) if draw.random() < 0.15 else None
+        more = {"priority": draw.randint(0, 2), "expires_after_s": expires, "content": PromptContent(parts)}
+        requests.append(RequestSpec(f"r{index}", at, prompt, draw.randint(1, 60), **more))
+    accidents: list[tuple[float, str, str | int]] = []
+    for _ in range(draw.randint(0, num_requests // 3)):
+        kind = draw.choice(["abort", "fail", "restart"])
+        which: str | int = f"r{draw.randrange(num_requests)}" if kind == "abort" else draw.randrange(sum(most.values()))
+        accidents.append((draw.uniform(0.0, 3.5), kind, which))
+    return World(seed, mapping, requests, sorted(accidents, key=lambda one: one[0]), draw.random() < 0.5, most)
+
+
+def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) -> tuple[Ways, int]:
+    """Run to the end, and check that every request has ended and every block is free. Returns what happened, and the number of steps."""
+    registry = world.registry()
+    config = config_from_mapping(world.mapping, registry=registry)
+    run = SimulatedRun(Run(config, registry, Workload.from_requests([]), SeedTree(world.seed)))
+    ways = Ways(wants_steps=steps_alone)
+    run.controller.watch((ways,))
+    simulator = run._simulator
+    simulator._driver._every = check_every_steps
+    lost: set[int] = set()
+    for at, kind, which in world.accidents:
+        tick = to_ticks(at)
+        if isinstance(which, str):
+            simulator.inject(tick, Phase.ABORT, which)
+        elif kind == "fail" and which not in lost:
+            lost.add(which)
+            simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", which, "lost", max_reruns=3))
+        elif kind == "restart" and which in lost:
+            lost.discard(which)
+            simulator.inject(tick, Phase.FAILURE, Restart(tick, "default", which))
+    back = to_ticks(LAST_WAKE_S - 0.2)
+    for which in sorted(lost):  # all come back, so that nothing waits for ever
+        simulator.inject(back, Phase.FAILURE, Restart(back, "default", which))
+    simulator.run(world.requests)
+    controller = run.controller
+    controller.check_conservation()
+    assert controller.num_alive == 0
+    assert sum(controller.num_ended.values()) == controller.num_submitted == len(world.requests)
+    for replica in controller.replicas():
+        replica.memory.check()
+        assert replica.memory.free_blocks == replica.memory.num_blocks
+        assert not replica.lifecycle.held
+        assert not replica.running_set.arrived
+        assert not replica.running_set.loading
+    assert all(ways.of[one.request_id].reason is not None for one in world.requests)
+    return ways, simulator.num_steps
+
+
+def check_world(seed: int, num_requests: int = 40) -> int:
+    """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
+    world = drawn_world(seed, num_requests)
+    runs = [
+        run_world(world, steps_alone=alone, check_every_steps=every)
+        for alone, every in ((False, 1), (True, 1), (True, 7))
+    ]
+    (first, steps), *others = runs
+    for other, other_steps in others:
+        assert other.order == first.order
+        assert other.of == first.of
+        assert other_steps == steps
+    return 3 * steps

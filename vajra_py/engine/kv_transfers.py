@@ -1,0 +1,76 @@
+"""Transfers of KV between an engine's replicas: which are under way, and what their workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vajra_py.engine.kv_copy import KvExport, KvImport
+from vajra_py.engine.replica import EngineReplica
+from vajra_py.engine.worker import KvExported, KvImported
+from vajra_py.runtime.records.input_log import TransferEnd
+from vajra_py.runtime.serving.backend import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    transfer: Transfer[EngineReplica]
+    target_blocks: Sequence[int]
+
+
+class KvTransfers:
+    """Transfers under way. The source's worker copies, then the target's; the controller passes the buffer on."""
+
+    def __init__(self, tell: Callable[[KvImported], None]) -> None:
+        """`tell`: takes news as a worker delivers them."""
+        self._tell = tell
+        self._under_way: dict[tuple[str, int], _UnderWay] = {}
+
+    def __len__(self) -> int:
+        """Transfers under way."""
+        return len(self._under_way)
+
+    def begin(self, transfer: Transfer[EngineReplica]) -> None:
+        """Copy the blocks that the target lacks; a transfer without any ends with the next turn."""
+        source, target = transfer.source, transfer.target
+        source_blocks, target_blocks = _blocks(transfer, source), _blocks(transfer, target)
+        key = _key(transfer)
+        self._under_way[key] = _UnderWay(transfer, target_blocks)
+        if source_blocks:
+            source.export_kv(KvExport(transfer.number, source_blocks))
+        else:
+            self._tell(KvImported((key[0], target.replica.replica_id), transfer.number))
+
+    def cancel(self, transfer: Transfer[EngineReplica]) -> None:
+        """Forget a transfer: what its source gives is dropped.
+
+        What its target's worker was told already it does before any later step, which may use the blocks otherwise.
+        """
+        del self._under_way[_key(transfer)]
+
+    def exported(self, news: KvExported) -> None:
+        """Pass on what a source's worker has copied, unless nobody wants it any more."""
+        one = self._under_way.get((news.replica[0], news.number))
+        if one is not None:
+            target = one.transfer.target
+            copies = target.replica.memory.take_copies()
+            target.import_kv(KvImport(news.number, one.target_blocks, news.content, copies))
+
+    def imported(self, news: KvImported, now: int) -> TransferEnd | None:
+        """Return the input that says that KV has arrived; None if nobody waits for it any more."""
+        key = news.replica[0], news.number
+        if news.is_lost or key not in self._under_way:
+            return None
+        one = self._under_way.pop(key)
+        return TransferEnd(now, news.replica[0], news.number, one.transfer.request.request_id)
+
+
+def _key(transfer: Transfer[EngineReplica]) -> tuple[str, int]:
+    return transfer.request.replicaset, transfer.number
+
+
+def _blocks(transfer: Transfer[EngineReplica], end: EngineReplica) -> list[int]:
+    """Blocks of one end that hold, or are to hold, the KV that the target lacks."""
+    memory = end.replica.memory
+    size = memory.block_size
+    return list(memory.block_table(transfer.request)[transfer.start // size : -(-transfer.end // size)])

@@ -1,0 +1,32 @@
+"""Distributions and counts by reason in summaries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from vajra_py.metrics.definitions import QUANTILES, Floats, quantiles
+
+MAX_REASONS = 100
+"""Reasons that are listed, the most frequent first; the rest are counted together."""
+OTHER_REASONS = "(others)"
+
+
+def distribution(values: Floats) -> dict[str, Any]:
+    """Return the distribution of the values that are known (not NaN); without any, the count alone says something."""
+    known = values[~np.isnan(values)]
+    section: dict[str, Any] = {"count": int(known.size), "mean": float(known.mean()) if known.size else None}
+    section |= dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True))
+    section["max"] = float(known.max()) if known.size else None
+    return section
+
+
+def by_reason(reasons: Counter[str]) -> dict[str, int]:
+    """Return how often each reason was given, the most frequent first."""
+    ordered = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
+    listed = dict(ordered[:MAX_REASONS])
+    if len(ordered) > MAX_REASONS:
+        listed[OTHER_REASONS] = sum(count for _, count in ordered[MAX_REASONS:])
+    return listed

@@ -1,0 +1,81 @@
+"""Section `movement` of a summary: requests that went from one replica to another, and the time that it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from vajra_py.metrics.definitions import Bools
+from vajra_py.metrics.summary.distributions import by_reason, distribution
+from vajra_py.metrics.tables.columns import floats_of, ints_of
+from vajra_py.metrics.tables.transfers import (
+    CALLED_OFF,
+    DONE,
+    ENDED,
+    HAND_OFF,
+    MIGRATION,
+    MOVE,
+    RECOMPUTED,
+    STAYED,
+    UNFINISHED,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+TIMES = ("held_s", "transfer_s", "target_wait_s")
+_KINDS = {HAND_OFF: "hand-off", MIGRATION: "migration", MOVE: "move"}
+_OUTCOMES = {
+    DONE: "",
+    STAYED: " stayed at its source",
+    CALLED_OFF: " called off",
+    ENDED: " ended on its way",
+    RECOMPUTED: " computed again",
+    UNFINISHED: " open at the end of the run",
+}
+
+
+def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools) -> dict[str, Any]:
+    """Return the section for these rows of a requests table, and the transfers of their requests.
+
+    Times are of the requests that were held, sent, or at a target: sums over the hand-offs and migrations of each. `by_reason` counts what
+    the replicaset scheduler gave a reason for, and what did not end with the request running on at its target. `routes` are pools between which KV went, with what arrived.
+    """
+    import pyarrow as pa
+
+    rows = requests.filter(pa.array(inside))
+    own = transfers.filter(pa.array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
+    counts = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
+    columns = [own.column(name).to_pylist() for name in ("kind", "outcome", "reason", "is_live")]
+    reasons: Counter[str] = Counter()
+    for kind, outcome, reason, is_live in zip(*columns, strict=True):
+        if outcome != DONE or (reason and not is_live):
+            reasons[_KINDS[kind] + _OUTCOMES[outcome] + (f": {reason}" if reason else "")] += 1
+    return {
+        "movement": {
+            **{name: int(ints_of(rows, name).sum()) for name in counts},
+            "num_called_off": columns[1].count(CALLED_OFF),
+            **{name: distribution(floats_of(rows, name)) for name in TIMES},
+            "by_reason": by_reason(reasons),
+            "routes": _routes(own),
+        }
+    }
+
+
+def _routes(transfers: ArrowTable) -> list[dict[str, Any]]:
+    """Return what arrived by kind, replicaset, and pools."""
+    import pyarrow.compute as pc
+
+    whole = transfers.filter(pc.invert(pc.is_nan(transfers.column("end_at"))))
+    whole = whole.filter(pc.not_equal(whole.column("kind"), MOVE))
+    keys = ["replicaset", "source_pool", "target_pool", "kind"]
+    sums = [("num_tokens", "sum"), ("num_bytes", "sum"), ("index", "count")]
+    found = whole.group_by(keys).aggregate(sums).sort_by([(key, "ascending") for key in keys])
+    names = {"index_count": "num_transfers", "num_tokens_sum": "moved_tokens", "num_bytes_sum": "moved_bytes"}
+    return [{names.get(name, name): value for name, value in row.items()} for row in found.to_pylist()]

@@ -1,0 +1,275 @@
+"""Observer that records how requests move between replicas, as rows of the transfers table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vajra_py.contract import ReplicaId, RequestView
+from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.metrics.tables.transfers import (
+    CALLED_OFF,
+    DONE,
+    ENDED,
+    HAND_OFF,
+    MIGRATION,
+    MOVE,
+    RECOMPUTED,
+    STAYED,
+    UNFINISHED,
+    TransfersBuilder,
+)
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.serving.controller import Controller
+
+_NEVER = float("nan")
+_NO_REPLICA = -1
+GIVEN_UP = "its blocks were given to others"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Ways between the replicas of one replicaset."""
+
+    pools: Sequence[str]
+    """Pool of each replica."""
+    bytes_per_token: int
+    has_own_links: bool
+    """True if each replica's link has a limit."""
+    has_shared_link: bool
+
+    def link(self, source: int, target: int) -> str:
+        """Return the names of the links with a limit that a transfer passes."""
+        own = [f"out {source}", f"in {target}"] if self.has_own_links else []
+        return ", ".join([*own, *(["shared"] if self.has_shared_link else [])])
+
+    def pool(self, replica_id: int) -> str:
+        """Return the name of a replica's pool; empty for none."""
+        return self.pools[replica_id] if replica_id >= 0 else ""
+
+
+def paths_of(controller: Controller) -> dict[str, Paths]:
+    """Return the ways between replicas, by replicaset in which requests may move."""
+    found = {}
+    for name, replicaset in controller.replicasets.items():
+        rules = replicaset.hand_off
+        if rules is not None:
+            pools = [replica.parts.pool for replica in replicaset.replicas]
+            links = rules.links
+            own, shared = links.bandwidth is not None, links.shared_bandwidth is not None
+            found[name] = Paths(pools, rules.bytes_per_token, own, shared)
+    return found
+
+
+@dataclass(slots=True)
+class _Journey:
+    """One request on its way: the row that is being made, and how many were made before."""
+
+    request: RequestView
+    kind: str
+    source: int
+    target: int = _NO_REPLICA
+    held_at: float = _NEVER
+    start_at: float = _NEVER
+    end_at: float = _NEVER
+    arrived_at: float = _NEVER
+    num_tokens: int = 0
+    stage: int = 0
+    asked_for: str = ""
+    """Reason that the replicaset scheduler gave."""
+    was_cut: bool = False
+    """True if a copy was called off, and its row made."""
+
+    @property
+    def is_live(self) -> bool:
+        """True while the request goes on computing."""
+        return self.held_at != self.held_at
+
+    @property
+    def is_sent(self) -> bool:
+        """True if its KV has left."""
+        return self.start_at == self.start_at
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if the target has its KV."""
+        return self.arrived_at == self.arrived_at
+
+
+class MovementLog(Observer):
+    """Collects the rows of the transfers table; rows that are open when the run ends are made at `on_run_end`."""
+
+    wants_step_ends = False
+
+    def __init__(self, paths: Mapping[str, Paths]) -> None:
+        self.table = TransfersBuilder()
+        self._paths = paths
+        self._journeys: dict[int, _Journey] = {}
+        """By index of the request."""
+
+    # A request leaves
+
+    def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Begin a hand-off, or stop a request that migrates."""
+        journey = self._journeys.get(request.index)
+        if journey is None:
+            journey = self._journeys[request.index] = _Journey(request, HAND_OFF, replica_id)
+        journey.held_at = now
+
+    def on_migration_begun(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
+        """Begin a migration."""
+        self._journeys[request.index] = _Journey(request, MIGRATION, source, target, asked_for=reason)
+
+    def on_transfer(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
+    ) -> None:
+        """Let its KV leave."""
+        journey = self._journeys.get(request.index)
+        if journey is not None:
+            journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
+            journey.stage += 1
+
+    def on_transfer_end(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
+    ) -> None:
+        """Note the end of a transfer; a copy, and one that is called off, is a row."""
+        journey = self._journeys.get(request.index)
+        if journey is None:
+            return
+        if not failure:
+            journey.end_at = now
+        if journey.is_live:
+            self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
+            journey.was_cut = bool(failure)
+        elif failure and failure != REQUEST_ENDED:
+            self._hold_again(journey, failure, now)
+
+    def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Note that the target has taken it."""
+        journey = self._journeys.get(request.index)
+        if journey is not None:
+            journey.arrived_at = now
+
+    def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Make the row of a request that runs on at its target."""
+        journey = self._journeys.get(request.index)
+        if journey is not None and journey.has_arrived:
+            self._close(journey, DONE, journey.asked_for, now)
+
+    def on_moved(
+        self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
+    ) -> None:
+        """Make the row of a waiting request's move."""
+        came_from, goes_to = (_NO_REPLICA if one is None else one for one in (source, target))
+        journey = _Journey(request, MOVE, came_from, goes_to, start_at=now, end_at=now, arrived_at=now)
+        self._row(journey, DONE, reason, now)
+
+    # What comes between
+
+    def on_stayed(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Make the row of a request that was held for some time and stays; that stayed at once has not left."""
+        journey = self._journeys.get(request.index)
+        if journey is None:
+            return
+        if journey.is_sent or now > journey.held_at:
+            self._row(journey, STAYED, KV_LOST if journey.is_sent else "", now)
+        del self._journeys[request.index]
+
+    def on_migration_aborted(
+        self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
+    ) -> None:
+        """Make the row of a migration that was called off between two copies."""
+        journey = self._journeys.pop(request.index, None)
+        if journey is not None and not journey.was_cut:
+            self._row(journey, CALLED_OFF, reason, now)
+
+    def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
+        """Make the row of a request that gave up the KV with which it came; one that migrates is told of later."""
+        journey = self._journeys.get(request.index)
+        if journey is not None and journey.has_arrived:
+            self._close(journey, RECOMPUTED, GIVEN_UP, now)
+
+    def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Make the row of a request whose replica failed."""
+        journey = self._journeys.get(request.index)
+        if journey is not None:
+            self._close(journey, RECOMPUTED, KV_LOST, now)
+
+    def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
+        """Hold what was to be taken by the replica when its step ended."""
+        for journey in self._at(replicaset):
+            if journey.is_sent and not journey.has_arrived and journey.target == replica_id:
+                self._hold_again(journey, KV_LOST, now)
+
+    def on_cache_reset(
+        self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
+    ) -> None:
+        """Make the rows of the requests whose KV was on the replica."""
+        self.on_replica_lost(replicaset, replica_id, "", now)
+        for journey in self._at(replicaset):
+            is_there = replica_id == (journey.target if journey.has_arrived else journey.source)
+            if is_there and not journey.is_live:
+                self._close(journey, RECOMPUTED, KV_LOST, now)
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        """Make the row of a request that ended on its way."""
+        journey = self._journeys.pop(request.index, None)
+        if journey is not None:
+            self._row(journey, ENDED, f"{reason.value}: {detail}" if detail else reason.value, now)
+
+    def on_run_end(self, now: float) -> None:
+        """Make the rows of requests that are still on their way."""
+        for journey in self._journeys.values():
+            self._row(journey, UNFINISHED, "", now)
+        self._journeys.clear()
+
+    # Rows
+
+    def _at(self, replicaset: str) -> list[_Journey]:
+        return [one for one in self._journeys.values() if one.request.replicaset == replicaset]
+
+    def _hold_again(self, journey: _Journey, failure: str, now: float) -> None:
+        self._row(journey, CALLED_OFF, failure, now)
+        journey.held_at = now
+        if journey.kind is HAND_OFF:
+            journey.target = _NO_REPLICA
+
+    def _close(self, journey: _Journey, outcome: str, reason: str, now: float) -> None:
+        self._row(journey, outcome, reason, now)
+        del self._journeys[journey.request.index]
+
+    def _row(self, journey: _Journey, outcome: str, reason: str, now: float) -> None:
+        """Make a row, and get ready for the next one."""
+        request, source, target = journey.request, journey.source, journey.target
+        paths = self._paths[request.replicaset]
+        self.table.append(
+            request.request_id,
+            {
+                "index": request.index,
+                "replicaset": request.replicaset,
+                "kind": journey.kind,
+                "stage": journey.stage,
+                "is_live": journey.is_live and journey.kind is MIGRATION,
+                "source_replica_id": source,
+                "source_pool": paths.pool(source),
+                "target_replica_id": target,
+                "target_pool": paths.pool(target),
+                "held_at": journey.held_at,
+                "start_at": journey.start_at,
+                "end_at": journey.end_at,
+                "arrived_at": journey.arrived_at,
+                "over_at": now,
+                "num_tokens": journey.num_tokens,
+                "num_bytes": journey.num_tokens * paths.bytes_per_token,
+                "link": paths.link(source, target) if journey.is_sent and journey.kind is not MOVE else "",
+                "outcome": outcome,
+                "reason": reason,
+            },
+        )
+        journey.start_at = journey.end_at = journey.arrived_at = _NEVER
+        journey.num_tokens = 0

@@ -1,0 +1,192 @@
+"""Table of programs, made from the requests table, and its section of the summary.
+
+`programs.parquet` is written where a request states a `program_id`: a row for each program, in order of arrival. Times are seconds on the
+run's clock, NaN where there is none.
+
+- `makespan_s`: from the arrival of the first call to the end of the last one; of completed programs.
+- `ideal_s`: makespan of the program alone, by the latency model: its longest way of delays and calls, each by itself, with every token
+  cached that the program has computed before. NaN where steps are computed, and not predicted.
+- `slowdown`: `makespan_s / ideal_s`.
+- `reason`: `completed`; `failed` when a call ended without a result; `unfinished` when a call had not ended, or fewer had come than its
+  client declared.
+- `run_s`, `wait_s`: from admission to the end, and from arrival to admission, summed over its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.metrics.definitions import QUANTILES, Floats, Ints, SloStatus, Window, quantiles
+from vajra_py.metrics.tables.columns import floats_of, group_codes, ints_of
+from vajra_py.metrics.tables.requests import UNFINISHED, reason_masks
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+PROGRAMS_FILE = "programs.parquet"
+COMPLETED, FAILED = "completed", "failed"
+"""Values of `reason` beside `UNFINISHED`."""
+_TEXTS = ("program_id", "tenant", "slo_class", "reason")
+_COUNTS = (
+    *("num_calls", "num_completed", "num_declared"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions"),
+)
+_TIMES = ("arrived_at", "ended_at", "makespan_s", "ideal_s", "slowdown", "run_s", "wait_s", "program_slo_s")
+PROGRAM_TABLE_COLUMNS = (*_TEXTS, *_COUNTS, *_TIMES, "slo_met")
+"""Columns of the table, in order. `num_declared`: calls that its client said it makes; -1: it did not say."""
+
+
+def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = None) -> ArrowTable | None:
+    """Return the table of the programs of these requests, given ideal makespans by program; None where there is none."""
+    if "program_id" not in requests.column_names:
+        return None
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    calls = requests.filter(pc.not_equal(requests.column("program_id"), ""))
+    codes, names = group_codes(calls, "program_id")
+    size = len(names)
+    completed, _ = reason_masks(calls.column("reason"))
+    columns = _sums(calls, codes, size, completed)
+    arrived_at, ended_at = floats_of(calls, "arrived_at"), floats_of(calls, "ended_at")
+    columns["arrived_at"] = _extreme(np.minimum, codes, size, arrived_at)
+    columns["ended_at"] = _extreme(np.maximum, codes, size, ended_at)
+    reason = _reasons(calls, codes, columns, completed)
+    is_done = reason == COMPLETED
+    makespan_s = np.where(is_done, columns["ended_at"] - columns["arrived_at"], np.nan)
+    given = {} if ideal_s is None else ideal_s
+    columns["makespan_s"] = makespan_s
+    columns["ideal_s"] = np.array([given.get(name, np.nan) for name in names], dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slowdown = makespan_s / columns["ideal_s"]
+    columns["slowdown"] = np.where(np.isfinite(slowdown), slowdown, np.nan)
+    slo_s = columns["program_slo_s"] = _extreme(np.fmax, codes, size, floats_of(calls, "program_slo_s"))
+    until = float(np.nanmax(np.concatenate([arrived_at, ended_at]))) if len(calls) else 0.0
+    age_s = np.where(is_done, makespan_s, until - columns["arrived_at"])
+    is_lost = (age_s > slo_s) | (reason == FAILED)
+    is_decided = ~np.isnan(slo_s) & (is_done | is_lost)
+    firsts = _firsts(calls, codes, size)
+    texts = {name: calls.column(name).take(pa.array(firsts)) for name in ("tenant", "slo_class")}
+    texts |= {"program_id": pa.array(names), "reason": pa.array(reason.tolist(), pa.string())}
+    arrays = [texts[name].cast(pa.string()) for name in _TEXTS]
+    arrays += [pa.array(columns[name], pa.int64()) for name in _COUNTS]
+    arrays += [pa.array(columns[name], pa.float64(), from_pandas=False) for name in _TIMES]
+    arrays.append(pa.array(~is_lost, mask=~is_decided))
+    order = np.lexsort((firsts, columns["arrived_at"]))
+    return pa.table(arrays, names=list(PROGRAM_TABLE_COLUMNS)).take(pa.array(order))
+
+
+def no_programs() -> ArrowTable:
+    """Return the table of a run without programs."""
+    import pyarrow as pa
+
+    kinds = [pa.string()] * len(_TEXTS) + [pa.int64()] * len(_COUNTS) + [pa.float64()] * len(_TIMES) + [pa.bool_()]
+    return pa.schema(list(zip(PROGRAM_TABLE_COLUMNS, kinds, strict=True))).empty_table()
+
+
+def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_]) -> dict[str, Any]:
+    """Columns that add up over a program's calls."""
+    admitted_at, ended_at = floats_of(calls, "admitted_at"), floats_of(calls, "ended_at")
+    was_admitted = ~np.isnan(admitted_at)
+    run_s = np.nan_to_num(ended_at - admitted_at)
+    wait_s = np.nan_to_num(np.where(was_admitted, admitted_at, ended_at) - floats_of(calls, "arrived_at"))
+
+    def total(values: Any) -> Ints:
+        return np.bincount(codes, weights=values, minlength=size).astype(np.int64)
+
+    prompts = np.where(was_admitted, ints_of(calls, "num_prompt_tokens"), 0)
+    return {
+        "num_calls": np.bincount(codes, minlength=size),
+        "num_completed": total(completed),
+        "num_prompt_tokens": total(prompts),
+        **{name: total(ints_of(calls, name)) for name in _COUNTS[4:]},
+        "run_s": np.bincount(codes, weights=run_s, minlength=size),
+        "wait_s": np.bincount(codes, weights=wait_s, minlength=size),
+        "num_declared": _extreme(np.fmax, codes, size, floats_of(calls, "num_program_calls"), -1.0).astype(np.int64),
+    }
+
+
+def _extreme(ufunc: Any, codes: Ints, size: int, values: Floats, nothing: float = np.nan) -> Floats:
+    """The largest or smallest value of each program; `nothing` where there is none."""
+    start = np.inf if ufunc is np.minimum else -np.inf
+    found = np.full(size, start)
+    known = ~np.isnan(values)
+    ufunc.at(found, codes[known], values[known])
+    return np.where(np.isinf(found), nothing, found)
+
+
+def _firsts(calls: ArrowTable, codes: Ints, size: int) -> Ints:
+    """Row of each program's first call."""
+    found = np.full(size, len(codes), dtype=np.int64)
+    np.minimum.at(found, codes, np.arange(len(codes)))
+    return found
+
+
+def _reasons(calls: ArrowTable, codes: Ints, columns: Mapping[str, Any], completed: NDArray[np.bool_]) -> NDArray[Any]:
+    """The reason of each program; a call that failed and was sent again with success did not fail."""
+    reasons = np.array(calls.column("reason").to_pylist(), dtype=object)
+    is_open = reasons == UNFINISHED
+    lost = np.flatnonzero(~completed & ~is_open)
+    ids = calls.column("request_id")
+    done = {(codes[row], ids[row].as_py()) for row in np.flatnonzero(completed).tolist()} if lost.size else set()
+    lost = np.array([row for row in lost.tolist() if (codes[row], ids[row].as_py()) not in done], dtype=np.int64)
+    found = np.full(len(columns["num_calls"]), COMPLETED, dtype=object)
+    found[codes[is_open]] = UNFINISHED
+    found[columns["num_declared"] > columns["num_calls"]] = UNFINISHED
+    found[codes[lost]] = FAILED
+    return found
+
+
+def write_programs(table: ArrowTable, folder: Path) -> None:
+    """Write the table into a run's folder."""
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, folder / PROGRAMS_FILE, compression="zstd", version="2.6")
+
+
+def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
+    """Return the section `programs` of a summary, over the programs that arrived in the window."""
+    import pyarrow as pa
+
+    rows = table.filter(pa.array(window.holds(floats_of(table, "arrived_at"))))
+    reasons = rows.column("reason").to_pylist()
+    met = rows.column("slo_met").to_pylist()
+    status = {SloStatus.MET: met.count(True), SloStatus.MISSED: met.count(False)}
+    num_promised = int((~np.isnan(floats_of(rows, "program_slo_s"))).sum())
+    prompt, cached = int(ints_of(rows, "num_prompt_tokens").sum()), int(ints_of(rows, "num_cached_tokens").sum())
+    num_decided = sum(status.values())
+    return {
+        "programs": {
+            "arrived": rows.num_rows,
+            **{reason: reasons.count(reason) for reason in (COMPLETED, FAILED, UNFINISHED)},
+            "calls": _distribution(ints_of(rows, "num_calls").astype(np.float64)),
+            "makespan_s": _distribution(floats_of(rows, "makespan_s")),
+            "slowdown": _distribution(floats_of(rows, "slowdown")),
+            "slo": {
+                "num_met": status[SloStatus.MET],
+                "num_missed": status[SloStatus.MISSED],
+                "num_undecided": num_promised - num_decided,
+                "attainment_fraction": status[SloStatus.MET] / num_decided if num_decided else None,
+            },
+            "prefix_hit_fraction": cached / prompt if prompt else None,
+        }
+    }
+
+
+def _distribution(values: Floats) -> dict[str, Any]:
+    known = values[~np.isnan(values)]
+    return {
+        "count": int(known.size),
+        "mean": float(known.mean()) if known.size else None,
+        **dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True)),
+        "max": float(known.max()) if known.size else None,
+    }

@@ -1,0 +1,206 @@
+"""The transfers table: a row for each time that KV of a request went from one replica to another, or was to go.
+
+`transfers.parquet` is written where requests may leave their replica with their KV. Times are seconds on the run's clock, NaN = never:
+
+* `held_at`: since when the request stands still at its source; NaN while it goes on computing (`is_live`, a copy of a migration);
+* `start_at`, `end_at`: when its KV left, and when all of it was at the target;
+* `arrived_at`: when the target took it, which may wait for the end of a step;
+* `over_at`: when it ran on at the target, was held again, or was gone.
+
+So it was held from `held_at` to `start_at`, in transfer from `start_at` to `arrived_at`, and waiting at the target from `arrived_at` to
+`over_at`; what has no beginning or end of its own ends at `over_at`. A move of a waiting request, which has no KV, is a row with
+`kind` "move" and all times equal. Rows are in order of their begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.metrics.definitions import Bools, Floats, Ints
+from vajra_py.metrics.tables.columnar import NameColumn, PackedRows, TextColumn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+    ArrowSchema: TypeAlias = pa.Schema
+else:
+    ArrowTable = ArrowSchema = "pyarrow object"
+
+TRANSFERS_FILE = "transfers.parquet"
+
+HAND_OFF, MIGRATION, MOVE = "hand_off", "migration", "move"
+"""Kinds: of a request whose prompt is computed, of a running one, and of a waiting one."""
+
+DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED = (
+    *("done", "stayed", "called_off", "ended", "recomputed", "unfinished"),
+)
+"""Outcomes: it ran on at the target (or a copy was made); it goes on at the source; the transfer did not take place; the request ended
+meanwhile; its KV was lost or given up; the run ended first."""
+OUTCOMES = (DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED)
+
+_FIELDS = (
+    *(("index", "q"), ("replicaset", "i"), ("kind", "i"), ("stage", "i"), ("is_live", "i")),
+    *(("source_replica_id", "i"), ("source_pool", "i"), ("target_replica_id", "i"), ("target_pool", "i")),
+    *(("held_at", "d"), ("start_at", "d"), ("end_at", "d"), ("arrived_at", "d"), ("over_at", "d")),
+    *(("num_tokens", "q"), ("num_bytes", "q"), ("link", "i"), ("outcome", "i"), ("reason", "i")),
+)
+_NAMES = ("replicaset", "kind", "source_pool", "target_pool", "link", "outcome", "reason")
+"""Fields of texts that repeat."""
+TRANSFER_COLUMNS = ("request_id", *(name for name, _ in _FIELDS))
+"""Columns of the transfers table, in order."""
+
+MOVEMENT_COLUMNS = (
+    *("held_s", "transfer_s", "target_wait_s", "num_hand_offs", "num_migrations", "num_moves"),
+    *("moved_tokens", "moved_bytes", "source_replica_id", "source_pool", "target_replica_id", "target_pool"),
+)
+"""Further columns of the requests table of a run whose requests may move. Times are sums over its hand-offs and migrations, NaN where it
+was never held, sent, or at a target; source and target are those of the last that arrived (-1, empty: none)."""
+MOVEMENT_TEXTS = ("source_pool", "target_pool")
+_COUNTS = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
+
+
+class TransfersBuilder:
+    """The transfers table."""
+
+    layout: Mapping[str, Any] = {"use_dictionary": ["request_id", *_NAMES]}
+
+    def __init__(self) -> None:
+        self._rows = PackedRows(_FIELDS)
+        self._request_ids = TextColumn()
+        self._names = {name: NameColumn() for name in _NAMES}
+
+    def __len__(self) -> int:
+        """Rows so far."""
+        return len(self._rows)
+
+    def append(self, request_id: str, row: Mapping[str, Any]) -> None:
+        """Append one row: a value for each of the other columns."""
+        self._request_ids.append(request_id)
+        names = self._names
+        values = [names[name].code(row[name]) if name in names else row[name] for name, _ in _FIELDS]
+        self._rows.append(*values)
+
+    def take(self, table: ArrowTable) -> None:
+        """Append the rows of another such table."""
+        for row in table.to_pylist():
+            self.append(row["request_id"], row)
+
+    @staticmethod
+    def schema() -> ArrowSchema:
+        """Columns of the table."""
+        import pyarrow as pa
+
+        types = {"q": pa.int64(), "i": pa.int32(), "d": pa.float64()}
+        own = {name: types[code] for name, code in _FIELDS}
+        own |= dict.fromkeys(_NAMES, pa.string()) | {"request_id": pa.string(), "is_live": pa.bool_()}
+        return pa.schema([(name, own[name]) for name in TRANSFER_COLUMNS])
+
+    def to_table(self) -> ArrowTable:
+        """Return the whole table."""
+        import pyarrow as pa
+
+        return pa.concat_tables([self.schema().empty_table(), *self.slices(max(len(self), 1))])
+
+    def slices(self, num_rows: int) -> Iterator[ArrowTable]:
+        """Yield the table by at most `num_rows` rows, in order."""
+        import pyarrow as pa
+
+        rows = self._rows.rows(slice(None))
+        begin = np.fmin(np.fmin(rows["held_at"], rows["start_at"]), rows["over_at"])
+        order = np.lexsort((rows["index"], begin))
+        request_ids = self._request_ids.all()
+        for start in range(0, len(order), num_rows):
+            chosen = order[start : start + num_rows]
+            own = rows[chosen]
+            columns: dict[str, Any] = {name: np.ascontiguousarray(own[name]) for name, _ in _FIELDS}
+            columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
+            columns |= {"is_live": columns["is_live"] == 1}
+            columns["request_id"] = request_ids.take(pa.array(chosen)).cast(pa.string())
+            schema = self.schema()
+            yield pa.Table.from_arrays([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
+
+
+class Stays:
+    """Times of the rows of a transfers table in which requests stood still, seconds; NaN where a row has none of a kind."""
+
+    def __init__(self, table: ArrowTable) -> None:
+        held_at, start_at, arrived_at, over_at = (
+            table.column(name).to_numpy() for name in ("held_at", "start_at", "arrived_at", "over_at")
+        )
+        stood = ~np.isnan(held_at)
+        self.held_s: Floats = np.where(np.isnan(start_at), over_at, start_at) - held_at
+        self.transfer_s: Floats = np.where(
+            stood, np.where(np.isnan(arrived_at), over_at, arrived_at) - start_at, np.nan
+        )
+        self.target_wait_s: Floats = np.where(stood, over_at - arrived_at, np.nan)
+
+
+def movement_columns(table: ArrowTable, indices: Ints) -> dict[str, Any]:
+    """Return `MOVEMENT_COLUMNS` of the requests with these indices (sorted), from a transfers table."""
+    rows = _RowsOfRequests(table, indices)
+    stays = Stays(table)
+    columns: dict[str, Any] = {
+        name: rows.sums(getattr(stays, name)) for name in ("held_s", "transfer_s", "target_wait_s")
+    }
+    kind, is_live = (table.column(name).to_numpy(zero_copy_only=False) for name in ("kind", "is_live"))
+    has_arrived = ~np.isnan(table.column("arrived_at").to_numpy())
+    is_whole = ~np.isnan(table.column("end_at").to_numpy())
+    columns["num_hand_offs"] = rows.counts((kind == HAND_OFF) & has_arrived)
+    columns["num_migrations"] = rows.counts((kind == MIGRATION) & has_arrived & ~is_live)
+    columns["num_moves"] = rows.counts(kind == MOVE)
+    for name in ("tokens", "bytes"):
+        columns[f"moved_{name}"] = rows.counts(is_whole, table.column(f"num_{name}").to_numpy())
+    last = rows.last((kind != MOVE) & has_arrived)
+    for end in ("source", "target"):
+        ids, pools = (table.column(f"{end}_{what}").to_numpy(zero_copy_only=False) for what in ("replica_id", "pool"))
+        columns[f"{end}_replica_id"] = np.where(last >= 0, ids[last] if len(ids) else -1, -1).astype(np.int32)
+        columns[f"{end}_pool"] = [str(pools[i]) if i >= 0 else "" for i in last.tolist()]
+    return columns
+
+
+class _RowsOfRequests:
+    """Rows of a table by the request that they are of."""
+
+    def __init__(self, table: ArrowTable, indices: Ints) -> None:
+        index: Ints = table.column("index").to_numpy()
+        self._size = len(indices)
+        position = np.searchsorted(indices, index)
+        self._is_asked = np.zeros(len(index), dtype=np.bool_)
+        inside = position < self._size
+        self._is_asked[inside] = indices[position[inside]] == index[inside]
+        self._position = np.where(self._is_asked, position, 0)
+
+    def counts(self, chosen: Bools, amounts: NDArray[Any] | None = None) -> Ints:
+        """Return the number of these rows of each request, or the sum of their amounts."""
+        total = np.zeros(self._size, dtype=np.int64)
+        chosen = chosen & self._is_asked
+        np.add.at(total, self._position[chosen], 1 if amounts is None else amounts[chosen])
+        return total
+
+    def sums(self, values: Floats) -> Floats:
+        """Return the sum of the known values of each request; NaN where it has none."""
+        known = ~np.isnan(values) & self._is_asked
+        total = np.full(self._size, np.nan)
+        total[self._position[known]] = 0.0
+        np.add.at(total, self._position[known], values[known])
+        return total
+
+    def last(self, chosen: Bools) -> Ints:
+        """Return the position of the last of these rows of each request; -1 where it has none."""
+        found = np.full(self._size, -1, dtype=np.int64)
+        at = np.flatnonzero(chosen & self._is_asked)
+        found[self._position[at]] = at  # of several the last one is kept
+        return found
+
+
+def movement_types() -> dict[str, Any]:
+    """Return the Arrow types of `MOVEMENT_COLUMNS` that are no floats."""
+    import pyarrow as pa
+
+    types: dict[str, Any] = dict.fromkeys(MOVEMENT_TEXTS, pa.string()) | dict.fromkeys(_COUNTS, pa.int64())
+    return types | dict.fromkeys(("source_replica_id", "target_replica_id"), pa.int32())

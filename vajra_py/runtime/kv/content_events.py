@@ -1,0 +1,57 @@
+"""Events of the content of prefix caches: what can be found since when, and what no longer can.
+
+The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+
+class ContentChange(Enum):
+    """Kind of a change."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
+class ContentEvent(NamedTuple):
+    """One change of what can be found on a replica."""
+
+    at: float
+    """Seconds on the run's clock."""
+    replica_id: int
+    change: ContentChange
+    hashes: list[Hashable]
+
+
+class ContentEvents:
+    """Writes the events of one replica to a record, which other replicas may share."""
+
+    def __init__(self, replica_id: int, clock: Callable[[], float], record: deque[ContentEvent]) -> None:
+        """`clock` returns the present time, seconds on the run's clock."""
+        self._replica_id = replica_id
+        self._clock = clock
+        self._events = record
+
+    def stored(self, hashes: Sequence[Hashable]) -> None:
+        """Content can be found that could not."""
+        if hashes:
+            self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.STORED, list(hashes)))
+
+    def removed(self, block_hash: Hashable) -> None:
+        """Content can no longer be found."""
+        at = self._clock()
+        last = self._events[-1] if self._events else None
+        if last is not None and last[:3] == (at, self._replica_id, ContentChange.REMOVED):
+            last.hashes.append(block_hash)
+        else:
+            self._events.append(ContentEvent(at, self._replica_id, ContentChange.REMOVED, [block_hash]))
+
+    def cleared(self) -> None:
+        """No content can be found any more."""
+        self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, []))

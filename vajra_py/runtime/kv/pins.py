@@ -1,0 +1,73 @@
+"""Pins of one replica's prefix cache: content that stays until a time, each under a name."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import NamedTuple
+
+
+class _Pin(NamedTuple):
+    hashes: Sequence[Hashable]
+    until: float
+    """Seconds on the run's clock."""
+    number: int
+
+
+class Pins:
+    """The pins that hold, by name; of two that end at one time the later one ends last."""
+
+    def __init__(self) -> None:
+        self.next_end = inf
+        """Time of the first end, or an earlier one."""
+        self._pins: dict[Hashable, _Pin] = {}
+        self._ends: list[tuple[float, int, Hashable]] = []
+        """Heap; pins that are gone may be in it."""
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def hashes_of(self, name: Hashable) -> Sequence[Hashable]:
+        """The contents of a pin; none without one."""
+        pin = self._pins.get(name)
+        return () if pin is None else pin.hashes
+
+    def add(self, name: Hashable, hashes: Sequence[Hashable], until: float) -> None:
+        """Note a pin; there is none of this name."""
+        number = next(self._numbers)
+        self._pins[name] = _Pin(hashes, until, number)
+        heappush(self._ends, (until, number, name))
+        self.next_end = self._ends[0][0]
+
+    def remove(self, name: Hashable) -> Sequence[Hashable]:
+        """Forget a pin; returns its contents, none without one."""
+        pin = self._pins.pop(name, None)
+        if not self._pins:
+            self._ends.clear()
+            self.next_end = inf
+        return () if pin is None else pin.hashes
+
+    def due(self, now: float) -> list[Hashable]:
+        """Names of the pins whose time has come, first end first."""
+        names: list[Hashable] = []
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            _, number, name = heappop(ends)
+            pin = self._pins.get(name)
+            if pin is not None and pin.number == number:
+                names.append(name)
+        self.next_end = ends[0][0] if ends else inf
+        return names
+
+    def last(self) -> Hashable:
+        """Name of the pin that ends last; there must be one."""
+        return max(self._pins, key=lambda name: (self._pins[name].until, self._pins[name].number))
+
+    def check(self, num_pinned: int) -> None:
+        """Raise AssertionError if pinned content belongs to no pin."""
+        contents = {one for pin in self._pins.values() for one in pin.hashes}
+        if num_pinned > len(contents):
+            raise AssertionError(f"Pins: {num_pinned} contents are pinned, and pins name {len(contents)}")

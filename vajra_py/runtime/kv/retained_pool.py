@@ -1,0 +1,358 @@
+"""Pool of KV blocks whose idle content is given up in the order of a retention policy.
+
+Content is kept once: a block in use whose content is cached already is a copy, and takes over when the first block loses its last user.
+So an idle block has no user anywhere behind it in its chain, and every free block with content can be given up, the end of a chain first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf, isfinite
+from numbers import Real
+from typing import Any
+
+from vajra_py.contract.retention import ExpiresContent, RetentionPolicy
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions, require
+from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention policy of one replica, with its name for errors."""
+
+    policy: RetentionPolicy
+    name: str
+
+
+class RetainedBlockPool(BlockPool):
+    """A `BlockPool` whose blocks with content are reused in the order of a retention policy; those without go first."""
+
+    __slots__ = (
+        "_clock",
+        "_copies",
+        "_copy_of",
+        "_due",
+        "_entry_of",
+        "_expiries",
+        "_num_private",
+        "_told",
+        "next_expiry",
+        "on_evicted",
+        "order",
+    )
+
+    def __init__(
+        self, num_blocks: int, options: PrefixCacheOptions, retention: Retention, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(num_blocks, options)
+        defaults = PrefixCacheOptions()
+        free = {"unscheduled": defaults.unscheduled, "max_pinned_fraction": defaults.max_pinned_fraction}
+        if replace(options, **free) != defaults:  # type: ignore[arg-type]  # fields of their own types
+            raise ValueError(
+                f"prefix_cache: a retention policy orders what these options order themselves (got {options}). "
+                "Allowed: their defaults."
+            )
+        self.order: RetentionOrder[CachedEntry] = RetentionOrder(retention.policy, retention.name)
+        self.next_expiry = inf
+        """Time at which idle content expires next, or would if it has not been used."""
+        self._clock = clock
+        self.on_evicted: Callable[[CachedEntry, float], None] | None = None
+        """Told of each block that is about to be overwritten, by the policy's choice."""
+        self._entry_of: dict[int, CachedEntry] = {}
+        self._copies: dict[Hashable, list[int]] = {}
+        """Blocks in use that hold content which another block is found for."""
+        self._copy_of: dict[int, Hashable] = {}
+        self._expiries: list[tuple[float, int, CachedEntry]] = []
+        """Heap of (time, number of the entry when it became idle, entry)."""
+        self._due: dict[CachedEntry, float] = {}
+        """Idle content whose time has come, and that others continue: it goes after them."""
+        self._num_private = 0
+        policy: Any = retention.policy
+        names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "expires_at")
+        self._told = {name: getattr(policy, name, None) for name in names}
+        if not isinstance(policy, ExpiresContent):
+            self._told["expires_at"] = None
+
+    # Handing out and giving back
+
+    def _reuse_idle(self, taken: list[int], count: int) -> None:
+        now, order, idle = self._clock(), self.order, self._idle
+        order.begin()
+        while len(taken) < count:
+            entry = order.pop(now)
+            self._tell("on_evicted", entry, now)
+            run = idle.pop(entry.block)
+            if run is not None:
+                taken += run
+                continue
+            if self.on_evicted is not None:
+                self.on_evicted(entry, now)
+            taken.append(entry.block)
+            self._remove(entry, now)
+
+    def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
+        """Give back one table's references; what has no user is free, unless it is pinned."""
+        now, extra = self._clock(), self._extra_references
+        plain: list[int] = []
+        num_idle = 0
+        for block in reversed(blocks):
+            num_extra = extra.get(block)
+            if num_extra is not None:
+                if num_extra == 1:
+                    del extra[block]
+                else:
+                    extra[block] = num_extra - 1
+                continue
+            entry = self._entry_of.get(block)
+            if entry is None or self._hand_over(entry):
+                self._forget_copy(block)
+                plain.append(block)
+                continue
+            entry.last_used_at = now
+            if entry.block_hash in self._pins:
+                self._kept[block] = None
+            else:
+                self._enter_idle(block)
+                num_idle += 1
+        plain.reverse()
+        self._freed.extend(plain)
+        self.num_free += len(plain) + num_idle
+        self.idle_version += 1
+
+    def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
+        """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
+
+        They compete as one entry: the policy cannot know that nobody will.
+        """
+        self._freed.extend(blocks[num_filled:])
+        if num_filled:
+            run = blocks[num_filled - 1 :: -1]
+            self._num_private += 1
+            now = self._clock()
+            entry = CachedEntry(run[0], ("private", self._num_private), None, request, now)
+            entry.depth = num_filled - 1
+            entry.is_idle = True
+            self._idle[run[0]] = run
+            self._tell("on_stored", [entry], now)
+            self.order.number(entry)
+            self.order.add(entry, now)
+        self.num_free += len(blocks)
+
+    def _enter_idle(self, block: int) -> None:
+        entry, now = self._entry_of[block], self._clock()
+        entry.last_used_at = now
+        entry.is_idle = True
+        self._idle[block] = None
+        self.order.number(entry)
+        if not entry.num_children:
+            self.order.add(entry, now)
+        expires_at = self._told["expires_at"]
+        if expires_at is not None:
+            self._note_expiry(entry, self.order.ask(expires_at, entry))
+
+    def _leave_idle(self, block: int) -> None:
+        entry = self._entry_of[block]
+        entry.is_idle = False
+        del self._idle[block]
+        if not entry.num_children:
+            self.order.discard(entry)
+        elif self._due:
+            self._due.pop(entry, None)
+
+    # Content
+
+    def cache(
+        self, blocks: Sequence[int], hashes: Sequence[Hashable], before: Hashable = None, request: object = None
+    ) -> None:
+        """Enter blocks in use under their hashes, as the continuation of `before`; see `BlockPool.cache`."""
+        now, entries = self._clock(), self._entries
+        parent = None if before is None else self._found(before)
+        new: list[CachedEntry] = []
+        known: list[CachedEntry] = []
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            entry = self._found(block_hash)
+            if entry is None:
+                entry = CachedEntry(block, block_hash, parent, request, now)
+                if parent is not None:
+                    parent.num_children += 1
+                entries[block_hash] = block
+                self._hash_of[block] = block_hash
+                self._entry_of[block] = entry
+                new.append(entry)
+            else:
+                entry.use(request, now)
+                if not self._take_over(entry, block):
+                    self._copies.setdefault(block_hash, []).append(block)
+                    self._copy_of[block] = block_hash
+                known.append(entry)
+            parent = entry
+        self.num_cached += len(blocks)
+        if known:
+            self._tell("on_used", known, now)
+        if new:
+            if self.events is not None:
+                self.events.stored([entry.block_hash for entry in new])
+            self._tell("on_stored", new, now)
+
+    def uncache(self, blocks: Sequence[int]) -> bool:
+        """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
+        if not self._extra_references.keys().isdisjoint(blocks):
+            return False
+        now = self._clock()
+        for block in reversed(blocks):
+            entry = self._entry_of.get(block)
+            if entry is None:
+                self._forget_copy(block)
+            elif not self._hand_over(entry):
+                self._tell("on_withdrawn", entry, now)
+                self._remove(entry, now)
+        return True
+
+    def attach(self, blocks: Sequence[int], request: object = None) -> None:
+        """Add a reference to each of these blocks (found by `match`), for a request; idle ones are no longer free."""
+        now, extra = self._clock(), self._extra_references
+        used: list[CachedEntry] = []
+        for block in reversed(blocks):
+            entry = self._entry_of[block]
+            if entry.is_idle:
+                self._leave_idle(block)
+                self.num_free -= 1
+            elif block in self._kept:
+                del self._kept[block]
+            else:
+                extra[block] = extra.get(block, 0) + 1
+            entry.use(request, now)
+            used.append(entry)
+        self.idle_version += 1
+        used.reverse()
+        self._tell("on_used", used, now)
+
+    def _found(self, block_hash: Hashable) -> CachedEntry | None:
+        block = self._entries.get(block_hash)
+        return None if block is None else self._entry_of[block]  # type: ignore[index]  # content is kept once
+
+    def _hand_over(self, entry: CachedEntry) -> bool:
+        """Let a copy in use take the place of the entry's block, which has no user any more; False if there is none."""
+        copies = self._copies.get(entry.block_hash)
+        if copies is None:
+            return False
+        block = copies[0]
+        self._forget_copy(block)
+        self._move(entry, block)
+        return True
+
+    def _take_over(self, entry: CachedEntry, block: int) -> bool:
+        """Let a block in use take the place of the entry's block, if nobody uses that; False if somebody does."""
+        old = entry.block
+        if entry.is_idle:
+            self._leave_idle(old)
+        elif old in self._kept:
+            del self._kept[old]
+            self.num_free += 1
+        else:
+            return False
+        self._move(entry, block)
+        self._freed.append(old)
+        self.idle_version += 1
+        return True
+
+    def _move(self, entry: CachedEntry, block: int) -> None:
+        old, block_hash = entry.block, entry.block_hash
+        entry.block = block
+        del self._entry_of[old], self._hash_of[old]
+        self._entry_of[block] = entry
+        self._hash_of[block] = block_hash
+        self._entries[block_hash] = block
+        self._note_removed(old)
+
+    def _forget_copy(self, block: int) -> None:
+        block_hash = self._copy_of.pop(block, None)
+        if block_hash is not None:
+            copies = self._copies[block_hash]
+            copies.remove(block)
+            if not copies:
+                del self._copies[block_hash]
+
+    def _remove(self, entry: CachedEntry, now: float) -> None:
+        """Forget content; what it continued may now be given up."""
+        del self._entry_of[entry.block]
+        self._forget(entry.block)
+        parent = entry.parent
+        if parent is not None:
+            parent.num_children -= 1
+            if not parent.num_children and parent.is_idle:
+                self.order.add(parent, now)
+                at = self._due.pop(parent, None)
+                if at is not None:
+                    heappush(self._expiries, (at, parent.index, parent))
+                    self.next_expiry = self._expiries[0][0]
+
+    # Expiry
+
+    @property
+    def expires_content(self) -> bool:
+        """True if the policy says how long content lives."""
+        return self._told["expires_at"] is not None
+
+    def _note_expiry(self, entry: CachedEntry, at: object) -> None:
+        if at is None:
+            return
+        if not isinstance(at, Real) or not isfinite(at):
+            error = PolicyError(
+                self.order.name, f"expires_at() is not a time (got {at!r})", request_id=entry.request_id
+            )
+            self.order.fail(error)
+            return
+        heappush(self._expiries, (float(at), entry.index, entry))
+        self.next_expiry = self._expiries[0][0]
+
+    def expire(self, now: float) -> None:
+        """Drop idle content whose time has come; what others continue goes after them."""
+        if self.next_expiry > now:
+            return
+        expiries = self._expiries
+        while expiries and expiries[0][0] <= now:
+            at, index, entry = heappop(expiries)
+            if not entry.is_idle or entry.index != index or self._entry_of.get(entry.block) is not entry:
+                continue  # it was used, or overwritten
+            if entry.num_children:
+                self._due[entry] = at
+                continue
+            block = entry.block
+            self._leave_idle(block)
+            self._tell("on_withdrawn", entry, at)
+            self._remove(entry, at)
+            self._freed.append(block)
+            self.idle_version += 1
+        self.next_expiry = expiries[0][0] if expiries else inf
+
+    def _tell(self, name: str, about: object, now: float) -> None:
+        method = self._told[name]
+        if method is not None:
+            self.order.ask(method, about, now)
+
+    # Invariants
+
+    def check(self, references: dict[int, int] | None = None) -> None:
+        """Raise AssertionError if the accounts disagree; see `BlockPool.check`."""
+        super().check(references)
+        entries = self._entry_of
+        children = dict.fromkeys(entries.values(), 0)
+        for block, entry in entries.items():
+            require(entry.block == block and self._entries.get(entry.block_hash) == block, "an entry stands elsewhere")
+            require(entry.is_idle == (block in self._idle), f"block {block} is idle and in use at once")
+            if entry.parent is not None:
+                require(entry.parent in children, "content is kept that continues nothing")
+                children[entry.parent] += 1
+                require(
+                    not entry.parent.is_idle or entry.is_idle, "a block is idle before one that is in use or pinned"
+                )
+        require(all(entry.num_children == count for entry, count in children.items()), "continuations are miscounted")
+        require(entries.keys() == self._hash_of.keys(), "a block has content and no entry")
+        require(self._copy_of.keys().isdisjoint(entries), "a copy is found by lookups")
+        ends = sum(entry.is_idle and not entry.num_children for entry in entries.values())
+        runs = sum(run is not None for run in self._idle.values())
+        require(len(self.order) == ends + runs, "an end of a chain is no candidate, or a candidate is no end")

@@ -1,0 +1,87 @@
+"""Log of what replicas keep: one JSON line for each pin, its end, and the blocks that a retention policy gives up at once.
+
+`{"at": seconds, "replicaset": …, "replica_id": …}` with one of `"pinned": name, "request_id": …, "until": seconds`, `"unpinned": name,
+"why": "released" | "expired" | "forced"`, or `"evicted": [[request, depth], …]`: the request that used a block last, and the number of
+blocks before it. In the order in which things happened; the same run gives the same bytes. Where nothing of it happens there is no file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vajra_py.contract import CachedBlock, ReplicaId, RequestView
+from vajra_py.contract.observer import Observer, PinEnd
+from vajra_py.runtime.records.decision_log import open_binary
+
+RETENTION_FILE = "retention.jsonl.gz"
+
+
+class RetentionLog(Observer):
+    """Writes `retention.jsonl.gz` while a run goes on."""
+
+    wants_step_ends = False
+
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        self._path = path
+        self._open = open_file
+        self._raw: BinaryIO | None = None
+        self._file: gzip.GzipFile | None = None
+        self._evicted: list[tuple[str, int]] = []
+        self._evicted_at: tuple[float, str, ReplicaId] | None = None
+
+    def on_pinned(
+        self, replicaset: str, replica_id: ReplicaId, name: str, request: RequestView, until: float, now: float
+    ) -> None:
+        """Write a line."""
+        self._write(now, replicaset, replica_id, pinned=name, request_id=request.request_id, until=until)
+
+    def on_unpinned(self, replicaset: str, replica_id: ReplicaId, name: str, why: PinEnd, now: float) -> None:
+        """Write a line."""
+        self._write(now, replicaset, replica_id, unpinned=name, why=why.value)
+
+    def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
+        """Keep it for the line of all that go at once."""
+        if self._evicted_at != (now, replicaset, replica_id):
+            self._end_evictions()
+            self._evicted_at = (now, replicaset, replica_id)
+        self._evicted.append((block.request.request_id, block.depth))
+
+    def flush(self) -> None:
+        """Hand every line so far to the operating system."""
+        self._end_evictions()
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._end_evictions()
+        if self._file is not None and self._raw is not None:
+            self._file.close()
+            self._raw.close()
+
+    def _end_evictions(self) -> None:
+        if self._evicted_at is not None:
+            where, evicted = self._evicted_at, self._evicted
+            self._evicted_at, self._evicted = None, []
+            self._write(*where, evicted=evicted)
+
+    def _write(self, at: float, replicaset: str, replica_id: ReplicaId, **what: Any) -> None:
+        self._end_evictions()
+        if self._file is None:
+            self._raw = self._open(self._path)
+            self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
+        row = {"at": at, "replicaset": replicaset, "replica_id": replica_id, **what}
+        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+
+
+def read_retention(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    if not path.exists():
+        return
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)

@@ -1,0 +1,68 @@
+"""Pins of one replica's cached content by its policies: made, ended, and told to observers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import isfinite
+from numbers import Real
+
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import Observer, PinEnd
+from vajra_py.runtime.kv import KvMemory
+from vajra_py.runtime.requests.request import Request
+
+FURTHEST_S = 1e9
+"""Longest time of a pin, seconds."""
+
+
+def pin_name(request: RequestView) -> Hashable:
+    """Name of a request's pin: that of its session and tenant, or its own."""
+    return (request.tenant, request.session_id) if request.session_id else request.request_id
+
+
+def checked_seconds(seconds: object) -> float:
+    """Return a time to live. Raises `ValueError` unless it is a number of seconds that is not negative."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not isfinite(seconds) or seconds < 0:
+        raise ValueError(f"a pin lasts a number of seconds (got {seconds!r}). Allowed: 0 to {FURTHEST_S:.0f}")
+    return min(float(seconds), FURTHEST_S)
+
+
+class Pinning:
+    """Makes and ends the pins of one replica."""
+
+    def __init__(self, replicaset: str, replica_id: int, memory: KvMemory) -> None:
+        self._where = replicaset, replica_id
+        self._memory = memory
+        self.observers: Sequence[Observer] = ()
+
+    def pin(self, request: Request, seconds: float, now: float) -> bool:
+        """Keep the content of a registered request for so long; False, and nothing changed, if pins would hold too much."""
+        name, memory = pin_name(request), self._memory
+        if not memory.pin(name, request, now + seconds):
+            return False
+        for observer in self.observers:
+            observer.on_pinned(*self._where, str(name), request, now + seconds, now)
+        return True
+
+    def unpin(self, request: RequestView, now: float) -> None:
+        """End the pin of a request's session, or its own, if there is one."""
+        name = pin_name(request)
+        if self._memory.unpin(name):
+            self._tell(name, PinEnd.RELEASED, now)
+
+    def settle(self, now: float) -> None:
+        """End the pins whose time has come, and drop content that has expired."""
+        for name in self._memory.settle_due():
+            self._tell(name, PinEnd.EXPIRED, now)
+
+    def release_one(self, now: float) -> bool:
+        """End the pin that would last longest, if a pin keeps a block from being free; False if none does."""
+        name = self._memory.release_pin()
+        if name is None:
+            return False
+        self._tell(name, PinEnd.FORCED, now)
+        return True
+
+    def _tell(self, name: Hashable, why: PinEnd, now: float) -> None:
+        for observer in self.observers:
+            observer.on_unpinned(*self._where, str(name), why, now)

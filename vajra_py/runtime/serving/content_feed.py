@@ -1,0 +1,84 @@
+"""What a replicaset's policies hear of the content of its replicas' caches, perhaps late.
+
+One mechanism for all routers: with a lag, `ReplicaLoadView.prefix_hit_tokens` reads an index that is fed by the same events as policies
+that listen (`ListensToCaches`). Without a lag it reads the caches themselves, which is the same and costs no index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+from vajra_py.runtime.kv.block_hashes import BlockHashes, reads_cache
+from vajra_py.runtime.kv.content_events import ContentChange, ContentEvent, ContentEvents
+from vajra_py.runtime.requests.listeners import Listeners
+from vajra_py.runtime.serving.replica import Replica
+
+_FIRST_LOOKUP_BLOCKS = 32
+
+
+class ContentFeed:
+    """Events of all replicas of a replicaset, in order of time, given to its policies when they are asked."""
+
+    def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:
+        self.lag_s = lag_s
+        """Age that an event must have, seconds."""
+        self._replicas = replicas
+        self._record: deque[ContentEvent] = deque()
+        self._known: list[set[Hashable]] = [set() for _ in replicas] if lag_s > 0 else []
+        """Content of each replica by the events that have been given out, with a lag."""
+        self._listeners = Listeners()
+        self._is_bound = False
+        self._expiring = [one.memory for one in replicas if one.memory.expires_content]
+        """Memories in which content goes by itself, and has to be looked after."""
+        self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
+
+    def bind(self, listeners: Listeners) -> None:
+        """Tell these policies from now on, and first what is there."""
+        self._listeners = listeners
+        for replica, events in zip(self._replicas, self._events, strict=True):
+            if self._is_bound:
+                events.cleared()
+            replica.memory.report_content(events)
+        self._is_bound = True
+
+    def deliver(self, now: float) -> None:
+        """Give out what is old enough. Raises `PolicyError` when a policy that is told breaks the contract."""
+        for memory in self._expiring:
+            memory.expire()
+        record, until = self._record, now - self.lag_s
+        while record and record[0].at <= until:
+            self._give(record.popleft())
+
+    def hit_tokens(self, replica_id: int, hashes: BlockHashes, num_known_tokens: int) -> int:
+        """Leading tokens of some content that the replica holds as far as is known."""
+        memory = self._replicas[replica_id].memory
+        self.deliver(memory.now())
+        limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // memory.block_size
+        known, found, width = self._known[replica_id], 0, _FIRST_LOOKUP_BLOCKS
+        if limit <= 0 or not known or not reads_cache(hashes):
+            return 0
+        while found < limit:
+            wanted = hashes.block_hashes(found, min(found + width, limit))
+            held = next((index for index, one in enumerate(wanted) if one not in known), len(wanted))
+            found += held
+            if held < len(wanted):
+                break
+            width *= 4
+        return found * memory.block_size
+
+    def _give(self, event: ContentEvent) -> None:
+        at, replica_id, change, hashes = event
+        listeners = self._listeners
+        if change is ContentChange.CLEARED:
+            if self._known:
+                self._known[replica_id].clear()
+            for tell in listeners.caches_cleared:
+                tell(replica_id, at)
+            return
+        is_stored = change is ContentChange.STORED
+        if self._known:
+            known = self._known[replica_id]
+            (known.update if is_stored else known.difference_update)(hashes)
+        for tell in listeners.blocks_stored if is_stored else listeners.blocks_removed:
+            tell(replica_id, hashes, at)

@@ -1,0 +1,204 @@
+"""Conformance checks of retention policies, in simulated conversations that share prefixes and do not all fit.
+
+In a package's own tests:
+
+    @pytest.mark.parametrize("spec", vajra_retention_policies(), ids=lambda spec: spec.name)
+    def test_keeps_the_contract(spec):
+        check_retention(spec)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isclose
+from typing import Any
+
+from vajra_py.contract import CachedBlock, EndReason, KeyMotion, PolicyContext, RequestView, RetentionSpec
+from vajra_py.contract.observer import Observer
+from vajra_py.errors import VajraError
+from vajra_py.plugins import check_retention_shape
+from vajra_py.plugins.build import LISTENING_METHODS, RETENTION_OPTIONS
+from vajra_py.testing.checking import failure_of, packages_of, require
+from vajra_py.testing.purity import only_pure
+from vajra_py.testing.simulated import simulated_system
+from vajra_py.workload import PromptContent, RequestSpec
+
+TIMEOUT_S = 30.0
+"""Seconds of real time that a retention policy may take for one answer under test."""
+SITUATIONS: Mapping[str, Mapping[str, Any]] = {
+    "short memory": {"replica": {"max_batch_size": 4, "max_model_len": 400, "memory": {"num_blocks": 40}}},
+    "two replicas": {
+        "num_replicas": 2,
+        "replica": {"max_batch_size": 4, "max_model_len": 400, "memory": {"num_blocks": 60}},
+    },
+    "one request fills it": {"replica": {"max_batch_size": 4, "max_model_len": 400, "memory": {"num_blocks": 26}}},
+}
+"""Settings of a replicaset by name of the situation."""
+
+_MOVES = (KeyMotion.ARBITRARY, KeyMotion.VOLATILE)
+
+Gone = tuple[str, int]
+"""(request that used a block last, blocks before it)."""
+
+
+def check_retention(
+    spec: RetentionSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = TIMEOUT_S
+) -> None:
+    """Run a retention policy with its default parameters, or these, in every situation.
+
+    Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every request ends
+    whatever it pins, that it leaves what it is shown as it is, reads no clock and no global random numbers, gives up the same blocks in
+    equal runs, and in order of release if it says so. Raises `AssertionError` that names the policy and what was found.
+    """
+    failures = []
+    for name, settings in SITUATIONS.items():
+        failure = failure_of(partial(_gives_up_again, spec, params or {}, settings), policy_timeout_s)
+        if failure is not None:
+            failures.append(f"  {name}: {failure.text}")
+            if failure.is_endless:
+                break
+    if failures:
+        raise AssertionError("\n".join([f"retention policy {spec.name!r} breaks the contract:", *failures]))
+
+
+def _gives_up_again(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    first = _run(spec, params, settings)
+    require(first == _purely(spec, params, settings), "two equal runs kept different content")
+    if spec.follows_release:
+        require(
+            _run(spec, params, settings, as_list=True).hits == first.hits,
+            "follows_release is declared, and blocks do not go in the order in which they become idle",
+        )
+
+
+@dataclass
+class Kept:
+    """Outcome of a run."""
+
+    gone: list[Gone] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+    """Cached tokens of each request, by submission."""
+
+
+def _purely(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> Kept:
+    """Run it once more where clocks and unseeded random numbers raise."""
+    violations: list[str] = []
+    try:
+        with only_pure(packages_of(spec.config, spec.build), violations):
+            return _run(spec, params, settings)
+    except VajraError:
+        if violations:
+            raise AssertionError(violations[0]) from None
+        raise
+
+
+class _Watched:
+    """A retention policy whose keys are compared with what it declares."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._read: dict[CachedBlock, tuple[Any, Any]] = {}
+        """Facts and key of each block when its key was read."""
+        self.key_motion = inner.key_motion
+        for name in (*RETENTION_OPTIONS, *LISTENING_METHODS):
+            if getattr(inner, name, None) is not None and name not in vars(type(self)):
+                setattr(self, name, getattr(inner, name))
+        self._tell_evicted = getattr(inner, "on_evicted", None)
+        if self.key_motion is KeyMotion.TIME_LINEAR:
+            self.line = self._line
+
+    def key(self, block: CachedBlock, now: float) -> Any:
+        facts = _facts(block)
+        key = self._inner.key(block, now)
+        require(_facts(block) == facts, "key changed what it was shown")
+        before = self._read.get(block)
+        if before is not None and self.key_motion is KeyMotion.STATIC:
+            require(before[1] == key, f"key_motion is STATIC, and a key moved from {before[1]} to {key}")
+        self._read[block] = facts, key
+        return key
+
+    def _line(self, block: CachedBlock) -> Any:
+        line = self._inner.line(block)
+        self._read[block] = _facts(block), line
+        return line
+
+    def on_evicted(self, block: CachedBlock, now: float) -> None:
+        facts, read = self._read.pop(block, (None, None))
+        if facts == _facts(block) and self.key_motion not in _MOVES:
+            key = self._inner.key(block, now)
+            if self.key_motion is KeyMotion.TIME_LINEAR:
+                line = read[0] + read[1] * now
+                require(
+                    isclose(line, key, rel_tol=1e-9, abs_tol=1e-9), f"line() says {line} at {now} s, and key() {key}"
+                )
+            else:
+                require(
+                    key == read, f"key_motion is {self.key_motion.name}, and a key moved by itself from {read} to {key}"
+                )
+        if self._tell_evicted is not None:
+            self._tell_evicted(block, now)
+
+
+def _facts(block: CachedBlock) -> Any:
+    return (block.block_hash, block.depth, block.stored_at, block.last_used_at, block.num_uses, block.priority)
+
+
+class _Seen(Observer):
+    def __init__(self) -> None:
+        self.gone: list[Gone] = []
+        self.hits: dict[int, int] = {}
+        """Cached tokens by submission."""
+
+    def on_evicted(self, replicaset: str, replica_id: int, block: CachedBlock, now: float) -> None:
+        self.gone.append((block.request.request_id, block.depth))
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        self.hits[request.index] = request.num_cached_tokens
+
+
+def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any], *, as_list: bool = False) -> Kept:
+    """Simulate conversations; `as_list`: idle blocks are kept as a list. Raises where the policy breaks the contract."""
+
+    def build(config: Any, context: PolicyContext) -> Any:
+        policy = spec.build(config, context)
+        check_retention_shape(policy, f"retention policy {spec.name!r}", spec.name)
+        return policy if as_list else _Watched(policy)
+
+    own = replace(spec, name="under_test", build=build, follows_release=as_list)
+    scheduling = {"retention": {"policy": own.name, "params": dict(params)}}
+    controller, simulator = simulated_system(own, scheduling, settings)
+    seen = _Seen()
+    controller.watch((seen,))
+    simulator.run(_conversations())
+    controller.check_conservation()
+    require(controller.num_alive == 0, f"{controller.num_alive} requests are left")
+    return Kept(seen.gone, [seen.hits[index] for index in sorted(seen.hits)])
+
+
+def _conversations() -> list[RequestSpec]:
+    """Six conversations of up to eight turns whose prompts begin alike, of three priorities and two classes of service."""
+    specs: list[RequestSpec] = []
+    for session in range(6):
+        segments: tuple[tuple[Any, int], ...] = (("system", 48),)
+        for turn in range(3 + session % 6):
+            request_id = f"s{session}t{turn}"
+            segments = (*segments, ((f"user{session}", turn), 16 + 5 * ((session + turn) % 4)))
+            content = PromptContent(segments)
+            if content.num_tokens > 340:
+                break
+            specs.append(
+                RequestSpec(
+                    request_id,
+                    0.3 * turn + 0.11 * session,
+                    content.num_tokens,
+                    12,
+                    content=content,
+                    priority=session % 3,
+                    slo_class="batch" if session % 2 else "chat",
+                    session_id=f"s{session}",
+                )
+            )
+            segments = (*segments, (("out", request_id), 12))
+    return sorted(specs, key=lambda one: one.arrived_at)
