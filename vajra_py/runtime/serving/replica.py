@@ -173,7 +173,7 @@ class Replica:
             reason = self._end_reason(request, result)
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
-        if request.num_remaining_tokens == 1:
+        if request.num_remaining_tokens == 1 and request.num_output_tokens:
             del self.running_set.partial[request]
             self.running_set.pool.join(request, num_left)
         return []
@@ -395,8 +395,9 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
-        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
+        """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
+        is_awaited = self.expects_kv or self.builder.hands_off  # what was handed off may be told to stay
+        return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
