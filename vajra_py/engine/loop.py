@@ -277,9 +277,10 @@ class EngineLoop(Backend[EngineReplica]):
         elif isinstance(message, Restarted):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
-            self._restarting.discard(message.replica)
-            self._check_failed(lost(message.replica, message.why))  # listeners may ask for the failure
-            self._abandon_unless_some(message.replica[0], lost(message.replica, message.why))
+            is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
+            self._check_failed(why)  # listeners may ask for the failure
+            if is_hopeless:
+                self._abandon(message.replica[0], why)
         elif one.is_lost:
             return
         elif isinstance(message, LeftFirstStage):
