@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import claims_fairness
@@ -44,12 +45,15 @@ def verdicts_of(policy: str, folder: Path) -> list[Verdict]:
 
 
 def _verdict(claim: Claim, cells: Cells) -> Verdict:
-    if claim.check is not None:
-        return claim.check(cells)
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", claim.test]
+    return _tested(claim.test) if claim.check is None else claim.check(cells)
+
+
+@cache
+def _tested(test: str) -> Verdict:
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", test]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "pytest failed"
-    return Verdict(done.returncode == 0, "a test" if done.returncode == 0 else last)
+    lines = done.stdout.strip().splitlines() or ["pytest failed"]
+    return Verdict(done.returncode == 0, "a test", "" if done.returncode == 0 else lines[-1])
 
 
 def table(claims: Sequence[tuple[Claim, Verdict]]) -> str:
@@ -57,7 +61,7 @@ def table(claims: Sequence[tuple[Claim, Verdict]]) -> str:
     rows = ["| policy | claim | paper | ours | grade | command | verdict |", "|---|---|---|---|--:|---|---|"]
     for claim, verdict in claims:
         command = f"`pytest {claim.test}`" if claim.test else f"`make claims POLICY={claim.policy}`"
-        outcome = "holds" if verdict.holds else f"**does not hold**: {verdict.reason or 'see ours'}"
+        outcome = "holds" if verdict.holds else f"**does not hold**: {claim.why or verdict.reason}"
         rows.append(
             f"| [`{claim.policy}`](reference/policies.md#{claim.policy}) | {claim.text} | {claim.paper} | {verdict.ours} "
             f"| {claim.grade} | {command} | {outcome} |"

@@ -52,12 +52,9 @@ class Claim:
     grade: int
     check: Callable[[Cells], Verdict] | None = None
     test: str = ""
-    """Node of the test that holds a claim of grade 1, from the root."""
-
-    @property
-    def name(self) -> str:
-        """Key of the claim in the results."""
-        return f"{self.policy}: {self.text}"
+    """Tests that hold a claim of grade 1, from the root."""
+    why: str = ""
+    """Reason found for a claim that does not come out."""
 
 
 class Cells:
@@ -68,10 +65,12 @@ class Cells:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._known: dict[str, Cell] = {}
         if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                if line.endswith("}"):  # the last line of a run that was cut off may be incomplete
-                    row = json.loads(line)
-                    self._known[row["name"]] = row["cell"]
+            text = self._path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # the last line of a run that was cut off may be incomplete
+            if whole != text:
+                self._path.write_text(whole, encoding="utf-8")
+            rows = [json.loads(line) for line in whole.splitlines()]
+            self._known.update((row["name"], row["cell"]) for row in rows)
 
     def get(self, name: str, make: Callable[[], Cell]) -> Cell:
         """The cell of this name; simulated if it is not known."""

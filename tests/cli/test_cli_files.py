@@ -91,10 +91,10 @@ def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path
 
 
 def test_overrides_are_named_as_such(vajra: Vajra, small: Path) -> None:
-    said = vajra("check", small, "--set", "scheduling.request_prioritizer=lsr", "--set", "seed=x", "--set", "nonsense")
+    said = vajra("check", small, "--set", "scheduling.request_prioritizer=fcsf", "--set", "seed=x", "--set", "nonsense")
     assert said.code == 2
     assert "--set scheduling.request_prioritizer: " in said.err
-    assert "Did you mean 'lrs'?" in said.err
+    assert "Did you mean 'fcfs'?" in said.err
     assert "--set seed: must be an integer (got 'x')" in said.err
     assert "--set nonsense: is not an assignment" in said.err
 

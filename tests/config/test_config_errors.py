@@ -55,7 +55,7 @@ exp.yaml:4: scheduling.request_prioritizer.policy: no installed package offers a
 exp.yaml:5: scheduling.replicaset_scheduler.policy: no installed package offers a replicaset scheduler of that name; it is one for replica_scheduler (got 'dynamic_chunk'). Allowed: pull, round_robin.
 exp.yaml:9: scheduling.replica_scheduler.params.target_batch_time_s: must be greater than 0 (got 0).
 exp.yaml:10: scheduling.replica_scheduler.params.chunk: unknown key. Allowed: sizes, target_batch_time_s.
-exp.yaml:11: num_replica: unknown key. Did you mean 'num_replicas'? Allowed: admission, backend, capacity, costs, description, elastic, hand_off, links, migration, name, num_replicas, observers, output, policy_timeout_s, pools, preset, replica, replicasets, replications, scheduling, seed, sweep, version, view_interval_s, workload.
+exp.yaml:11: num_replica: unknown key. Did you mean 'num_replicas'? Allowed: admission, backend, capacity, costs, description, elastic, hand_off, kv_event_lag_s, links, migration, name, num_replicas, observers, output, policy_timeout_s, pools, preset, programs, replica, replicasets, replications, scheduling, seed, sweep, version, view_interval_s, workload.
 exp.yaml:13: replica.max_batch_size: must be an integer (got true).
 exp.yaml:15: replica.memory.prefix_cache.publish: is not known (got 'later'). Allowed: schedule, step_end.
 exp.yaml:16: replica.memory.watermark_fraction: must be less than 1 (got 2).

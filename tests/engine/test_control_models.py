@@ -110,11 +110,12 @@ def test_a_scaler_is_refused_by_name(tmp_path: Path) -> None:
         Engine.load(config, engine_services(config, load_registry(), {}))
 
 
-def test_pools_are_refused_by_name(tmp_path: Path) -> None:
+def test_pools_are_those_of_one_replicaset(tmp_path: Path) -> None:
     mapping = two_models(tmp_path)
-    mapping["replicasets"]["large"] |= {"pools": {"first": {}, "second": {"num_replicas": 2}}}
+    stages = {"prefill": {}, "decode": {"num_replicas": 2, "replica": {"pipeline_stages": 2}}}
+    mapping["replicasets"]["large"] |= {"pools": stages}
     config = config_from_mapping(mapping)
-    said = r"replicasets\.large\.pools: the backend `engine` has replicas of one pool alone \(got first, second\)"
+    said = r"replicasets\.large\.pools: KV does not move between replicas of different pipeline_stages"
     with pytest.raises(ConfigError, match=said):
         Engine.load(config, engine_services(config, load_registry(), {}))
 

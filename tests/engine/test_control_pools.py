@@ -139,7 +139,10 @@ def run_it(
         one = EngineRun(run, make_worker=world.worker, make_clock=world.clock, make_restarter=world.restarter)
 
         def now_and_then() -> None:
-            if one.loop is not None and stream.random() < abort_rate:
+            if one.loop is None:
+                return
+            one.controller.check_conservation()  # between two turns: of requests, and of the blocks of each replica
+            if stream.random() < abort_rate:
                 alive = [request.request_id for request, _ in one.loop.alive()]
                 if alive:
                     one.loop.abort(alive[int(stream.integers(len(alive)))])

@@ -131,13 +131,14 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
 PRIORITIZERS: list[Any] = [
     *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"),
     *("vtc", "least_counter_first", "deficit_round_robin", "sjf", "srpt", "trail", "hrrn", "qoserve"),
+    *("plas", "atlas"),
     {"policy": "ltr", "params": {"starvation_s": 0.05, "boost_steps": 4}},
     {"policy": "skip_join_mlfq", "params": {"promotion_steps": 20, "starvation_s": 0.05}},
 ]
 CHOOSERS: list[Any] = [
     *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
     *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
-    *("lmetric", "consistent_hashing"),
+    *("lmetric", "consistent_hashing", "thunderagent"),
 ]
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
@@ -167,10 +168,10 @@ def _needs_slack(batcher: Any) -> bool:
 
 
 def combinations() -> list[tuple[Any, Any, Any]]:
-    """Every policy with several of the others: the longest list, the others turning past it at their own pace."""
+    """Every policy with several of the others: each list turns past the replica schedulers at its own pace."""
     return [
         (
-            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn) % len(PRIORITIZERS)],
+            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn * len(BATCHERS)) % len(PRIORITIZERS)],
             CHOOSERS[(index + 2 * turn) % len(CHOOSERS)],
             batcher,
         )
@@ -281,8 +282,8 @@ def test_a_join_waits_for_its_last_parent_on_the_engine_and_in_its_replay(hollow
     assert replay(tmp_path / "run").is_equal
 
 
-PREEMPTS_SELDOM = {"orca", "past_future"}
-"""They look at the memory to come before they admit anybody."""
+PREEMPTS_SELDOM = {"orca", "past_future", "preemptive", "hygen"}
+"""Two look at the memory to come before they admit anybody, two let others pause while memory lasts."""
 FEW = {**SINGLES, "num_requests": 14, "prompt_tokens": {"type": "uniform", "min": 20, "max": 140}}
 
 

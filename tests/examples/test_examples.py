@@ -219,3 +219,14 @@ def test_the_admission_example_protects_the_urgent_and_limits_the_greedy(tmp_pat
     assert limited.value("fairness.jain_index") > 0.95 > plain.value("fairness.jain_index")
     assert limited.value("admission.rejected.shed") == limited.value("overall.counts.rejected") > 50
     assert held.value("overall.counts.completed") == plain.value("overall.counts.completed") == 400
+
+
+def test_the_example_of_agents_compares_programs_and_chats(tmp_path: Path) -> None:
+    points = expand_sweep(load_example("agents.yaml", tmp_path, workload__end_s=12))
+    assert len(points) == 6
+    runs = [vajra.run(one, folder=tmp_path / str(number)) for number, (_, one) in enumerate(points[::5])]
+    for run in runs:
+        assert run.summary.value("programs.completed") == run.summary.value("programs.arrived") > 0
+        assert run.summary.value("by_slo_class.chat.ttft_s.p99") > 0
+        assert run.summary.value("programs.slo.attainment_fraction") is not None
+    assert vajra.plots.program_makespans(runs).axes

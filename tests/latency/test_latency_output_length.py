@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vajra_py.contract.latency import LengthEstimate, OutputLengthPredictor
 from vajra_py.errors import ConfigError
 from vajra_py.latency import BUILTIN_OUTPUT_LENGTHS
-from vajra_py.plugins import OutputLengthInputs, build_output_lengths
+from vajra_py.latency.services.output_length import refuse_oracle
 from vajra_py.testing.harness import Harness, HarnessOptions
 
 SPECS = {spec.name: spec for spec in BUILTIN_OUTPUT_LENGTHS}
@@ -52,9 +52,11 @@ def test_a_constant_stays_between_generated_and_allowed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["oracle", "noisy_oracle"])
-def test_an_oracle_is_refused_where_nobody_knows(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{kind}' of vajra-py .* cannot be built: .*not here.*Allowed here: none, "):
-        build_output_lengths(kind, {}, OutputLengthInputs(np.random.default_rng, {}))
+def test_an_oracle_is_refused_where_clients_send_requests(kind: str) -> None:
+    message = f"backend.engine.output_length: nobody knows .*got '{kind}'.* Allowed: none, constant, histogram, history"
+    with pytest.raises(ConfigError, match=message):
+        refuse_oracle(kind, "backend.engine.output_length")
+    refuse_oracle("history", "backend.engine.output_length")
 
 
 def test_history_is_of_the_same_tenant_and_of_the_last_requests() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.sim.split_pools import prepared, settings
 from vajra_py.contract.observer import EndReason
+from vajra_py.plugins import Registry
 from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_ticks
@@ -100,13 +101,24 @@ def test_every_request_ends_once_and_every_block_is_free_in_the_end(
         hand_off=hand_off,
         links=links,
     )
+    loses_nothing(mapping, specs, faults)
+
+
+def loses_nothing(
+    mapping: dict[str, Any],
+    specs: list[RequestSpec],
+    faults: list[tuple[str, float, int]],
+    registry: Registry | None = None,
+    num_replicas: int = NUM_REPLICAS,
+) -> None:
+    """Run with these faults, forming every step and not; nothing is lost, and both runs are the same."""
     results = []
     for wants_steps in (False, True):
-        run, simulator, ways = prepared(mapping, wants_steps=wants_steps)
+        run, simulator, ways = prepared(mapping, wants_steps=wants_steps, registry=registry)
         simulator._driver._options = type(simulator._driver._options)(check_every_steps=1)
         lost: set[int] = set()
         for kind, at, number in sorted(faults, key=lambda one: one[1]):
-            tick, replica_id = to_ticks(at), number % NUM_REPLICAS
+            tick, replica_id = to_ticks(at), number % num_replicas
             if kind == "abort":
                 simulator.inject(tick, Phase.ABORT, f"r{number}")
             elif kind == "fail" and replica_id not in lost:

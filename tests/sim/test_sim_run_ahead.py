@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vajra_py.contract import KeyMotion, Layer
 from vajra_py.contract.observer import Observer, StepRun
+from vajra_py.contract.policies import traits_of
 from vajra_py.latency import AffineModel, Variation, factors_among
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import RequestFacts
@@ -32,6 +33,7 @@ from vajra_py.testing.scenarios import (
     Scenario,
     simulate,
 )
+from vajra_py.testing.subject import context_of
 from vajra_py.workload import RequestSpec
 
 SITUATIONS = (LIGHT, OVERLOADED, LONG_AND_SHORT, STARVED, SWAPPING, LEAVING, SHARED_PREFIXES)
@@ -77,10 +79,15 @@ def combinations() -> list[tuple[Scenario, tuple[str, ...], int]]:
     ("scenario", "names", "num_replicas"), combinations(), ids=lambda value: str(getattr(value, "name", value))
 )
 def test_installed_policies(scenario: Scenario, names: tuple[str, ...], num_replicas: int) -> None:
-    repeats = (
-        names[-1] != "orca"
-    )  # whose steps differ from one to the next, so that it does not declare `repeats_decodes`
-    both_ways(scenario, Policies(*names), num_replicas, repeats=repeats)
+    both_ways(scenario, Policies(*names), num_replicas, repeats=may_repeat(names))
+
+
+def may_repeat(names: tuple[str, ...]) -> bool:
+    """Return True if equal steps may be computed at once: the replica scheduler repeats them, and nobody listens to each."""
+    specs = {(spec.layer, spec.name): spec for spec in policies_under_test()}
+    chosen = [specs[key] for key in zip(Layer, names, strict=True)]
+    policies = [spec.build(spec.config(), context_of(LIGHT)) for spec in chosen]
+    return bool(traits_of(policies[-1]).repeats_decodes) and not any(hasattr(one, "on_step_end") for one in policies)
 
 
 class VariedSteps(AffineModel):

@@ -259,7 +259,7 @@ def models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseM
 
 def test_every_field_is_described_and_every_model_is_closed() -> None:
     kinds = get_args(get_args(WorkloadConfig)[0])
-    assert len(kinds) == 11
+    assert len(kinds) == 13
     for model in set().union(*(models(kind, set()) for kind in kinds)):
         assert model.model_config.get("frozen"), model
         assert model.model_config.get("extra") == "forbid", model

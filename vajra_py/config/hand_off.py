@@ -87,7 +87,10 @@ class HandOffConfig(BaseModel):
     )
     moves: Literal["missing", "whole_prompt"] = Field(
         "missing",
-        description="What is transferred: the blocks that the target's prefix cache lacks, or all of the prompt's.",
+        description=(
+            "What is transferred in a simulation: the blocks that the target's prefix cache lacks, or all of the prompt's; the engine "
+            "copies what is lacking."
+        ),
     )
     kv_bytes_per_token: Annotated[int, Field(strict=True, gt=0)] | None = Field(
         None, description="KV of one token, bytes; null: what the latency model or the engine's model says."

@@ -287,7 +287,9 @@ class SystemConfig(Section):
     hand_off: HandOffConfig = Field(
         default_factory=HandOffConfig, description="How requests go from one pool to another with their KV."
     )
-    links: LinksConfig = Field(default_factory=LinksConfig, description="Links between replicas, over which KV goes.")
+    links: LinksConfig = Field(
+        default_factory=LinksConfig, description="Links between replicas, over which KV goes in a simulation."
+    )
     migration: MigrationConfig = Field(
         default_factory=MigrationConfig,
         description="How running requests move, where the replicaset scheduler moves any.",

@@ -22,6 +22,8 @@ class Refusal(Enum):
     JUST_PREEMPTED = "the request was preempted in this very step"
     NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
     LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
+    NO_TARGET = "no other replica that is up could go on with it, or requests do not move between replicas here"
+    STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"
     PINS = "pins hold as much of the KV memory as they may"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
@@ -112,6 +114,14 @@ class BatchBuilder(Protocol):
 
         Seconds on the run's clock, after `now`. No effect if the batch is not empty in the end. Raises `ValueError` for a time that
         is not after now.
+        """
+
+    def hand_off(self, request: RequestView) -> Refusal | None:
+        """Let a running request leave now with its KV, to go on at another replica: in the middle of its prompt, or while it decodes.
+
+        The replicaset scheduler is asked for the replica (`PlacesAfterPrompt`), as after a prompt; if it answers None, or with this
+        replica, the request goes on here. Where a prompt is computed by halves, the target computes the rest. Refused with
+        `NO_TARGET`, `STAYS`, `IN_FLIGHT`, and `ALREADY_SCHEDULED` for what is in this step's batch.
         """
 
     def drop(self, request: RequestView, reason: str) -> None:

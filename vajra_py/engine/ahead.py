@@ -69,6 +69,8 @@ class LookAhead:
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)
+        if self._replica.hands_off:  # requests leave, or may leave, when their prompt is computed
+            return
         for request, num_tokens, start, _ in plan.chunks:
             if start + num_tokens == request.num_known_tokens:
                 yield request, start + num_tokens

@@ -27,6 +27,7 @@ from vajra_py.engine.services import engine_services
 from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.engine.worker import set_passive_omp_wait
 from vajra_py.errors import ExecutorError, VajraError
+from vajra_py.latency.services.output_length import refuse_oracle
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.input_log import Input, PolicyChange
 from vajra_py.runtime.requests.request import Request
@@ -64,8 +65,9 @@ class EngineClient:
     def load(self) -> Engine:
         """Load tokenizers and models, and return what becomes `engine` if it is still wanted. Raises `ConfigError` for wrong settings, `ExecutorError` when a worker fails."""
         set_passive_omp_wait()  # before tokenizers: they load a tensor library
-        services = engine_services(self.config, self._registry, {}, **self._replaced)
         settings: ModelBackendConfig = self.config.backend.settings
+        refuse_oracle(settings.output_length.type, f"backend.{settings.kind}.output_length")
+        services = engine_services(self.config, self._registry, {}, **self._replaced)
         folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
         loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
         self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}

@@ -46,7 +46,7 @@ class KvTransfers:
 
         What its target's worker was told already it does before any later step, which may use the blocks otherwise.
         """
-        del self._under_way[_key(transfer)]
+        self._under_way.pop(_key(transfer), None)  # it may have ended in this turn
 
     def exported(self, news: KvExported) -> None:
         """Pass on what a source's worker has copied, unless nobody wants it any more."""

@@ -21,6 +21,7 @@ from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
 from vajra_py.engine.kv_transfers import KvTransfers
+from vajra_py.engine.outages import Outages
 from vajra_py.engine.outputs import Submission, detokenize
 from vajra_py.engine.replica import (
     AbortRequest,
@@ -45,7 +46,7 @@ from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
@@ -102,9 +103,7 @@ class EngineLoop(Backend[EngineReplica]):
         """Requests that got a token in this turn."""
         self._deferred: list[SwapPolicy] = []
         """Policy changes that wait for steps whose plan was dropped."""
-        self._restarting: set[ReplicaKey] = set()
-        self._abandon_at: dict[str, int] = {}
-        """Tick until which requests wait for a replica, by replicaset without any."""
+        self._outages = Outages(controller, self._replicas, options.wait_s)
         self._stops = False
         self._stalled_at = -1
         """Number of steps after which the server last logged that requests make no progress."""
@@ -147,7 +146,7 @@ class EngineLoop(Backend[EngineReplica]):
     @property
     def num_restarting(self) -> int:
         """Replicas that failed and are being started again."""
-        return len(self._restarting)
+        return len(self._outages.restarting)
 
     @property
     def num_lost(self) -> int:
@@ -180,7 +179,7 @@ class EngineLoop(Backend[EngineReplica]):
         """Wait until there is something to do; False when there will not be."""
         self._receive()
         while not self._finished:
-            due = min(self._driver.next_due(), min(self._abandon_at.values(), default=NEVER))
+            due = min(self._driver.next_due(), self._outages.next_due())
             if due <= self.now:  # a message is waiting
                 return True
             if self._stops:
@@ -200,7 +199,7 @@ class EngineLoop(Backend[EngineReplica]):
     def _awaits_restart(self) -> bool:
         """Return whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
-        return bool(self._restarting) and is_needed
+        return bool(self._outages.restarting) and is_needed
 
     @property
     def _num_in_flight(self) -> int:
@@ -250,7 +249,7 @@ class EngineLoop(Backend[EngineReplica]):
         driver.advance_to(now)
         if self._finished:
             self._take_worker_message(self._finished.popleft())
-        for name in [name for name, tick in self._abandon_at.items() if tick <= now]:
+        for name in self._outages.over(now):
             self._abandon(name, f"no replica of {name} came up again within {self._options.wait_s:g} s")
         self._events.bring_forward(now)
         driver.run_until(now)
@@ -278,9 +277,10 @@ class EngineLoop(Backend[EngineReplica]):
         elif isinstance(message, Restarted):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
-            self._restarting.discard(message.replica)
-            self._check_failed(lost(message.replica, message.why))  # listeners may ask for the failure
-            self._abandon_unless_some(message.replica[0], lost(message.replica, message.why))
+            is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
+            self._check_failed(why)  # listeners may ask for the failure
+            if is_hopeless:
+                self._abandon(message.replica[0], why)
         elif one.is_lost:
             return
         elif isinstance(message, LeftFirstStage):
@@ -427,10 +427,9 @@ class EngineLoop(Backend[EngineReplica]):
         blamed = list(dict.fromkeys(chain.from_iterable(computed)))
         self._take_up_deferred()
         if self.restarter is not None and self.restarter.lost((name, replica_id), one.worker, one.replica.num_steps):
-            self._restarting.add((name, replica_id))
+            self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
-        could_serve = self._could_serve(name)
-        max_reruns = self._options.max_reruns if could_serve else None
+        max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
         # A request that was computed alone is to blame; one of several is suspected, longer each time.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
@@ -438,19 +437,7 @@ class EngineLoop(Backend[EngineReplica]):
                 self._num_suspected[request] = count = self._num_suspected.get(request, 0) + 1
                 self._suspects[request] = 1 << min(count - 1, 30)
         self._events.push(self.now, Phase.FAILURE, Failure(self.now, name, replica_id, detail, max_reruns, guilty))
-        if not self.controller.replicasets[name].can_serve_with(self._up(name)):
-            until = self.now + (to_ticks(self._options.wait_s) if could_serve else 0)
-            self._abandon_at[name] = min(until, self._abandon_at.get(name, NEVER))
-
-    def _up(self, replicaset: str) -> list[int]:
-        return [
-            replica_id for (name, replica_id), one in self._replicas.items() if name == replicaset and not one.is_lost
-        ]
-
-    def _could_serve(self, name: str) -> bool:
-        """Return whether a replicaset could serve requests to their end with the replicas that are up or being started again."""
-        restarting = [replica_id for one, replica_id in self._restarting if one == name]
-        return self.controller.replicasets[name].can_serve_with([*self._up(name), *restarting])
+        self._outages.begin(name, self.now)
 
     def _clear_suspects(self, result: StepResult) -> None:
         """Those that gave a token by themselves have one less to give."""
@@ -463,25 +450,18 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _restore(self, one: EngineReplica, message: Restarted) -> None:
         one.start_again(message.worker)
-        self._restarting.discard(message.replica)
-        name = message.replica[0]
-        if self.controller.replicasets[name].can_serve_with(self._up(name)):
-            self._abandon_at.pop(name, None)
+        self._outages.restored(message.replica)
         self._events.push(self.now, Phase.FAILURE, Restart(self.now, *message.replica))
 
     def _check_failed(self, detail: str) -> None:
-        if self.failed is None and not self._restarting and self.num_lost == len(self._replicas):
+        if self.failed is None and not self._outages.restarting and self.num_lost == len(self._replicas):
             self.failed = detail
             _log.error("no replica is left, and none is started again: %s", detail)
             if self.on_failed is not None:
                 self.on_failed(detail)
 
-    def _abandon_unless_some(self, name: str, detail: str) -> None:
-        if name in self._abandon_at and not self._could_serve(name):
-            self._abandon(name, detail)
-
     def _abandon(self, name: str, detail: str) -> None:
-        del self._abandon_at[name]
+        self._outages.end(name)
         self._events.push(self.now, Phase.FAILURE, Abandonment(self.now, name, detail))
 
     def on_policy_change(self, payload: SwapPolicy) -> None:

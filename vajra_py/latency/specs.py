@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vajra_py.contract.hookspecs import LatencyModelSpec, OutputLengthSpec
 from vajra_py.latency.config import (
     AffineConfig,
@@ -21,17 +19,6 @@ from vajra_py.latency.config import (
 from vajra_py.latency.operators.bundle_config import ProfileBundleConfig
 from vajra_py.latency.operators.operator_config import AiconfiguratorConfig
 from vajra_py.latency.services.output_length import NoisyOracleLengths, OracleLengths, seed_from
-
-
-def _known(truth: Mapping[str, int]) -> Mapping[str, int]:
-    """The true lengths. Raises `ValueError` where there are none: an oracle would silently know nothing."""
-    if not truth:
-        raise ValueError(
-            "the lengths of outputs to come are known in a simulation, or to a workload on the engine, and not here. "
-            "Allowed here: none, constant, histogram, history"
-        )
-    return truth
-
 
 BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
     LatencyModelSpec(
@@ -87,13 +74,11 @@ BUILTIN_OUTPUT_LENGTHS: list[OutputLengthSpec] = [
         lambda config, streams, truth: config.build(),
         "like the last requests that ended, of the same tenant or of all",
     ),
-    OutputLengthSpec(
-        "oracle", OracleLengthsConfig, lambda config, streams, truth: OracleLengths(_known(truth)), "the truth"
-    ),
+    OutputLengthSpec("oracle", OracleLengthsConfig, lambda config, streams, truth: OracleLengths(truth), "the truth"),
     OutputLengthSpec(
         "noisy_oracle",
         NoisyOracleLengthsConfig,
-        lambda config, streams, truth: NoisyOracleLengths(_known(truth), config.sigma, seed_from(streams)),
+        lambda config, streams, truth: NoisyOracleLengths(truth, config.sigma, seed_from(streams)),
         "the truth times a log-normal error that each request keeps",
     ),
 ]

@@ -37,12 +37,18 @@ from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.build import hooks_of
 from vajra_py.testing import scenarios
 from vajra_py.testing.checking import failure_of, packages_of, require, require_all_end, require_built
-from vajra_py.testing.habits import futile_preemptions, kept_programs, kept_requests, uncalled_methods
+from vajra_py.testing.habits import (
+    attributes_read_in,
+    futile_preemptions,
+    kept_programs,
+    kept_requests,
+    uncalled_methods,
+)
 from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import first_difference, rows_by_hash_seed
 from vajra_py.testing.purity import only_pure
-from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn
-from vajra_py.testing.scenarios import Outcome, Scenario
+from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn, PassedOn
+from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, simulate
 from vajra_py.testing.strict import StrictViews, interpose
 from vajra_py.testing.subject import NUM_REPLICAS, UNCOUNTED, Interposing, Subject, context_of
 
@@ -395,6 +401,21 @@ def _preempts_for_somebody(subject: Subject) -> None:
             return
 
 
+def _hands_off_safely(subject: Subject) -> None:
+    """Let what the policy hands off go on at a second replica, and run fast-forwarded as well; for policies with that verb."""
+    package = type(subject.build(context_of(scenarios.LIGHT))).__module__.partition(".")[0]
+    if "hand_off" not in attributes_read_in(package):
+        return
+    for scenario in _AGAIN:
+        if not subject.suits(scenario):
+            continue
+        policies = Policies(ByArrivalInTime(), lambda context: PassedOn(), subject.build)
+        outcomes = [simulate(scenario, policies, Rules(num_replicas=2, detailed=one)) for one in (True, False)]
+        for outcome in outcomes:
+            require_all_end(outcome, f" ({scenario.name}, with a second replica that takes what is handed off)")
+        require(outcomes[0].ends == outcomes[1].ends, f"it hands off otherwise when fast-forwarded ({scenario.name})")
+
+
 # Both kinds of scheduler
 
 
@@ -442,6 +463,7 @@ _CHECKS: tuple[Check, ...] = (
     Check("leaves alone who is down", (Layer.REPLICASET_SCHEDULER,), _respects_who_is_up),
     Check("decides the same with decode fast-forward", ALL_LAYERS, _is_the_same_when_fast_forwarded),
     Check("chunks lone prompts as it says", (Layer.REPLICA_SCHEDULER,), _solo_chunks_are_true),
+    Check("hands off without losing anybody", (Layer.REPLICA_SCHEDULER,), _hands_off_safely),
     Check("preempts for somebody", (Layer.REPLICA_SCHEDULER,), _preempts_for_somebody),
     Check("works while there is work, where it says so", _SCHEDULERS, _works_while_there_is_work),
 )

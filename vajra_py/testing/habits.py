@@ -31,10 +31,10 @@ def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
         if isinstance(value, FunctionType) and not name.startswith("_")
     }
     candidates = own - hooks
-    return sorted(candidates - _attributes_read_in(package)) if candidates else []
+    return sorted(candidates - attributes_read_in(package)) if candidates else []
 
 
-def _attributes_read_in(package: str) -> frozenset[str]:
+def attributes_read_in(package: str) -> frozenset[str]:
     """Names of all attributes that functions of the package's loaded modules read, also as text for `getattr`."""
     found: set[str] = set()
     for name, module in list(sys.modules.items()):

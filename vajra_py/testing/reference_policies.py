@@ -97,6 +97,16 @@ class InTurn:
         return (request.request_id for request in queued)
 
 
+class PassedOn(InTurn):
+    """Early binding: one replica after the other, also for a request that leaves one: after its prompt, or when it is handed off."""
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """The next replica that is up."""
+        return self.assign(request, replicas, now)
+
+
 class Shared:
     """Late binding: one queue for all."""
 

@@ -24,6 +24,7 @@ from vajra_py.contract.policies import traits_of
 from vajra_py.engine.config import check_pools, check_scaling
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
+from vajra_py.latency.services.output_length import refuse_oracle
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
@@ -422,6 +423,8 @@ def make_mechanism(
     seeds = SeedTree(config.seed).child("policies")
     latency = getattr(settings, "latency", None)
     lengths = getattr(settings, "output_length", None)
+    if lengths is not None:
+        refuse_oracle(lengths.type, f"backend.{config.backend.kind}.output_length")
     executor = _Executor()
     services = Services(
         registry=registry,

@@ -23,6 +23,7 @@ from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.runs.backend import Outcome, Run, WriteTables
 from vajra_py.experiment.runs.results import write_results
 from vajra_py.latency import REAL, StepTimes
+from vajra_py.latency.services.output_length import ORACLES
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, InputLog
 from vajra_py.runtime.requests.request import Request
@@ -164,7 +165,7 @@ class EngineRun:
 
 
 def _check_workload(workload: Workload, settings: ModelBackendConfig) -> None:
-    if settings.output_length.type in ("oracle", "noisy_oracle") and not settings.sampling.ignore_eos:
+    if settings.output_length.type in ORACLES and not settings.sampling.ignore_eos:
         message = (
             f"knows the workload's lengths, but outputs end where the model ends them ({settings.output_length.type})"
         )

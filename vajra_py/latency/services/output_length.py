@@ -18,6 +18,10 @@ from typing import cast
 
 from vajra_py.contract.latency import LengthEstimate
 from vajra_py.contract.requests import EndReason, RequestView
+from vajra_py.errors import ConfigError, Problem
+
+ORACLES = ("oracle", "noisy_oracle")
+"""Types of predictors that read the truth."""
 
 _P90 = NormalDist().inv_cdf(0.9)
 _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
@@ -177,6 +181,14 @@ class NoisyOracleLengths:
     def _normal(self, request_id: str) -> float:
         digest = blake2b(request_id.encode(), digest_size=8, key=self.seed.to_bytes(8, "little")).digest()
         return NormalDist().inv_cdf((int.from_bytes(digest, "little") + 0.5) / 2.0**64)
+
+
+def refuse_oracle(kind: str, where: str) -> None:
+    """Raise `ConfigError` for an oracle of requests that come from clients, at this place of the settings: it would know nothing."""
+    if kind in ORACLES:
+        message = f"nobody knows the lengths of outputs to come of a client's requests (got {kind!r})"
+        advice = "Allowed: none, constant, histogram, history; oracles need a simulation, or a workload on the engine"
+        raise ConfigError(Problem(where, message, advice))
 
 
 def seed_from(random_stream: Callable[[str], object]) -> int:

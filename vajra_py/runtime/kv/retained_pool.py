@@ -85,6 +85,7 @@ class RetainedBlockPool(BlockPool):
             entry = order.pop(now)
             self._tell("on_evicted", entry, now)
             run = idle.pop(entry.block)
+            entry.is_idle = False
             if run is not None:
                 taken += run
                 continue
@@ -207,9 +208,29 @@ class RetainedBlockPool(BlockPool):
             if entry is None:
                 self._forget_copy(block)
             elif not self._hand_over(entry):
+                if entry.num_children:
+                    self._drop_continuations(entry, now)
                 self._tell("on_withdrawn", entry, now)
                 self._remove(entry, now)
         return True
+
+    def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
+        """Forget idle content that continues an entry which is withdrawn: nobody can find it any more.
+
+        A request that computed known content again had taken the place of its idle block. That is rare, so this may look at everything.
+        """
+        behind = [one for one in self._entry_of.values() if one is not entry and _continues(one, entry)]
+        for one in sorted(behind, key=lambda each: -each.depth):
+            block = one.block
+            if one.is_idle:
+                self._leave_idle(block)
+            else:
+                del self._kept[block]
+                self.num_free += 1
+            self._tell("on_withdrawn", one, now)
+            self._remove(one, now)
+            self._freed.append(block)
+        self.idle_version += 1
 
     def attach(self, blocks: Sequence[int], request: object = None) -> None:
         """Add a reference to each of these blocks (found by `match`), for a request; idle ones are no longer free."""
@@ -356,3 +377,11 @@ class RetainedBlockPool(BlockPool):
         ends = sum(entry.is_idle and not entry.num_children for entry in entries.values())
         runs = sum(run is not None for run in self._idle.values())
         require(len(self.order) == ends + runs, "an end of a chain is no candidate, or a candidate is no end")
+
+
+def _continues(entry: CachedEntry | None, first: CachedEntry) -> bool:
+    while entry is not None and entry.depth >= first.depth:
+        if entry is first:
+            return True
+        entry = entry.parent
+    return False

@@ -322,7 +322,8 @@ class Network:
         self._touched = {}
         rule = self._options.contention
         if rule == "max_min":
-            for one, rate in self._fair_rates(touched).items():
+            rates = _rates_alone(touched)
+            for one, rate in (self._fair_rates(touched) if rates is None else rates).items():
                 self._set_rate(one, rate)
         elif rule == "exclusive":
             for link in touched:
@@ -379,6 +380,18 @@ class Network:
                         capacity, count = left[each]
                         left[each] = (capacity - rate, count - 1)
         return rates
+
+
+def _rates_alone(links: Iterable[_Link]) -> dict[_Transfer, int] | None:
+    """Return the rates of transfers that share none of these links, nor others of theirs; None if some do."""
+    rates: dict[_Transfer, int] = {}
+    for link in links:
+        for one in link.transfers:
+            if one not in rates:
+                if any(len(each.transfers) > 1 for each in one.links):
+                    return None
+                rates[one] = min([each.capacity for each in one.links])
+    return rates
 
 
 def _grains(bandwidth: float | None) -> int | None:

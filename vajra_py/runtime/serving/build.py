@@ -339,16 +339,24 @@ def build_replicaset(
     replicaset.listeners = policies.listeners()
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
-    drains = scaling is not None and any(pool.drains_by_migration for pool in scaling.pools)
-    if is_split or replicaset.places_itself or replicaset.moves_requests or drains:
-        replicaset.hand_off = _hand_off_rules(name, settings, plans)
-        for replica in replicaset.replicas:
-            replica.gives_first_token = settings.hand_off.first_token == "source"
+    _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()
     if scaling is not None:
         scaling.attach(replicaset)
     return replicaset
+
+
+def _let_requests_move(
+    replicaset: Replicaset, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan], scaling: ReplicasetScaling | None
+) -> None:
+    """Set the rules by which requests go from one replica to another, if they may. Raises `ConfigError`."""
+    drains = scaling is not None and any(pool.drains_by_migration for pool in scaling.pools)
+    is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
+    if is_split or replicaset.places_itself or replicaset.moves_requests or drains:
+        replicaset.hand_off = _hand_off_rules(replicaset.name, settings, plans)
+        for replica in replicaset.replicas:
+            replica.gives_first_token = settings.hand_off.first_token == "source"
 
 
 def _build_scaling(

@@ -516,6 +516,8 @@ class Driver(Generic[R]):
                 self.controller.settle(dropped, self.now)
                 if one.replica.replicaset in movements:
                     movements[one.replica.replicaset].requests_ended(dropped)
+            if movements and one.replica.builder.handed_off:
+                movements[one.replica.replicaset].hand_offs.leave(one)
             if movements and one.replica.builder.loads:
                 movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic
 
-from vajra_py.contract import PoolRole
+from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.lifecycle import Held
@@ -52,6 +52,10 @@ class Stage(Enum):
     """The KV is on its way."""
     ARRIVING = "arriving"
     """The KV is at the target, which takes it between two steps."""
+
+
+_WITHOUT_BLOCKS = (Stage.PLACING, Stage.RESERVING, Stage.RETRYING, Stage.QUEUED)
+"""Stages of a request for which its target has set no blocks aside."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +100,10 @@ class HandOffs(Generic[R]):
         """Hand-offs that wait for blocks, by target, in order."""
         self._asked_while_busy: set[int] = set()
         """Targets whose lines are served when their step ends."""
+        self._stayed: dict[Request, int] = {}
+        """Requests that have come to a replica or were told to stay, with the tokens that were computed: they do not leave again at once."""
+        for replica in replicaset.replicas:
+            replica.builder.let_hand_off(self._why_kept)
         self._num_retries = 0
         """Looks at full targets since blocks were last set aside, or a replica was seen to compute."""
 
@@ -107,7 +115,7 @@ class HandOffs(Generic[R]):
         if one is None:
             one = self._of[request] = HandOff(request, source, request.num_computed_tokens)
         one.num_tokens, one.is_early = request.num_computed_tokens, False
-        if self._settings.first_token == "recompute":
+        if self._settings.first_token == "recompute" and not request.num_remaining_tokens:
             request.set_computed(one.num_tokens - 1)
         for observer in self._replicaset.observers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
@@ -115,6 +123,19 @@ class HandOffs(Generic[R]):
             self._start(one, one.hit)
         else:
             self._place(one)
+
+    def leave(self, source: R) -> None:
+        """Let the requests leave that a replica's scheduler has just handed off."""
+        for request in source.replica.builder.take_handed_off():
+            self.begin(request, source)
+
+    def _why_kept(self, request: Request) -> Refusal | None:
+        """Return the reason that a running request cannot be handed off; None if it can."""
+        if self._stayed.get(request) == request.num_computed_tokens:
+            return Refusal.STAYS
+        able = self._replicaset.bounds.holders(request).of_decodes
+        others = (one.replica_id for one in able if one.replica_id != request.replica_id)
+        return None if any(map(self._replicaset.is_up, others)) else Refusal.NO_TARGET
 
     def hold_back(self) -> None:
         """Look for targets of requests that are bound to a replica and whose prompt waits for blocks of another."""
@@ -175,7 +196,9 @@ class HandOffs(Generic[R]):
         if one.is_early:
             del self._of[one.request]
             self._compute_prompt(one)
-        elif one.source.num_stages == 1:
+            return
+        self._stayed[one.request] = one.num_tokens
+        if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
             # A step in flight gives a token to each request that decodes.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
@@ -249,7 +272,7 @@ class HandOffs(Generic[R]):
             return
         one.stage = Stage.RETRYING
         is_computing = any(each.num_in_flight for each in self._replicaset.replicas)
-        self._num_retries = 0 if is_computing else self._num_retries + 1
+        self._num_retries = 0 if is_computing or self._free_from_each_other() else self._num_retries + 1
         if self._num_retries > MAX_RETRIES:
             stall = self._driver.controller.stall(self._driver.now)
             if stall is not None:
@@ -297,6 +320,7 @@ class HandOffs(Generic[R]):
         del self._of[request]
         now = to_seconds(self._driver.now)
         target.replica.lifecycle.arrived(request, now)
+        self._stayed[request] = request.num_computed_tokens
         ends = source.replica.replica_id, target.replica.replica_id
         for observer in self._replicaset.observers:
             observer.on_arrived(request, *ends, now)
@@ -331,9 +355,10 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
-        if not (has_looked and self._one_at_a_time):
+        if self._lines and not (has_looked and self._one_at_a_time):
             self._reserve(one)
-        self.place_again()
+        if self._unplaced or self._replicaset.newly_held_back:
+            self.place_again()
 
     def nothing_ran(self, one: R) -> bool:
         """Serve the line of a replica that has found nothing to run although requests wait there; return True if that took a request.
@@ -342,10 +367,31 @@ class HandOffs(Generic[R]):
         """
         line = self._lines.get(one.replica.replica_id)
         if not line or not self._one_at_a_time or not one.replica.running_set.num_waiting:
-            return False
+            return self._free_from_each_other()
         before = len(line)
         self._reserve(one)
         return len(line) < before
+
+    def _free_from_each_other(self) -> bool:
+        """Let a request go on at its source if requests that are held at several replicas wait for each other's blocks.
+
+        That can be where replicas that decode hand requests to each other: nothing runs anywhere, and no KV is on its way.
+        """
+        if not self._of or self._transfers.is_busy:
+            return False
+        for each in self._driver.replicas_of(self._replicaset.name):
+            running_set = each.replica.running_set
+            if each.form_pending or each.replica.num_in_flight or running_set.num_running:
+                return False
+            if running_set.arrived or running_set.loading:
+                return False
+        for one in self._of.values():
+            is_stuck = one.stage in _WITHOUT_BLOCKS and not one.is_early
+            if is_stuck and one.source.replica.parts.role is not PoolRole.PREFILL:
+                self._call_off(one, _PLACED_ANEW)
+                self._stay(one)
+                return True
+        return False
 
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
         """Send the last KV of a migrating request that was stopped; blocks of the target are set aside for all of it."""
@@ -371,6 +417,7 @@ class HandOffs(Generic[R]):
         """End a request on its way; blocks that both ends hold for it are free."""
         target = one.target
         self._forget(one, REQUEST_ENDED)
+        self._stayed.pop(one.request, None)
         if one.request in self._replicaset.held_back:
             del self._replicaset.held_back[one.request]
         else:
@@ -385,6 +432,7 @@ class HandOffs(Generic[R]):
     def gone(self, request: Request) -> None:
         """Give back what is set aside for a request that has ended by itself: while its prompt was computed, or in its target's queue."""
         one = self._of.pop(request, None)
+        self._stayed.pop(request, None)
         if one is None:
             return
         target = one.target
@@ -451,6 +499,8 @@ class HandOffs(Generic[R]):
 
         Call before its memory is cleared, and `place_again` afterwards for requests that were on their way to it.
         """
+        here = lost.replica.replica_id
+        self._stayed = {one: count for one, count in self._stayed.items() if one.replica_id != here}
         for one in list(self._of.values()):
             if one.source is lost:
                 self._forget(one, KV_LOST)
@@ -477,8 +527,7 @@ class HandOffs(Generic[R]):
 
     def place_again(self) -> None:
         """Find targets for those that have none."""
-        if self._replicaset.newly_held_back:
-            self.hold_back()
+        self.hold_back()
         for one in list(self._unplaced.values()):
             if self._unplaced.get(one.request) is one:  # the outcome of others may have ended it
                 self._place(one)
@@ -487,6 +536,7 @@ class HandOffs(Generic[R]):
         """Forget every hand-off; their requests are accounted for elsewhere."""
         self._of.clear()
         self._unplaced.clear()
+        self._stayed.clear()
         self._lines.clear()
         self._asked_while_busy.clear()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.contract import ReplicaLimits, ReplicaState, RequestView
+from vajra_py.contract import ReplicaLimits, ReplicaLoadView, ReplicaState, RequestView
 from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.replica import Replica
 
@@ -182,3 +182,41 @@ class SnapshotLoad:
     def prefix_hit_tokens(self, request: RequestView) -> int:
         """Leading prompt tokens in this replica's prefix cache now."""
         return self.live.prefix_hit_tokens(request)
+
+
+_MAX_GROUPS = 1000
+"""Groups of replicas whose views are kept."""
+
+
+class ReplicaViews:
+    """Views of the replicas of a replicaset that its scheduler is offered: live ones, or snapshots of an interval."""
+
+    __slots__ = ("_groups", "_live", "_snapshots", "interval_s")
+
+    def __init__(self, live: LiveLoads, interval_s: float) -> None:
+        """`interval_s`: greatest age of a view, seconds; 0: it is live."""
+        self._live = live
+        self.interval_s = interval_s
+        self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
+        self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
+
+    def all(self, now: float) -> Sequence[ReplicaLoadView]:
+        """Return the views of all replicas, by id."""
+        if self.interval_s > 0:
+            return [one.look(now, self.interval_s) for one in self._snapshots]
+        return cast(Sequence[ReplicaLoadView], self._live)
+
+    def of(self, replicas: Sequence[Replica], now: float) -> Sequence[ReplicaLoadView]:
+        """Return the views of some replicas; the same object for the same replicas, unless they are snapshots."""
+        if self.interval_s > 0:
+            views = self.all(now)
+            return [views[one.replica_id] for one in replicas]
+        key = tuple(replicas)
+        found = self._groups.get(key)
+        if found is None:
+            if len(self._groups) >= _MAX_GROUPS:
+                self._groups.clear()
+            found = self._groups[key] = LiveLoads()
+            for one in replicas:
+                found.add(self._live[one.replica_id])
+        return cast(Sequence[ReplicaLoadView], found)

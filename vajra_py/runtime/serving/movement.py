@@ -51,8 +51,9 @@ class Movement(Generic[R]):
     def step_ended(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free."""
         self.hand_offs.step_ended(one)
-        for request in one.replica.take_newly_held():
-            self.hand_offs.begin(request, one)
+        if one.replica.newly_held:
+            for request in one.replica.take_newly_held():
+                self.hand_offs.begin(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
             self._drains.room_changed()
@@ -72,7 +73,7 @@ class Movement(Generic[R]):
 
     def make_moves(self) -> None:
         """Call the scheduler for moves, and carry them out."""
-        if self._replicaset.moves_requests and not self._replicaset.out_of_service:
+        if not self._replicaset.out_of_service:
             for move in self._replicaset.asked_moves(to_seconds(self._driver.now)):
                 self._migrations.move(move)
 

@@ -99,7 +99,8 @@ class Replica:
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
         """True if clients get the token that the last step of a prompt samples where the request leaves."""
-        self._newly_held: list[Request] = []
+        self.newly_held: list[Request] = []
+        """Requests that have become `held`; see `take_newly_held`."""
         self.expects_kv = False
         """True if requests wait in line to come here, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
@@ -148,9 +149,9 @@ class Replica:
 
     def take_newly_held(self) -> list[Request]:
         """Return the requests that have become `held` since this was last called, in order of admission."""
-        held = self._newly_held
+        held = self.newly_held
         if held:
-            self._newly_held = []
+            self.newly_held = []
         return held
 
     def release_held(self, request: Request) -> None:
@@ -172,7 +173,7 @@ class Replica:
             reason = self._end_reason(request, result)
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
-        if request.num_remaining_tokens == 1:
+        if request.num_remaining_tokens == 1 and request.num_output_tokens:
             del self.running_set.partial[request]
             self.running_set.pool.join(request, num_left)
         return []
@@ -223,7 +224,7 @@ class Replica:
         self._to_abort.clear()
         self._inherited = []
         self.lifecycle.held.clear()
-        self._newly_held = []
+        self.newly_held = []
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
@@ -394,8 +395,9 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 while an observer watches every step."""
-        return 0 if self._step_watchers or self.expects_kv else self.repeats.num_alike(plan)
+        """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
+        is_awaited = self.expects_kv or self.builder.hands_off  # what was handed off may be told to stay
+        return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
@@ -537,7 +539,7 @@ class Replica:
                 done.append(request)
                 return
         self.lifecycle.hold(request)
-        self._newly_held.append(request)
+        self.newly_held.append(request)
 
     def _land(self, request: Request) -> None:
         del self.running_set.in_flight[request]

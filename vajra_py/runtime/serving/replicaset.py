@@ -30,15 +30,12 @@ from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
-from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, SnapshotLoad
+from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, ReplicaViews
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
 from vajra_py.runtime.serving.scaling import ReplicasetScaling
 from vajra_py.runtime.serving.shared_queue import EligibleView, SharedQueueAccess, SharedView
 from vajra_py.runtime.support.clock import to_seconds
-
-_MAX_VIEWS = 1000
-"""Groups of replicas whose views are kept."""
 
 
 class Replicaset:
@@ -49,13 +46,10 @@ class Replicaset:
         "_differs",
         "_eligible",
         "_live",
-        "_place_call",
-        "_place_method",
+        "_place",
         "_queued_by_id",
         "_shared_accesses",
-        "_view_interval_s",
         "_views",
-        "_views_by",
         "admission",
         "around",
         "away",
@@ -67,7 +61,6 @@ class Replicaset:
         "listeners",
         "lost",
         "may_refuse",
-        "moves_requests",
         "name",
         "newly_held_back",
         "observers",
@@ -100,15 +93,12 @@ class Replicaset:
         self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
-        self._view_interval_s = view_interval_s
         self.kv_event_lag_s = 0.0
         """Age that an event of a cache must have before policies know of it, seconds."""
         self.feed: ContentFeed | None = None
         """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
-        self._views: LiveLoads | list[SnapshotLoad] = self._live
-        self._views_by: dict[tuple[Replica, ...], LiveLoads] = {}
-        """Live loads of replicas that policies are offered, where these are not all."""
+        self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
         """True if its replica schedulers are asked before a request is accepted."""
@@ -149,7 +139,7 @@ class Replicaset:
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.add(load)
-        self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
+        self._views = ReplicaViews(self._live, self._views.interval_s)
         return replica
 
     def bind_content(self) -> None:
@@ -186,10 +176,8 @@ class Replicaset:
         else:
             second = None if self.policies is None else self.policies.decode_scheduler
             place = assign if second is None else second.assign
-        self.moves_requests = isinstance(scheduler, MovesRequests)
-        """True if the scheduler moves requests between replicas."""
-        self._place_method = place
-        self._place_call = place if around is None else around(self.name, layer, name, place)
+        self._place = place, place if around is None else around(self.name, layer, name, place)
+        """Method that places requests whose prompt is computed, and the function that is called instead."""
         for replica in self.replicas:
             replica.hands_off = self._hands_off(replica)
         self._eligible.clear()
@@ -211,6 +199,11 @@ class Replicaset:
         if self.policies is not None:
             return self.policies.are_schedulers_alike
         return len({type(one.parts.policy) for one in self.replicas}) == 1
+
+    @property
+    def moves_requests(self) -> bool:
+        """True if the scheduler moves requests between replicas."""
+        return isinstance(self.scheduler, MovesRequests)
 
     def eligible(self, request: Request, now: float) -> Sequence[Replica]:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
@@ -369,7 +362,10 @@ class Replicaset:
                 lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
                 return f"{ALL_FAILED} that could {lacking} ({num_holders - len(serving)} of {total})"
             return f"{ALL_FAILED} that has room for it ({num_holders} of {total})"
-        return self._refused_by_policy(holders.all, request, now) if self.may_refuse else None
+        if not self.may_refuse:
+            return None
+        able = (one for one in holders.all if self._may_serve(one.replica_id))
+        return first_refusal(able, self.load_of, request, now)
 
     def why_full(self, request: Request) -> str | None:
         """Return the reason that the queues have no room for this request; None if they have."""
@@ -380,9 +376,6 @@ class Replicaset:
         if tokens is not None and self.num_queued_tokens + request.num_prompt_tokens > tokens:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
-
-    def _refused_by_policy(self, holders: Sequence[Replica], request: Request, now: float) -> str | None:
-        return first_refusal((one for one in holders if self._may_serve(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
         """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
@@ -452,7 +445,7 @@ class Replicaset:
 
     def _assign(self, request: Request, now: float) -> int | None:
         candidates = self.eligible(request, now)
-        views = self._views_of(candidates, now) if self._differs else self._views_at(now)
+        views = self._views.of(candidates, now) if self._differs else self._views.all(now)
         chosen = self._ask(self._assign_call, request, views, now)
         if chosen is None:
             return None
@@ -471,10 +464,10 @@ class Replicaset:
         candidates = tuple([one for one in self.bounds.holders(request).of_decodes if live[one.replica_id].is_up])
         if not candidates:
             return None
-        chosen = self._ask(self._place_call, request, self._views_of(candidates, now), now)
+        chosen = self._ask(self._place[1], request, self._views.of(candidates, now), now)
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self.replicas[chosen] in candidates:
             return chosen
-        return None if chosen is None else self._checked(chosen, candidates, request, self._place_method)
+        return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
     def place_running(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
         """Return that of these replicas, which are up, where a running request is to go on; None: it stays.
@@ -483,33 +476,12 @@ class Replicaset:
         """
         if not candidates:
             return None
-        views = self._views_at(now)
-        chosen = self._ask(self._place_call, request, [views[one.replica_id] for one in candidates], now)
+        chosen = self._ask(self._place[1], request, self._views.of(candidates, now), now)
         if chosen is not None:
-            return self._checked(chosen, candidates, request, self._place_method)
+            return self._checked(chosen, candidates, request, self._place[0])
         if self.places_itself:
             return None
         return max(candidates, key=lambda one: (one.memory.free_blocks, -one.replica_id)).replica_id
-
-    def _views_at(self, now: float) -> Sequence[ReplicaLoadView]:
-        if self._view_interval_s > 0:
-            return [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
-        return self._views
-
-    def _views_of(self, replicas: Sequence[Replica], now: float) -> Sequence[ReplicaLoadView]:
-        """Return the views of some replicas; the same object for the same replicas, unless they are snapshots."""
-        if self._view_interval_s > 0:
-            views = self._views_at(now)
-            return [views[one.replica_id] for one in replicas]
-        key = tuple(replicas)
-        found = self._views_by.get(key)
-        if found is None:
-            if len(self._views_by) >= _MAX_VIEWS:
-                self._views_by.clear()
-            found = self._views_by[key] = LiveLoads()
-            for one in replicas:
-                found.add(self._live[one.replica_id])
-        return found
 
     def _ask(self, call: Callable[..., Any], request: Request, views: Sequence[ReplicaLoadView], now: float) -> Any:
         if self.feed is not None:
@@ -539,7 +511,7 @@ class Replicaset:
         if not isinstance(scheduler, MovesRequests):
             return ()
         try:
-            return list(scheduler.moves(self._views_at(now), now))
+            return list(scheduler.moves(self._views.all(now), now))
         except VajraError:
             raise
         except POLICY_EXCEPTIONS as error:

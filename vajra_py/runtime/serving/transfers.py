@@ -109,6 +109,11 @@ class Transfers(Generic[R]):
         for observer in self._replicaset.observers:
             observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))
 
+    @property
+    def is_busy(self) -> bool:
+        """True if KV is on its way."""
+        return bool(self._sent)
+
     def due(self) -> None:
         """Call back for the timed transfers that have ended by now."""
         network, now = self._network, self._driver.now

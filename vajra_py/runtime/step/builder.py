@@ -5,7 +5,7 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from vajra_py.contract import DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
@@ -32,6 +32,7 @@ class Builder(PlanDraft):
     __slots__ = (
         "_caches_decodes",
         "_growing",
+        "_keeps",
         "_latency",
         "_lifecycle",
         "_looked_at",
@@ -40,6 +41,7 @@ class Builder(PlanDraft):
         "_order_position",
         "_to_cache",
         "dropped",
+        "handed_off",
         "idle_at",
         "loads",
         "policy_name",
@@ -60,6 +62,10 @@ class Builder(PlanDraft):
         """Time until which the policy leaves the replica idle on purpose, seconds."""
         self.loads: list[tuple[Request, int]] = []
         """Requests that were admitted and whose KV is to come from elsewhere, with the tokens that are cached here."""
+        self.handed_off: list[Request] = []
+        """Requests that a policy lets leave with their KV and that are not on their way yet."""
+        self._keeps: Callable[[Request], Refusal | None] | None = None
+        """Reason that a running request cannot leave; None: requests do not move here."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
@@ -80,12 +86,21 @@ class Builder(PlanDraft):
     def reset(self) -> None:
         """Forget what earlier steps left to count or copy: the replica is empty."""
         self._drop_dues()
-        self.dropped, self.loads = [], []
+        self.dropped, self.loads, self.handed_off = [], [], []
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
         """Return the requests that the policy has dropped since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
+
+    def let_hand_off(self, keeps: Callable[[Request], Refusal | None]) -> None:
+        """Let policies hand requests off, unless `keeps` has a reason against it."""
+        self._keeps = keeps
+
+    def take_handed_off(self) -> list[Request]:
+        """Return the requests that the policy has handed off since the last call."""
+        handed_off, self.handed_off = self.handed_off, []
+        return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
         """Return the requests that were admitted and whose KV is to come from elsewhere, since this was last called."""
@@ -403,6 +418,26 @@ class Builder(PlanDraft):
         if num_moved:
             self._add_swap(num_moved)
         self.preempted.append((own, mode.value))
+        self._features = None
+        return None
+
+    def hand_off(self, request: RequestView) -> Refusal | None:
+        """Let a running request leave with its KV; see `BatchBuilder.hand_off`."""
+        own = self._own(request)
+        if own.state is not _RUNNING:
+            raise IllegalPlan(own, f"cannot hand off what is {own.state.value}. Running requests can be handed off")
+        if own.in_flight:
+            return self._refuse(own, Refusal.IN_FLIGHT)
+        if own in self:
+            return self._refuse(own, Refusal.ALREADY_SCHEDULED)
+        refusal = Refusal.NO_TARGET if self._keeps is None else self._keeps(own)
+        if refusal is not None:
+            return self._refuse(own, refusal)
+        self._materialize(own)
+        self.note(own, handed_off=own.num_computed_tokens)
+        self._lifecycle.hold(own)
+        self.handed_off.append(own)
+        self.hands_off = True
         self._features = None
         return None
 

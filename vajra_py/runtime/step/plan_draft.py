@@ -42,6 +42,7 @@ class PlanDraft:
         "bulk",
         "bulk_position",
         "chunks",
+        "hands_off",
         "notes",
         "now",
         "num_preempted_before",
@@ -87,6 +88,8 @@ class PlanDraft:
         self.num_tokens = 0
         """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
+        self.hands_off = False
+        """True if a request leaves with its KV by this plan."""
         self.notes: dict[str, dict[str, float | int | str]] = {}
         self._group_tokens: dict[int, int] = {}
         self._empty(0.0)
@@ -132,6 +135,7 @@ class PlanDraft:
             self.selected.clear()
         if self.preempted:
             self.preempted.clear()
+        self.hands_off = False
         if self.notes:
             self.notes = {}
 
@@ -253,7 +257,7 @@ class PlanDraft:
     def plan(self, step_index: int, formed_at: int) -> StepPlan | None:
         """Return the plan, None when nothing was done; its tokens count as computed from now on."""
         runs_something = self.slots_left < self._slots_at_start
-        if not runs_something and not self.preempted:
+        if not runs_something and not self.preempted and not self.hands_off:
             return None
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool

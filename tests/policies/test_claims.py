@@ -1,0 +1,61 @@
+"""Do the claims name policies and tests that exist, and is a simulation that was done never done again?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import claims
+import pytest
+from claims_parts import Cell, Cells, Claim, Verdict, difference, ordered
+
+import vajra_policies
+
+NAMES = {spec.name for spec in vajra_policies.vajra_policies()}
+
+
+def test_claims_name_policies_and_tests_that_exist(repository_root: Path) -> None:
+    assert set(claims.policies()) <= NAMES
+    for claim in claims.CLAIMS:
+        assert claim.grade in (1, 2, 3)
+        assert (claim.check is None) == bool(claim.test), claim
+        assert not claim.test or (repository_root / claim.test).is_file()
+        assert claim.check is None or not any(mark in claim.text + claim.paper for mark in "|\n")
+    assert max(Counter((claim.policy, claim.text) for claim in claims.CLAIMS).values()) == 1
+
+
+def test_the_page_has_every_claim(repository_root: Path) -> None:
+    page = (repository_root / "docs" / "policy-library.md").read_text(encoding="utf-8")
+    rows = page.partition(claims.FIRST)[2].partition(claims.LAST)[0].strip().splitlines()[2:]
+    found = [tuple(part.strip() for part in row.split("|")[1:3]) for row in rows]
+    assert found == [(f"[`{one.policy}`](reference/policies.md#{one.policy})", one.text) for one in claims.CLAIMS]
+
+
+def test_what_was_simulated_is_kept_and_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make(seed: int) -> Cell:
+        made.append(seed)
+        return {"mean": float(seed)}
+
+    assert Cells(tmp_path).column("one", "mean", make, (3, 4)) == [3.0, 4.0]
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text(encoding="utf-8") + '{"name": "one, seed 5", "ce', encoding="utf-8")
+    assert Cells(tmp_path).column("one", "mean", make, (3, 4, 5)) == [3.0, 4.0, 5.0]
+    assert made == [3, 4, 5]
+    assert Cells(tmp_path).column("one", "mean", make, (5,)) == [5.0]
+
+
+def test_an_order_holds_from_two_standard_errors_on() -> None:
+    low, high = [1.0, 2.0, 3.0, 4.0, 5.0], [1.5, 2.4, 3.6, 4.5, 5.5]
+    assert difference(high, low).mean == pytest.approx(0.5)
+    assert ordered({"low": low, "high": high}).holds, "paired: the seeds' own differences do not count"
+    assert not ordered({"high": high, "low": low}).holds
+    assert not ordered({"low": low, "same": [1.1, 1.8, 3.2, 3.9, 5.0]}).holds
+
+
+def test_a_claim_that_does_not_come_out_says_why() -> None:
+    claim = Claim("vtc", "something", "twice", 2, lambda cells: Verdict(True, ""), why="memory was short")
+    row = claims.table([(claim, Verdict(False, "once", "a is not below b"))]).splitlines()[-1]
+    assert "**does not hold**: memory was short" in row
+    assert "`make claims POLICY=vtc`" in row

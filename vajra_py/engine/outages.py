@@ -1,0 +1,64 @@
+"""Outages: replicasets whose replicas that are up cannot serve a request to its end, and until when their requests wait.
+
+Without pools that is a replicaset without any replica; with pools also one that only computes prompts, or only goes on with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vajra_py.engine.replica import EngineReplica
+from vajra_py.engine.worker import ReplicaKey
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.clock import NEVER, to_ticks
+
+
+class Outages:
+    """Lost replicas of an engine that are being started again, and replicasets that wait for them."""
+
+    def __init__(self, controller: Controller, replicas: Mapping[ReplicaKey, EngineReplica], wait_s: float) -> None:
+        """`wait_s`: time that requests wait, if replicas are being started again."""
+        self._controller = controller
+        self._replicas = replicas
+        self._wait_ticks = to_ticks(wait_s)
+        self.restarting: set[ReplicaKey] = set()
+        self._ends: dict[str, int] = {}
+        """Tick until which the requests of a replicaset wait."""
+
+    def could_serve(self, replicaset: str) -> bool:
+        """Return True if the replicas that are up or being started again could serve a request to its end."""
+        restarting = [replica_id for name, replica_id in self.restarting if name == replicaset]
+        return self._controller.replicasets[replicaset].can_serve_with([*self._up(replicaset), *restarting])
+
+    def begin(self, replicaset: str, now: int) -> None:
+        """Let requests wait if those replicas that are left cannot serve them."""
+        if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
+            until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)
+            self._ends[replicaset] = min(until, self._ends.get(replicaset, NEVER))
+
+    def restored(self, replica: ReplicaKey) -> None:
+        """Let the requests of its replicaset wait no more, if a replica that is up again makes it whole."""
+        self.restarting.discard(replica)
+        name = replica[0]
+        if self._controller.replicasets[name].can_serve_with(self._up(name)):
+            self._ends.pop(name, None)
+
+    def given_up(self, replica: ReplicaKey) -> bool:
+        """Note that a replica does not come back; returns True if requests wait for nothing now."""
+        self.restarting.discard(replica)
+        return replica[0] in self._ends and not self.could_serve(replica[0])
+
+    def end(self, replicaset: str) -> None:
+        """Let requests wait no more."""
+        self._ends.pop(replicaset, None)
+
+    def over(self, now: int) -> list[str]:
+        """Return the replicasets whose requests have waited long enough."""
+        return [name for name, tick in self._ends.items() if tick <= now]
+
+    def next_due(self) -> int:
+        """Return the tick at which requests have waited long enough; `NEVER` when none wait."""
+        return min(self._ends.values(), default=NEVER)
+
+    def _up(self, replicaset: str) -> list[int]:
+        return [key[1] for key, one in self._replicas.items() if key[0] == replicaset and not one.is_lost]
