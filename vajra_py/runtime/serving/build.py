@@ -315,8 +315,9 @@ def build_replicaset(
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
     is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
-    schedulers = [plan.scheduler for plan in plans]
-    policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=is_split)
+    policies = Policies(
+        choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict, is_split=is_split
+    )
     policies.shared = shared
     policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
