@@ -314,10 +314,8 @@ def build_replicaset(
         return _prefill_tables(in_force, schedulers)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
-    is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
-    policies = Policies(
-        choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict, is_split=is_split
-    )
+    schedulers = [plan.scheduler for plan in plans]
+    policies = Policies(choices, schedulers, make_policy, prefill_time, predict, is_split=_is_split(plans))
     policies.shared = shared
     policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
@@ -348,13 +346,17 @@ def build_replicaset(
     return replicaset
 
 
+def _is_split(plans: Sequence[ReplicaPlan]) -> bool:
+    """Return True if some replicas compute prompts alone, or decodes alone."""
+    return any(plan.role is not PoolRole.MIXED for plan in plans)
+
+
 def _let_requests_move(
     replicaset: Replicaset, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan], scaling: ReplicasetScaling | None
 ) -> None:
     """Set the rules by which requests go from one replica to another, if they may. Raises `ConfigError`."""
     drains = scaling is not None and any(pool.drains_by_migration for pool in scaling.pools)
-    is_split = any(plan.role is not PoolRole.MIXED for plan in plans)
-    if is_split or replicaset.places_itself or replicaset.moves_requests or drains:
+    if _is_split(plans) or replicaset.places_itself or replicaset.moves_requests or drains:
         replicaset.hand_off = _hand_off_rules(replicaset.name, settings, plans)
         for replica in replicaset.replicas:
             replica.gives_first_token = settings.hand_off.first_token == "source"
