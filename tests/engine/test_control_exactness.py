@@ -121,6 +121,9 @@ class LoadedOnce:
     def close(self) -> None:
         pass
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
 
 @dataclass(frozen=True)
 class Family:

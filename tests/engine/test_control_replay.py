@@ -138,7 +138,7 @@ PRIORITIZERS: list[Any] = [
 CHOOSERS: list[Any] = [
     *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
     *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
-    *("lmetric", "consistent_hashing", "thunderagent"),
+    *("lmetric", "consistent_hashing", "thunderagent", "llumnix", "splitwise_mixed_pool"),
 ]
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},

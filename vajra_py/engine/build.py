@@ -393,11 +393,6 @@ def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> No
             message = f"{replicaset.scheduler_name} {message}"
             advice = "A scheduler that lets requests stay; `engine` and `simulator` move them"
             problems.append(Problem(f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}", message, advice))
-        if replicaset.hand_off.settings.when_full == "retry":
-            message = "a full target is looked at again after a time on the run's clock, which replays cannot repeat"
-            problems.append(
-                Problem(f"{where}hand_off.when_full", message, "Allowed: wait, hold, drop (backend: engine)")
-            )
         stages = {one.parts.pool: one.limits.pipeline_stages for one in replicaset.replicas}
         if len(set(stages.values())) > 1:
             message = f"KV does not move between replicas of different pipeline_stages (got {stages})"

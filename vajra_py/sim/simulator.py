@@ -20,6 +20,7 @@ from vajra_py.runtime.records.input_log import (
     PolicyChange,
     ReplicaChange,
     Restart,
+    Retry,
     TransferEnd,
     WakeUp,
 )
@@ -89,7 +90,17 @@ class Acceptance:
 
 
 Injected: TypeAlias = (
-    Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | WakeUp | ReplicaChange | TransferEnd | str
+    Acceptance
+    | Failure
+    | Restart
+    | Abandonment
+    | Control
+    | PolicyChange
+    | WakeUp
+    | ReplicaChange
+    | TransferEnd
+    | Retry
+    | str
 )
 """Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER; a request id with EXPIRY or
 ABORT."""

@@ -39,6 +39,7 @@ from vajra_py.runtime.records.input_log import (
     Readmission,
     RecordedOutput,
     ReplicaChange,
+    Retry,
     StageEnd,
     Swap,
     TransferEnd,
@@ -301,7 +302,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.WAKE, one)
         elif isinstance(one, ReplicaChange):
             simulator.inject(one.tick, Phase.SCALING, one)
-        elif isinstance(one, TransferEnd):
+        elif isinstance(one, TransferEnd | Retry):
             simulator.inject(one.tick, Phase.TRANSFER, one)
         elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)

@@ -254,6 +254,14 @@ class TransferEnd:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Requests whose target was full looked at it again (`hand_off.when_full: retry`)."""
+
+    tick: int
+    replicaset: str
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -269,7 +277,17 @@ class StageEnd:
 
 
 _Unrequested: TypeAlias = (
-    Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | WakeUp | ReplicaChange | TransferEnd | Control
+    Failure
+    | Restart
+    | Abandonment
+    | Swap
+    | PolicyViolation
+    | StageEnd
+    | WakeUp
+    | ReplicaChange
+    | TransferEnd
+    | Retry
+    | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
 _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unrequested]] = {
@@ -287,6 +305,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "wake": WakeUp,
     "replica": ReplicaChange,
     "transfer": TransferEnd,
+    "retry": Retry,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,

@@ -9,7 +9,7 @@ decided again over a simulator that is given the same events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop
 from typing import Any, Generic
@@ -35,6 +35,7 @@ from vajra_py.runtime.records.input_log import (
     ProgramIdle,
     Readmission,
     Restart,
+    Retry,
     Stall,
     Swap,
     TransferEnd,
@@ -75,7 +76,7 @@ class DriverOptions:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
         times_transfers: whether transfers of KV take the time that a model of the links says; False: each ends with a `TransferEnd`.
-        wakes: whether policies are woken when they asked to be, and scalers are asked; False: only what they decided is done, when told.
+        wakes: whether policies are woken when they asked to be, scalers are asked, and full targets of untimed transfers looked at again; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
             the run.
@@ -100,7 +101,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TRANSFER` a `TransferEnd`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is asked, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -147,7 +148,7 @@ class Driver(Generic[R]):
         controller.on_ended = backend.on_requests_ended
         controller.programs.on_pause = self._program_paused
         self._movements: dict[str, Movement[R]] = {
-            name: Movement(one, one.hand_off, self, times_transfers=options.times_transfers)
+            name: Movement(one, one.hand_off, self, is_timed=options.times_transfers, asks=options.wakes)
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
@@ -551,12 +552,16 @@ class Driver(Generic[R]):
 
     # Moves between replicas, scaling and wake-ups
 
-    def _transfers_due(self, what: TransferEnd | str) -> None:
+    def _transfers_due(self, what: TransferEnd | Retry | str) -> None:
         name = what if isinstance(what, str) else what.replicaset
         movement = self._movements[name]
         try:
             if isinstance(what, str):
                 movement.transfers_due()
+            elif isinstance(what, Retry):
+                if movement.has_retry:
+                    self.record(replace(what, tick=self.now))
+                    movement.retry()
             elif movement.is_under_way(what.number):
                 self.record(what)
                 movement.transfer_ended(what.number)

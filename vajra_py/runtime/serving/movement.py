@@ -22,12 +22,12 @@ class Movement(Generic[R]):
     """Requests on their way between the replicas of one replicaset. Every method may raise `PolicyError`, since schedulers are called."""
 
     def __init__(
-        self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, times_transfers: bool
+        self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
-        """`times_transfers`: see `DriverOptions`."""
+        """See `Transfers`."""
         self._replicaset = replicaset
         self._driver = driver
-        self._transfers = Transfers(replicaset, rules, driver, is_timed=times_transfers)
+        self._transfers = Transfers(replicaset, rules, driver, is_timed=is_timed, asks=asks)
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
@@ -47,6 +47,16 @@ class Movement(Generic[R]):
     def transfer_ended(self, number: int) -> None:
         """Let KV arrive whose transfer is not timed and has ended."""
         self._transfers.ended(number)
+        self._drains.advance()
+
+    @property
+    def has_retry(self) -> bool:
+        """True if it is time to look at a full target again."""
+        return self._transfers.has_retry
+
+    def retry(self) -> None:
+        """Look at full targets again."""
+        self._transfers.retry()
 
     def step_ended(self, one: R, *, has_freed: bool = True) -> None:
         """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free."""

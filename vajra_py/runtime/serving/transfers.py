@@ -10,6 +10,7 @@ from typing import Generic
 
 from vajra_py.runtime.movement.links import Network
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.records.input_log import Retry
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import R, Transfer
 from vajra_py.runtime.serving.events import Phase
@@ -26,13 +27,14 @@ class Transfers(Generic[R]):
     """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend says so."""
 
     def __init__(
-        self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool
+        self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
-        """`is_timed`: the links are modelled."""
+        """`is_timed`: the links are modelled. `asks`: otherwise, full targets are looked at again by the clock; False: when told."""
         self._replicaset = replicaset
         self._rules = rules
         self._driver = driver
         self._network = Network(rules.links) if is_timed else None
+        self._asks = asks
         self._num_started = 0
         self._sent: dict[Hashable, tuple[Transfer[R], Callable[[], None]]] = {}
         """Each transfer under way with its callback."""
@@ -125,16 +127,29 @@ class Transfers(Generic[R]):
             key = next(iter(self._ended))
             del self._ended[key]
             self._arrived(key)
-        while self._timers and self._timers[0][0] <= now:
-            heappop(self._timers)[2]()
+        self.retry()
         self._schedule(network)
+
+    @property
+    def has_retry(self) -> bool:
+        """True if an action is due that `after` postponed."""
+        return bool(self._timers) and self._timers[0][0] <= self._driver.now
+
+    def retry(self) -> None:
+        """Call the actions that `after` postponed until now."""
+        while self.has_retry:
+            heappop(self._timers)[2]()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Call `action` after so many seconds, when transfers that end then have ended."""
         tick = self._driver.now + to_ticks(delay_s)
         heappush(self._timers, (tick, self._num_timers, action))
         self._num_timers += 1
-        self._driver.events.push(tick, Phase.TRANSFER, self._replicaset.name)
+        name = self._replicaset.name
+        if self._network is not None:
+            self._driver.events.push(tick, Phase.TRANSFER, name)
+        elif self._asks:
+            self._driver.events.push(tick, Phase.TRANSFER, Retry(tick, name))
 
     def _schedule(self, network: Network) -> None:
         tick = network.next_change()
