@@ -498,4 +498,4 @@ def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
     """Requests of a step whose token is no output, since they leave and their target samples it again."""
     if not replica.hands_off or replica.gives_first_token:
         return ()
-    return {chunk.request for chunk in plan.chunks if replica.withholds_token(chunk.request)}
+    return {chunk.request for chunk in plan.chunks if replica.withholds_token(chunk)}

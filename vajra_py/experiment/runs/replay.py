@@ -53,7 +53,7 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
-from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.decode_runs import ends_of
@@ -241,7 +241,7 @@ class _RecordedExecutor(SimulatedExecutor):
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
-        withheld = {one.request for one in plan.chunks if self._withholds(one.request, plan.replica_id)}
+        withheld = {one.request for one in plan.chunks if self._withholds(one, plan.replica_id)}
         for request, num_tokens, computed_before, _ in plan.entries():
             output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
             end = computed_before + num_tokens
@@ -253,8 +253,8 @@ class _RecordedExecutor(SimulatedExecutor):
                     stopped.append(request)
         return StepResult(tokens, frozenset(stopped), failed)
 
-    def _withholds(self, request: Request, replica_id: int) -> bool:
-        return self.replicasets[request.replicaset].replicas[replica_id].withholds_token(request)
+    def _withholds(self, chunk: PlannedChunk, replica_id: int) -> bool:
+        return self.replicasets[chunk.request.replicaset].replicas[replica_id].withholds_token(chunk)
 
     def withheld_token(self, request: Request) -> StepResult:
         """Return the recorded token."""

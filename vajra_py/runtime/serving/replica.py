@@ -526,9 +526,10 @@ class Replica:
                 running_set.pool.join(request, num_left)
         return done
 
-    def withholds_token(self, request: Request) -> bool:
-        """Return True if the token that ends a chunk of the request is no output: the request leaves, and its target samples it again."""
-        return self.hands_off and not self.gives_first_token and request not in self._to_abort
+    def withholds_token(self, chunk: PlannedChunk) -> bool:
+        """Return True if the token that ends a chunk is no output: the request leaves, and its target samples it again."""
+        leaves = self.hands_off and chunk.kind != MOVED and chunk.request not in self._to_abort
+        return leaves and not self.gives_first_token
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
