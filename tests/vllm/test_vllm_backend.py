@@ -56,8 +56,11 @@ PARAMS: dict[str, Any] = {
     "fixed_chunk": {"chunk_size": 48},
     "space_sharing": {"target_batch_time_s": 0.02, "long_seq_kv_cache_len_threshold": 64},
 }
-PREEMPTS_NEVER = {"orca"}
-"""It sets memory aside for the longest output at admission."""
+PREEMPTS_NEVER = {"orca", "past_future"}
+"""They set memory aside at admission."""
+DROPS = {"scorpio"}
+"""It rejects requests that cannot meet their objectives."""
+MOVES_KV = {"llumnix", "splitwise_mixed_pool"}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,8 @@ def what_happened(run: RunData) -> Counter[str]:
     return happened
 
 
-CHOOSERS, BATCHERS = built_in(Layer.REPLICASET_SCHEDULER), built_in(Layer.REPLICA_SCHEDULER)
+CHOOSERS = [one for one in built_in(Layer.REPLICASET_SCHEDULER) if one not in MOVES_KV]
+BATCHERS = built_in(Layer.REPLICA_SCHEDULER)
 
 
 def two_prioritizers(chooser: str, batcher: str) -> list[str]:
@@ -109,8 +113,9 @@ def test_every_pair_is_replayed(
         rows = run.requests().num_rows
         happened += what_happened(run)
         assert happened["stop"] + happened["length"] > 0
-        assert sum(happened[one] for one in ("stop", "length", "expired")) >= rows
-    assert happened["rejected"] == happened["aborted"] == happened["failed"] == 0
+        assert sum(happened[one] for one in ("stop", "length", "expired", "rejected")) >= rows
+    assert happened["rejected"] == 0 or batcher in DROPS
+    assert happened["aborted"] == happened["failed"] == 0
     assert happened["preempted"] > 0 or batcher in PREEMPTS_NEVER
     assert happened["cached"] > 0
 
@@ -190,3 +195,12 @@ def test_a_run_that_is_told_to_swap_is_refused(workers: SharedWorkers, tiny_mode
         runner.allocate(4, 2)
     with pytest.raises(ExecutorError, match="Preemption recomputes"):
         runner.run(StepInput(copies=[BlockCopy(0, 0, CopyDirection.TO_HOST)]))
+
+
+@pytest.mark.parametrize("chooser", sorted(MOVES_KV))
+def test_a_scheduler_that_moves_kv_is_refused(
+    chooser: str, workers: SharedWorkers, tiny_model: str, tmp_path: Path
+) -> None:
+    mapping = settings(tiny_model, layers("edf", chooser, "vllm_v1"), WORKLOAD, vllm={"latency": LATENCY})
+    with pytest.raises(ConfigError, match=f"{chooser} moves requests with their KV"):
+        run_on(workers, mapping, tmp_path / "run")
