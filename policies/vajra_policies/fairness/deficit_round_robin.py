@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
-
-from vajra_policies.fairness.accounts import Accounts, TokenCostConfig
+from vajra_policies.fairness.accounts import Accounts, QuantumConfig
 from vajra_py.contract import (
     EndedStep,
     KeyMotion,
@@ -17,18 +15,9 @@ from vajra_py.contract import (
     RequestView,
 )
 
-_QUANTA_IN_MEMORY = 20
-"""Quanta that the KV memory holds, by default; as in the artifact of VTC."""
 
-
-class DeficitRoundRobinConfig(TokenCostConfig):
+class DeficitRoundRobinConfig(QuantumConfig):
     """Parameters of `deficit_round_robin`."""
-
-    quantum: float | None = Field(
-        None,
-        gt=0,
-        description="Charge that a tenant may run up in one turn (Q), weighted tokens; null: a twentieth of the KV memory's tokens.",
-    )
 
 
 class DeficitRoundRobin:
@@ -46,7 +35,7 @@ class DeficitRoundRobin:
     key_motion = KeyMotion.VOLATILE
 
     def __init__(self, config: DeficitRoundRobinConfig, num_kv_tokens: int) -> None:
-        self._quantum = config.quantum if config.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
+        self._quantum = config.quantum_for(num_kv_tokens)
         self._accounts = Accounts(config, self._charge)
         self._credit: dict[str, float] = {}
         self._circle: dict[str, None] = {}
@@ -90,7 +79,7 @@ class DeficitRoundRobin:
 
     def _turn(self) -> None:
         """Let those that wait no more leave the circle and others enter it, and pass the turn on until somebody has credit."""
-        waiting, circle, credit = self._accounts.num_waiting, self._circle, self._credit
+        waiting, circle, credit = self._accounts.waiting, self._circle, self._credit
         for tenant in [one for one in circle if one not in waiting]:
             del circle[tenant]
             credit[tenant] = min(credit[tenant], 0.0)

@@ -52,7 +52,7 @@ class Vtc:
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Lift the counters of tenants that begin to wait."""
-        waiting = self._accounts.num_waiting
+        waiting = self._accounts.waiting
         for request in requests:
             tenant = request.tenant
             if self._lifts and tenant not in waiting:
