@@ -193,17 +193,19 @@ def service_gap(
 ) -> float:
     """Largest difference of two tenants' service over every window in which both have waiting requests throughout, weighted tokens.
 
-    From a run's steps: prompts count at first admission, generated tokens at the end of their step.
+    From a run's steps: prompts count at first admission, generated tokens at the end of their step. Other tenants do not count.
     """
-    facts = {spec.request_id: spec for spec in specs}
+    facts = {spec.request_id: spec for spec in specs if spec.tenant in tenants}
     outputs = dict.fromkeys(facts, 0)
     waiting = dict.fromkeys(tenants, 0)
     sign = {tenants[0]: 1.0, tenants[1]: -1.0}
     events: list[tuple[float, int, int, str, str]] = [
-        (spec.arrived_at, 1, index, "arrival", spec.request_id) for index, spec in enumerate(specs)
+        (spec.arrived_at, 1, index, "arrival", name) for index, (name, spec) in enumerate(facts.items())
     ]
     for index, step in enumerate(harness.steps):
         for entry in step.entries:
+            if entry.request_id not in facts:
+                continue
             if entry.kind != "running":
                 events.append((step.formed_at, 2, index, entry.kind, entry.request_id))
             spec = facts[entry.request_id]
