@@ -76,7 +76,10 @@ def retrieved(name: str, rate: float, seed: int) -> Cell:
 
 def _retrieved(metric: str, rate: float, names: tuple[str, ...], cells: Cells) -> Verdict:
     return ordered(
-        {name: cells.column(f"retrieval {name} at {rate}", metric, partial(retrieved, name, rate)) for name in names},
+        {
+            name: cells.column(f"retrieval {name} at {rate}", metric, partial(retrieved, name, rate), range(10))
+            for name in names
+        },
         " s",
     )
 
@@ -167,14 +170,15 @@ CLAIMS = [
         "at high load P99 between tokens is below that of fixed chunks of 16k",
         "less interference",
         2,
-        partial(_retrieved, "p99_tbt", 0.6, ("p_pas", "fixed 16k")),
+        partial(_retrieved, "p99_tbt", 0.5, ("p_pas", "fixed 16k")),
     ),
     Claim(
         "p_pas",
         "at high load mean time in system is below that of fixed chunks of 16k",
         "-11.3 % over all loads",
         2,
-        partial(_retrieved, "e2e", 0.6, ("p_pas", "fixed 16k")),
+        partial(_retrieved, "e2e", 0.5, ("p_pas", "fixed 16k")),
+        why="within the error: with step times linear in tokens, prompts lose in smaller steps what decodes gain",
     ),
     Claim(
         "min_chunk_hold",

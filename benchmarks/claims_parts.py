@@ -189,11 +189,18 @@ def poisson(stream: np.random.Generator, rate: float, until_s: float) -> list[fl
 
 
 def service_gap(
-    harness: Harness, specs: Sequence[RequestSpec], tenants: tuple[str, str], prompt_weight: float, output_weight: float
+    harness: Harness,
+    specs: Sequence[RequestSpec],
+    tenants: tuple[str, str],
+    prompt_weight: float,
+    output_weight: float,
+    *,
+    counts_cached: bool = True,
 ) -> float:
     """Largest difference of two tenants' service over every window in which both have waiting requests throughout, weighted tokens.
 
-    From a run's steps: prompts count at first admission, generated tokens at the end of their step. Other tenants do not count.
+    From a run's steps: prompts count at first admission, generated tokens at the end of their step; without `counts_cached`
+    less what the prefix cache spared. Other tenants do not count.
     """
     facts = {spec.request_id: spec for spec in specs if spec.tenant in tenants}
     outputs = dict.fromkeys(facts, 0)
@@ -224,7 +231,8 @@ def service_gap(
         else:
             waiting[spec.tenant] -= 1
             if kind == "admitted":
-                gap += sign[spec.tenant] * prompt_weight * spec.num_prompt_tokens
+                num_spared = 0 if counts_cached else harness.request(request_id).num_cached_tokens
+                gap += sign[spec.tenant] * prompt_weight * (spec.num_prompt_tokens - num_spared)
         if was_backlogged:
             low, high = min(low, gap), max(high, gap)
             widest = max(widest, high - low)
