@@ -15,15 +15,11 @@ from functools import partial
 from typing import Any
 
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
-from vajra_py.errors import VajraError
 from vajra_py.plugins import check_scaler_shape
-from vajra_py.testing.checking import failure_of, packages_of, require
-from vajra_py.testing.purity import only_pure
-from vajra_py.testing.simulated import simulated_system
+from vajra_py.testing.checking import POLICY_TIMEOUT_S, packages_of, require_same_again, run_checks
+from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import RequestSpec
 
-TIMEOUT_S = 30.0
-"""Seconds of real time that a scaler may take for one answer under test."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "one pool": {"num_replicas": 2, "elastic": {"max_replicas": 5, "startup_s": 3.0}},
     "down to nothing": {"num_replicas": 1, "elastic": {"min_replicas": 0, "max_replicas": 3, "startup_s": 0.5}},
@@ -40,7 +36,7 @@ Asked = tuple[float, Mapping[str, int]]
 
 
 def check_scaler(
-    spec: ScalerSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = TIMEOUT_S
+    spec: ScalerSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
     """Run a scaler with its default parameters, or these, in every situation.
 
@@ -48,20 +44,12 @@ def check_scaler(
     shown as it is, reads no clock and no global random numbers, and answers the same in equal runs. Raises `AssertionError` that names the
     scaler and what was found.
     """
-    failures = []
-    for name, settings in SITUATIONS.items():
-        failure = failure_of(partial(_answers_again, spec, params or {}, settings), policy_timeout_s)
-        if failure is not None:
-            failures.append(f"  {name}: {failure.text}")
-            if failure.is_endless:
-                break
-    if failures:
-        raise AssertionError("\n".join([f"scaler {spec.name!r} breaks the contract:", *failures]))
-
-
-def _answers_again(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    first = _run(spec, params, settings)
-    require(first == _purely(spec, params, settings), "two equal runs asked for different numbers")
+    packages, otherwise = packages_of(spec.config, spec.build), "two equal runs asked for different numbers"
+    checks = {
+        name: partial(require_same_again, partial(_run, spec, params or {}, settings), packages, otherwise)
+        for name, settings in SITUATIONS.items()
+    }
+    run_checks(f"scaler {spec.name!r}", checks, policy_timeout_s)
 
 
 @dataclass
@@ -81,18 +69,6 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-def _purely(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Asked]:
-    """Run it once more where clocks and unseeded random numbers raise."""
-    violations: list[str] = []
-    try:
-        with only_pure(packages_of(spec.config, spec.build), violations):
-            return _run(spec, params, settings)
-    except VajraError:
-        if violations:
-            raise AssertionError(violations[0]) from None
-        raise
 
 
 def _figures(pools: Sequence[PoolView]) -> list[Any]:
@@ -119,10 +95,7 @@ def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any
     own = ScalerSpec("under_test", spec.config, build, spec.summary)
     scheduling = {"scaling": {"policy": own.name, "params": dict(params)}}
     controller, simulator = simulated_system(own, scheduling, settings)
-    simulator.run(_load())
-    controller.check_conservation()
-    if controller.num_alive:
-        raise AssertionError(f"{controller.num_alive} requests are left")
+    serve(controller, simulator, _load())
     return made[-1].asked
 
 
