@@ -15,13 +15,13 @@ run's clock, NaN where there is none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.metrics.definitions import QUANTILES, Floats, Ints, SloStatus, Window, quantiles
+from vajra_py.metrics.definitions import Floats, Ints, SloStatus, Window
+from vajra_py.metrics.summary.distributions import distribution
 from vajra_py.metrics.tables.columns import floats_of, group_codes, ints_of
 from vajra_py.metrics.tables.requests import UNFINISHED, reason_masks
 
@@ -146,13 +146,6 @@ def _reasons(calls: ArrowTable, codes: Ints, columns: Mapping[str, Any], complet
     return found
 
 
-def write_programs(table: ArrowTable, folder: Path) -> None:
-    """Write the table into a run's folder."""
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, folder / PROGRAMS_FILE, compression="zstd", version="2.6")
-
-
 def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
     """Return the section `programs` of a summary, over the programs that arrived in the window."""
     import pyarrow as pa
@@ -168,9 +161,9 @@ def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
         "programs": {
             "arrived": rows.num_rows,
             **{reason: reasons.count(reason) for reason in (COMPLETED, FAILED, UNFINISHED)},
-            "calls": _distribution(ints_of(rows, "num_calls").astype(np.float64)),
-            "makespan_s": _distribution(floats_of(rows, "makespan_s")),
-            "slowdown": _distribution(floats_of(rows, "slowdown")),
+            "calls": distribution(ints_of(rows, "num_calls").astype(np.float64)),
+            "makespan_s": distribution(floats_of(rows, "makespan_s")),
+            "slowdown": distribution(floats_of(rows, "slowdown")),
             "slo": {
                 "num_met": status[SloStatus.MET],
                 "num_missed": status[SloStatus.MISSED],
@@ -179,14 +172,4 @@ def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
             },
             "prefix_hit_fraction": cached / prompt if prompt else None,
         }
-    }
-
-
-def _distribution(values: Floats) -> dict[str, Any]:
-    known = values[~np.isnan(values)]
-    return {
-        "count": int(known.size),
-        "mean": float(known.mean()) if known.size else None,
-        **dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True)),
-        "max": float(known.max()) if known.size else None,
     }
