@@ -1,33 +1,21 @@
-"""`dynamo_planner` against recorded decisions of Dynamo's planner, and whether the comparison notices a difference."""
+"""Recorded decisions of Dynamo's planner: what they cover, and that the comparison notices a difference."""
 
 from __future__ import annotations
 
-import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.golden.readers import compare_folder, planner
+from tests.golden.readers import planner
+from tests.golden.readers.trace import read_json
 
 
 @pytest.fixture(scope="session")
-def cases(shared_dir: Path) -> list[dict[str, Any]]:
-    path = shared_dir / "recorded" / "planner_dynamo" / "cases.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"recorded decisions absent: no file {path}")
-    with gzip.open(path, "rt") as stream:
-        return [json.loads(line) for line in stream]
-
-
-def test_every_recorded_decision_is_reproduced(cases: list[dict[str, Any]], shared_dir: Path) -> None:
-    results = list(compare_folder(shared_dir / "recorded" / "planner_dynamo"))
-    assert len(results) == len(cases) == 100
-    for result in results:
-        told = result.difference.lines() if result.difference else []
-        assert result.matches, "\n".join([result.name, *told])
-    assert sum(result.num_compared for result in results) == sum(len(case["ticks"]) for case in cases)
+def cases(recorded: Callable[[str], Path]) -> list[dict[str, Any]]:
+    return [case for _, case in read_json(recorded("planner_dynamo/cases.jsonl.gz"))]
 
 
 def test_recorded_cases_cover_targets_modes_and_reasons(cases: list[dict[str, Any]]) -> None:
