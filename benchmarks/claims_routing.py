@@ -36,7 +36,7 @@ def shared_prefixes(seed: int, rate: float) -> list[RequestSpec]:
 
 
 def routed(router: PolicySource, rate: float, seed: int) -> Cell:
-    """Mean TTFT, time per output token and cached tokens a request, and the largest replica's share of requests over the mean."""
+    """Mean TTFT and time per output token, and the largest replica's share of requests over the mean."""
     specs = shared_prefixes(seed, rate)
     requests = requests_in(simulate("fcfs", "fixed_chunk", specs, OPTIONS, router), specs)
     counts = np.bincount([one.replica_id for one in requests], minlength=NUM_REPLICAS)
@@ -46,7 +46,6 @@ def routed(router: PolicySource, rate: float, seed: int) -> Cell:
         "tpot": fmean(
             ((one.ended_at or 0.0) - (one.first_token_at or 0.0)) / (one.num_output_tokens - 1) for one in later
         ),
-        "hits": fmean(one.num_cached_tokens for one in requests),
         "imbalance": float(np.max(counts) / np.mean(counts)),
     }
 
