@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
+from claims_parts import Difference, difference
 
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import RequestView
@@ -158,24 +158,15 @@ class Claim:
     smaller: Sequence[float]
 
     @property
-    def difference(self) -> tuple[float, float]:
-        """Mean of the paired differences, and its standard error."""
-        differences = [one - other for one, other in zip(self.larger, self.smaller, strict=True)]
-        return mean(differences), stdev(differences) / math.sqrt(len(differences))
-
-    @property
-    def holds(self) -> bool:
-        """True if the difference is above zero by more than two standard errors."""
-        found, error = self.difference
-        return found > 2 * error
+    def difference(self) -> Difference:
+        """The paired differences."""
+        return difference(self.larger, self.smaller)
 
     def __str__(self) -> str:
         """The claim with its figures."""
-        found, error = self.difference
-        verdict = "holds" if self.holds else "DOES NOT HOLD"
-        return (
-            f"{self.text:76} {mean(self.larger):8.3f} {mean(self.smaller):8.3f}  {found:+.3f} ± {error:.3f}  {verdict}"
-        )
+        verdict = "holds" if self.difference.is_positive else "DOES NOT HOLD"
+        means = f"{mean(self.larger):8.3f} {mean(self.smaller):8.3f}"
+        return f"{self.text:76} {means}  {self.difference.mean:+.3f} ± {self.difference.error:.3f}  {verdict}"
 
 
 def distserve_claims(seeds: Sequence[int]) -> list[Claim]:
@@ -218,7 +209,7 @@ def main() -> int:
         for claim in measure(seeds):
             print(claim, flush=True)
             claims.append(claim)
-    return 0 if all(claim.holds for claim in claims) else 1
+    return 0 if all(claim.difference.is_positive for claim in claims) else 1
 
 
 if __name__ == "__main__":
