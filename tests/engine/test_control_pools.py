@@ -48,7 +48,8 @@ from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import Abandonment, Failure, TransferEnd, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import Abandonment, Failure, TransferEnd, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.serving.build import ModelFacts
 
 POOLS = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2}}

@@ -22,7 +22,8 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
