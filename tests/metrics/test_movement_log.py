@@ -17,8 +17,8 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.tables.movement_log import GIVEN_UP, MovementLog, Paths
 from vajra_py.metrics.tables.transfers import TransfersBuilder, movement_columns
 from vajra_py.runtime.records.input_log import Failure
-from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED
 from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED
 from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import RequestSpec
 
