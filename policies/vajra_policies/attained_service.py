@@ -1,13 +1,22 @@
-"""Prioritizers of calls by the service that their programs had attained when they arrived."""
+"""Order of calls by the service that their programs had attained when they arrived: in all (`plas`), or on their longest chain (`atlas`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from vajra_py.contract import KeyMotion, PolicyConfig, ReplicaId, RequestView
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ProgramView,
+    ReplicaId,
+    RequestView,
+)
 
 
 class AttainedServiceConfig(PolicyConfig):
@@ -44,13 +53,18 @@ class _Call:
     admitted_at: float | None = None
 
 
-class AttainedService:
-    """Key = service that the call inherited from its program at arrival, or the queue that this and its own running time fall into."""
+class Plas:
+    """Key = running time of the program's ended calls when the call arrived (or the queue that this falls into).
 
-    def __init__(self, config: AttainedServiceConfig, inherited_s: Callable[[RequestView], float]) -> None:
+    Short programs go before long ones, although nobody knows their lengths: a program sinks as it is served. With `queue_bounds_s` a
+    call also sinks by its own running time. A request without a program is a program of its own.
+
+    Source: Autellix (arXiv:2502.13965), Algorithm 1, PLAS for programs of one thread.
+    """
+
+    def __init__(self, config: AttainedServiceConfig) -> None:
         self._bounds = config.queue_bounds_s
         self._ratio = config.starvation_ratio
-        self._inherited_s = inherited_s
         self._calls: dict[RequestView, _Call] = {}
 
     @property
@@ -94,8 +108,13 @@ class AttainedService:
         """The times of a call; of one that was there before the policy, from now on."""
         call = self._calls.get(request)
         if call is None:
-            call = self._calls[request] = _Call(self._inherited_s(request))
+            program = request.program
+            call = self._calls[request] = _Call(0.0 if program is None else self._attained_s(program))
         return call
+
+    def _attained_s(self, program: ProgramView) -> float:
+        """Service that counts for a program by now, seconds."""
+        return program.run_s
 
     def _service_s(self, request: RequestView, now: float) -> float:
         """Service inherited at arrival and the call's own running time, seconds."""
@@ -109,3 +128,58 @@ class AttainedService:
         run_s = own_run_s + (0.0 if program is None else program.run_s)
         wait_s = now - request.arrived_at - own_run_s + (0.0 if program is None else program.wait_s)
         return run_s > 0 and self._ratio is not None and wait_s >= self._ratio * run_s
+
+
+class Atlas(Plas):
+    """Key = longest chain of running times in the program when the call arrived (or the queue that this falls into).
+
+    A call that ends sets its program's service to max(service, service at its arrival + its running time). So calls side by side count once,
+    by the longest, and the graph need not be known: a program is as far as its critical path, however wide it is.
+
+    Source: Autellix (arXiv:2502.13965), Algorithm 1, ATLAS for programs of several threads.
+    """
+
+    def __init__(self, config: AttainedServiceConfig) -> None:
+        super().__init__(config)
+        self._longest_s: dict[ProgramView, float] = {}
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Ended calls lengthen the chains of their programs."""
+        for request in requests:
+            program = request.program
+            if program is not None and program.end_reason is None:
+                self._longest_s[program] = max(self._attained_s(program), self._service_s(request, now))
+        super().on_departures(requests, now)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Forget a program that has ended."""
+        self._longest_s.pop(program, None)
+
+    def _attained_s(self, program: ProgramView) -> float:
+        return self._longest_s.get(program, 0.0)
+
+
+def _build_plas(config: AttainedServiceConfig, context: PolicyContext) -> Plas:
+    return Plas(config)
+
+
+def _build_atlas(config: AttainedServiceConfig, context: PolicyContext) -> Atlas:
+    return Atlas(config)
+
+
+PLAS = PolicySpec(
+    name="plas",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=AttainedServiceConfig,
+    build=_build_plas,
+    summary="Calls of the program with the least attained service first.",
+    source="Autellix (arXiv:2502.13965), PLAS",
+)
+ATLAS = PolicySpec(
+    name="atlas",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=AttainedServiceConfig,
+    build=_build_atlas,
+    summary="Calls of the program with the shortest longest chain of served calls first.",
+    source="Autellix (arXiv:2502.13965), ATLAS",
+)
