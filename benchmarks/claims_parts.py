@@ -154,6 +154,17 @@ def simulate(
     return harness
 
 
+def served(
+    prioritizer: PolicySource,
+    batcher: PolicySource,
+    specs: Sequence[RequestSpec],
+    options: HarnessOptions,
+    router: PolicySource = "least_loaded",
+) -> list[Request]:
+    """The requests after such a simulation, in the order of the workload."""
+    return requests_in(simulate(prioritizer, batcher, specs, options, router), specs)
+
+
 def options_of(**settings: Any) -> HarnessOptions:
     """Options of a replica for claims: no checks after every step, which tests make elsewhere."""
     plain = HarnessOptions(latency=GPU_7B, check_conservation=False, keeps_steps=False, policy_timeout_s=None)

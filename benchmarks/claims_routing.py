@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, requests_in, simulate, ttft
+from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, served, ttft
 
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import PolicySource
@@ -38,7 +38,7 @@ def shared_prefixes(seed: int, rate: float) -> list[RequestSpec]:
 def routed(router: PolicySource, rate: float, seed: int) -> Cell:
     """Mean TTFT and time per output token, and the largest replica's share of requests over the mean."""
     specs = shared_prefixes(seed, rate)
-    requests = requests_in(simulate("fcfs", "fixed_chunk", specs, OPTIONS, router), specs)
+    requests = served("fcfs", "fixed_chunk", specs, OPTIONS, router)
     counts = np.bincount([one.replica_id for one in requests], minlength=NUM_REPLICAS)
     later = [one for one in requests if one.num_output_tokens > 1]
     return {

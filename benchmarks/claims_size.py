@@ -20,8 +20,7 @@ from claims_parts import (
     options_of,
     ordered,
     poisson,
-    requests_in,
-    simulate,
+    served,
     time_in_system,
     ttft,
 )
@@ -76,7 +75,7 @@ def serve(
     """Mean and extreme times of one workload, with the truth or a noisy estimate of it."""
     specs = long_prompts(seed) if prompts == "long" else heavy_tailed(seed, load=0.75 if tight else 0.9)
     options = replace(TIGHT if tight else AMPLE, output_lengths=lengths_of(specs, sigma, seed))
-    requests = requests_in(simulate(prioritizer, batcher, specs, options), specs)
+    requests = served(prioritizer, batcher, specs, options)
     times = [time_in_system(one) for one in requests]
     alone = [0.0172 * spec.num_output_tokens + 0.0001 * spec.num_prompt_tokens for spec in specs]
     return {
@@ -130,7 +129,7 @@ def mean_of_srpt(seed: int) -> Cell:
     """Mean time in system under SRPT, seconds."""
     specs = one_server(seed)
     options = replace(ONE_SLOT, output_lengths=lengths_of(specs))
-    requests = requests_in(simulate("srpt", "preemptive", specs, options), specs)
+    requests = served("srpt", "preemptive", specs, options)
     return {"mean": fmean(time_in_system(one) for one in requests)}
 
 

@@ -21,6 +21,7 @@ from claims_parts import (
     ordered,
     poisson,
     requests_in,
+    served,
     simulate,
     time_in_system,
     ttft,
@@ -67,7 +68,7 @@ def missed(system: str, rate: float, seed: int) -> Cell:
     specs = tiers(seed, rate)
     prioritizer, batcher = SYSTEMS[system]
     options = options_of(num_blocks=20_000, max_batch_size=256)
-    requests = requests_in(simulate(prioritizer, batcher, specs, options), specs)
+    requests = served(prioritizer, batcher, specs, options)
     late = 0
     for spec, request in zip(specs, requests, strict=True):
         if spec.deadline_s is not None:
@@ -250,7 +251,7 @@ def attained(load: float, how: str, seed: int) -> Cell:
     specs = mixed_promises(seed, load)
     prioritizer, batcher = (EDF, "scorpio") if how == "scorpio" else ("fcfs", "fixed_chunk")
     options = options_of(num_blocks=4000, max_batch_size=128, output_lengths=lengths_of(specs))
-    requests = requests_in(simulate(prioritizer, (batcher, {"chunk_size": 128}), specs, options), specs)
+    requests = served(prioritizer, (batcher, {"chunk_size": 128}), specs, options)
     kept = 0
     for spec, one in zip(specs, requests, strict=True):
         times = token_times(one)

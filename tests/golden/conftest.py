@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.golden.readers.trace import read_json
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +22,9 @@ def recorded(shared_dir: Path) -> Callable[[str], Path]:
         return path
 
     return path_of
+
+
+@pytest.fixture(scope="session")
+def recorded_cases(recorded: Callable[[str], Path]) -> Callable[[str], list[dict[str, Any]]]:
+    """Runs of a recorded file by its name; skips where it is absent."""
+    return lambda name: [case for _, case in read_json(recorded(name))]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.golden.readers import compare_folder
-from tests.golden.readers.trace import read_json
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ from tests.golden.readers.trace import read_json
     ],
 )
 def test_another_policy_is_noticed(
-    recorded: Callable[[str], Path], tmp_path: Path, system: str, policy: str, other: str
+    recorded_cases: Callable[[str], list[dict[str, Any]]], tmp_path: Path, system: str, policy: str, other: str
 ) -> None:
-    runs = [run for _, run in read_json(recorded(f"{system}/runs.jsonl.gz")) if run["policy"] == policy]
+    runs = [run for run in recorded_cases(f"{system}/runs.jsonl.gz") if run["policy"] == policy]
     changed = [json.dumps({**run, "policy": other}) for run in runs]
     (tmp_path / "changed.jsonl").write_text("\n".join(changed))
     differing = [result for result in compare_folder(tmp_path) if result.difference is not None]

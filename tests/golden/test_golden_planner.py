@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from tests.golden.readers import planner
-from tests.golden.readers.trace import read_json
 
 
 @pytest.fixture(scope="session")
-def cases(recorded: Callable[[str], Path]) -> list[dict[str, Any]]:
-    return [case for _, case in read_json(recorded("planner_dynamo/cases.jsonl.gz"))]
+def cases(recorded_cases: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return recorded_cases("planner_dynamo/cases.jsonl.gz")
 
 
 def test_recorded_cases_cover_targets_modes_and_reasons(cases: list[dict[str, Any]]) -> None:
@@ -29,8 +27,9 @@ def test_recorded_cases_cover_targets_modes_and_reasons(cases: list[dict[str, An
 
 @pytest.mark.parametrize("field", ["throughput_decision", "load_decision", "floor", "reasons", "estimates", "rps"])
 def test_each_field_is_compared(cases: list[dict[str, Any]], field: str) -> None:
-    case = next(case for case in cases if case["config"]["enable_throughput_scaling"] and len(case["ticks"]) > 3)
-    case = json.loads(json.dumps(case))
+    case = deepcopy(
+        next(case for case in cases if case["config"]["enable_throughput_scaling"] and len(case["ticks"]) > 3)
+    )
     case["ticks"][2][field] = [7, 7, 7, 7][: len(case["ticks"][2][field] or (0, 0))]
     result = planner.compare("planner_dynamo", "changed", case)
     assert result.difference is not None

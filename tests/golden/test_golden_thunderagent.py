@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from tests.golden.readers import thunderagent
-from tests.golden.readers.trace import read_json
 
 
 @pytest.fixture(scope="session")
-def cases(recorded: Callable[[str], Path]) -> list[dict[str, Any]]:
-    return [case for _, case in read_json(recorded("thunderagent/runs.jsonl.gz"))]
+def cases(recorded_cases: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return recorded_cases("thunderagent/runs.jsonl.gz")
 
 
 def test_recorded_runs_pause_resume_force_and_lose(cases: list[dict[str, Any]]) -> None:
@@ -29,7 +27,7 @@ def test_recorded_runs_pause_resume_force_and_lose(cases: list[dict[str, Any]]) 
 
 @pytest.mark.parametrize(("column", "other"), [(1, "paused"), (2, "acting"), (4, 1), (5, 99), (6, 7), (7, 77.0)])
 def test_each_column_of_a_state_is_compared(cases: list[dict[str, Any]], column: int, other: Any) -> None:
-    case = json.loads(json.dumps(cases[0]))
+    case = deepcopy(cases[0])
     place = next(place for place, op in enumerate(case["ops"]) if op["op"] == "tick")
     row = next(row for row in case["ops"][place]["state"] if row[column] != other)
     row[column] = other

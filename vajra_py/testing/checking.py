@@ -1,10 +1,12 @@
-"""What the conformance suites of all kinds of policies have in common."""
+"""Common parts of the conformance suites of all kinds of policies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
+from vajra_py.contract import AnyPolicySpec
 from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing.purity import ImpureError, only_pure
@@ -84,7 +86,24 @@ def packages_of(*parts: object) -> set[str]:
     return {str(getattr(one, "__module__", "")).partition(".")[0] for one in parts} - {"vajra_py"}
 
 
-def require_same_again(run: Callable[[], object], packages: set[str], otherwise: str) -> None:
+def check_situations(
+    what: str,
+    spec: AnyPolicySpec,
+    run: Callable[[Mapping[str, Any]], object],
+    situations: Mapping[str, Mapping[str, Any]],
+    otherwise: str,
+    policy_timeout_s: float,
+) -> None:
+    """Run a policy twice with the settings of each situation; raises like `run_checks`, with `otherwise` where the second run differs."""
+    packages = packages_of(spec.config, spec.build)
+    checks = {
+        name: partial(_require_same_again, partial(run, settings), packages, otherwise)
+        for name, settings in situations.items()
+    }
+    run_checks(what, checks, policy_timeout_s)
+
+
+def _require_same_again(run: Callable[[], object], packages: set[str], otherwise: str) -> None:
     """Raise `AssertionError` unless a second run, in which clocks and unseeded random numbers raise, returns the same."""
     first = run()
     violations: list[str] = []

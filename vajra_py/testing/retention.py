@@ -20,7 +20,7 @@ from vajra_py.contract.observer import Observer
 from vajra_py.plugins import check_retention_shape
 from vajra_py.plugins.build import LISTENING_METHODS, RETENTION_OPTIONS
 from vajra_py.runtime.kv.retention_order import CachedEntry
-from vajra_py.testing.checking import POLICY_TIMEOUT_S, packages_of, require, require_same_again, run_checks
+from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import PromptContent, RequestSpec
 
@@ -49,12 +49,8 @@ def check_retention(
     whatever it pins, that it leaves what it is shown as it is, reads no clock and no global random numbers, gives up the same blocks in
     equal runs, and in order of release if it says so. Raises `AssertionError` that names the policy and what was found.
     """
-    packages, otherwise = packages_of(spec.config, spec.build), "two equal runs kept different content"
-    checks = {
-        name: partial(require_same_again, partial(_run, spec, params or {}, settings), packages, otherwise)
-        for name, settings in SITUATIONS.items()
-    }
-    run_checks(f"retention policy {spec.name!r}", checks, policy_timeout_s)
+    what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
+    check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 
 
 @dataclass

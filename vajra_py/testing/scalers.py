@@ -10,13 +10,13 @@ In a package's own tests:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
 from vajra_py.plugins import check_scaler_shape
-from vajra_py.testing.checking import POLICY_TIMEOUT_S, packages_of, require_same_again, run_checks
+from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import RequestSpec
 
@@ -44,12 +44,8 @@ def check_scaler(
     shown as it is, reads no clock and no global random numbers, and answers the same in equal runs. Raises `AssertionError` that names the
     scaler and what was found.
     """
-    packages, otherwise = packages_of(spec.config, spec.build), "two equal runs asked for different numbers"
-    checks = {
-        name: partial(require_same_again, partial(_run, spec, params or {}, settings), packages, otherwise)
-        for name, settings in SITUATIONS.items()
-    }
-    run_checks(f"scaler {spec.name!r}", checks, policy_timeout_s)
+    what, otherwise = f"scaler {spec.name!r}", "two equal runs asked for different numbers"
+    check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 
 
 @dataclass
@@ -62,8 +58,7 @@ class _Watched:
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
         before = _figures(pools)
         answer: Mapping[str, int] = self.inner.targets(pools, now)
-        if _figures(pools) != before:
-            raise AssertionError("targets changed what it was shown")
+        require(_figures(pools) == before, "targets changed what it was shown")
         self.asked.append((now, dict(answer)))
         return answer
 
@@ -92,7 +87,7 @@ def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any
         made.append(_Watched(scaler))
         return made[-1]
 
-    own = ScalerSpec("under_test", spec.config, build, spec.summary)
+    own = replace(spec, name="under_test", build=build)
     scheduling = {"scaling": {"policy": own.name, "params": dict(params)}}
     controller, simulator = simulated_system(own, scheduling, settings)
     serve(controller, simulator, _load())
