@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.resident: list[Request] = []
         self.written: dict[int, tuple[int, ...]] = {}
-        """What each block really holds: all tokens up to its end."""
+        """True content of each block: all tokens up to its end."""
         self.pinned: dict[int, list[Hashable]] = {}
         self.num_made = 0
 

@@ -86,7 +86,7 @@ class Restless:
         return up[choice].replica_id if choice < len(up) else None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Whatever waits, for replicas that compute prompts."""
+        """Requests that wait, for replicas that compute prompts."""
         return () if replica.role == "decode" else (one.request_id for one in queued)
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
@@ -135,7 +135,7 @@ class Moody:
         self._asked: dict[str, int] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Mostly yes, and in the end always one way or the other."""
+        """Accept most, and defer nobody for ever."""
         times = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
         choice = self._chance(12, "admit", request.request_id, times)
         if times < 4 and choice < 2:

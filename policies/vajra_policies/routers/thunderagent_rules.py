@@ -63,7 +63,7 @@ class AgentProgram:
     """A call of it is here or on its way; otherwise a tool runs."""
     is_paused: bool = False
     is_marked: bool = False
-    """To be paused when its turn ends."""
+    """Mark of a program that is to be paused when its turn ends."""
     replica: ReplicaKey | None = None
     soft_until: float = 0.0
     """Time until which its calls are put behind others."""

@@ -41,7 +41,7 @@ class ScorpioConfig(FixedChunkConfig):
 
 
 class Scorpio(FixedChunk):
-    """Of the decodes, those with a credit of 1 run; every step adds TRP(r) = least promised TPOT / TPOT(r) to each credit.
+    """Decodes with a credit of 1 run; every step adds TRP(r) = least promised TPOT / TPOT(r) to each credit.
 
     - So a request promised twice the time per token of the tightest one runs in every second step.
     - TPOT guard: a request is admitted while a decode step of the virtual batch size, the sum of TRP over those that run and itself, is
