@@ -16,10 +16,9 @@ from claims_parts import (
     options_of,
     ordered,
     poisson,
-    requests_in,
+    served,
     simulate,
     time_in_system,
-    ttft,
 )
 
 from vajra_py.contract import BatchFeatures
@@ -69,7 +68,7 @@ def retrieved(name: str, rate: float, seed: int) -> Cell:
     """Mean time in system, and the 99th percentile of times between tokens."""
     specs = retrieval(seed, rate)
     options = options_of(num_blocks=20_000, max_batch_size=64, latency=MixedSteps())
-    requests = requests_in(simulate("fcfs", BUDGETS[name], specs, options), specs)
+    requests = served("fcfs", BUDGETS[name], specs, options)
     gaps = np.concatenate([np.diff(token_times(one)) for one in requests])
     return {"e2e": fmean(time_in_system(one) for one in requests), "p99_tbt": float(np.quantile(gaps, 0.99))}
 
@@ -97,17 +96,15 @@ def chats(seed: int, rate: float) -> list[RequestSpec]:
 
 
 def held(policy: PolicySource, seed: int) -> Cell:
-    """Mean time in system and to the first token of chats, on a replica whose steps with prompts cost more."""
+    """Mean time in system of chats, on a replica whose steps with prompts cost more."""
     specs = chats(seed, 12.0)
     options = options_of(num_blocks=20_000, max_batch_size=256, latency=MixedSteps())
-    requests = requests_in(simulate("fcfs", policy, specs, options), specs)
-    return {"e2e": fmean(time_in_system(one) for one in requests), "ttft": fmean(ttft(one) for one in requests)}
+    requests = served("fcfs", policy, specs, options)
+    return {"e2e": fmean(time_in_system(one) for one in requests)}
 
 
 def _held(cells: Cells) -> Verdict:
-    return ordered(
-        {one: cells.column(f"held {one}", "e2e", partial(held, one)) for one in ("min_chunk_hold", "fixed_chunk")}, " s"
-    )
+    return ordered(cells.columns("held", "e2e", held, ("min_chunk_hold", "fixed_chunk")), " s")
 
 
 def offline(policy: PolicySource, seed: int) -> Cell:
@@ -117,7 +114,7 @@ def offline(policy: PolicySource, seed: int) -> Cell:
         for one in chats(seed, 11.0)[:300]
     ]
     options = options_of(num_blocks=20_000, max_batch_size=32, latency=MixedSteps())
-    requests = requests_in(simulate("fcfs", policy, specs, options), specs)
+    requests = served("fcfs", policy, specs, options)
     return {"seconds": max(one.ended_at or 0.0 for one in requests)}
 
 
@@ -135,7 +132,7 @@ def _waves(cells: Cells) -> Verdict:
 
 
 def beside(policy: PolicySource, seed: int) -> Cell:
-    """P99 between tokens of chats beside documents of 30,000 tokens, and the longest wait for a document's first token."""
+    """P99 between tokens of chats beside documents of 30,000 tokens."""
     stream = np.random.default_rng([313, seed])
     documents = [RequestSpec(f"document{index}", at, 30_000, 5) for index, at in enumerate(poisson(stream, 0.12, 30.0))]
     specs = sorted([*chats(seed, 2.0), *documents], key=lambda spec: spec.arrived_at)
@@ -147,13 +144,7 @@ def beside(policy: PolicySource, seed: int) -> Cell:
 
 
 def _beside(cells: Cells) -> Verdict:
-    return ordered(
-        {
-            one: cells.column(f"beside {one}", "p99_tbt", partial(beside, one))
-            for one in ("mixed_prefill_governor", "fixed_chunk")
-        },
-        " s",
-    )
+    return ordered(cells.columns("beside", "p99_tbt", beside, ("mixed_prefill_governor", "fixed_chunk")), " s")
 
 
 CLAIMS = [

@@ -16,6 +16,7 @@ from claims_parts import (
     ordered,
     poisson,
     requests_in,
+    served,
     simulate,
     time_in_system,
 )
@@ -51,7 +52,7 @@ def in_time(prioritizer: PolicySource, seed: int) -> Cell:
     stream = np.random.default_rng([322, seed])
     upper = {spec.request_id: int(spec.num_output_tokens * stream.uniform(1, 2)) for spec in specs}
     options = options_of(num_blocks=20_000, max_batch_size=SLOTS, output_lengths=OracleLengths(upper))
-    requests = requests_in(simulate(prioritizer, "preemptive", specs, options), specs)
+    requests = served(prioritizer, "preemptive", specs, options)
     good = sum(
         spec.num_output_tokens
         for spec, one in zip(specs, requests, strict=True)
@@ -92,7 +93,7 @@ def read(prioritizer: PolicySource, seed: int) -> Cell:
     """Mean quality of experience, and output tokens a second over the whole run."""
     specs = streams(seed)
     options = options_of(num_blocks=4000, max_batch_size=16)
-    requests = requests_in(simulate(prioritizer, "preemptive", specs, options), specs)
+    requests = served(prioritizer, "preemptive", specs, options)
     qualities = []
     for one in requests:
         reading = Reading(5.0, 1.0)
@@ -104,13 +105,15 @@ def read(prioritizer: PolicySource, seed: int) -> Cell:
 
 
 def _read(cells: Cells) -> Verdict:
-    return ordered({one: cells.column(f"read {one}", "qoe", partial(read, one)) for one in ("fcfs", "andes")})
+    return ordered(cells.columns("read", "qoe", read, ("fcfs", "andes")))
 
 
 def _read_ratio(cells: Cells) -> Verdict:
-    means = {one: fmean(cells.column(f"read {one}", "qoe", partial(read, one))) for one in ("fcfs", "andes")}
-    rates = {one: fmean(cells.column(f"read {one}", "tokens_per_s", partial(read, one))) for one in ("fcfs", "andes")}
-    gain, loss = means["andes"] / means["fcfs"] - 1.0, 1.0 - rates["andes"] / rates["fcfs"]
+    ratios = {}
+    for metric in ("qoe", "tokens_per_s"):
+        columns = cells.columns("read", metric, read, ("fcfs", "andes"))
+        ratios[metric] = fmean(columns["andes"]) / fmean(columns["fcfs"])
+    gain, loss = ratios["qoe"] - 1.0, 1.0 - ratios["tokens_per_s"]
     return Verdict(gain >= 0.2 and loss <= 0.1, f"QoE {100 * gain:+.0f} %, tokens/s {-100 * loss:+.1f} %")
 
 

@@ -17,6 +17,7 @@ from claims_parts import (
     ordered,
     poisson,
     requests_in,
+    served,
     service_gap,
     simulate,
     ttft,
@@ -53,15 +54,14 @@ def prefixed(seed: int) -> list[RequestSpec]:
     return sorted(specs, key=lambda spec: spec.arrived_at)
 
 
-def served(prioritizer: PolicySource, seed: int) -> Cell:
-    """Cached tokens a request, the widest gap of computed tokens of two tenants that wait, and the end of the run."""
+def with_prefixes(prioritizer: PolicySource, seed: int) -> Cell:
+    """Cached tokens a request, and the widest gap of computed tokens of two tenants that wait."""
     specs = prefixed(seed)
     harness = simulate(prioritizer, "fixed_chunk", specs, TIGHT)
     requests = requests_in(harness, specs)
     return {
         "hits": fmean(one.num_cached_tokens for one in requests),
         "gap": service_gap(harness, specs, ("heavy", "light1"), 1.0, 1.0, counts_cached=False),
-        "end": max(one.ended_at or 0.0 for one in requests),
     }
 
 
@@ -71,13 +71,14 @@ DLPM: PolicySource = ("dlpm", {"quantum": 5000.0})
 
 def _served(metric: str, unit: str, policies: dict[str, PolicySource], cells: Cells) -> Verdict:
     return ordered(
-        {name: cells.column(f"prefixed {one}", metric, partial(served, one)) for name, one in policies.items()}, unit
+        {name: cells.column(f"prefixed {one}", metric, partial(with_prefixes, one)) for name, one in policies.items()},
+        unit,
     )
 
 
 def _near_lpm(cells: Cells) -> Verdict:
     hits = {
-        name: fmean(cells.column(f"prefixed {one}", "hits", partial(served, one)))
+        name: fmean(cells.column(f"prefixed {one}", "hits", partial(with_prefixes, one)))
         for name, one in (("lpm", LPM), ("dlpm", DLPM))
     }
     ratio = hits["dlpm"] / hits["lpm"]
@@ -108,10 +109,9 @@ def spread(seed: int) -> list[RequestSpec]:
 def routed(router: PolicySource, seed: int) -> Cell:
     """Mean TTFT of the light tenants, and cached tokens a request."""
     specs = spread(seed)
-    requests = requests_in(simulate("fcfs", "fixed_chunk", specs, SPREAD, router), specs)
+    requests = served("fcfs", "fixed_chunk", specs, SPREAD, router)
     return {
         "light": fmean(ttft(one) for one in requests if one.tenant != "tenant0"),
-        "mean": fmean(ttft(one) for one in requests),
         "hits": fmean(one.num_cached_tokens for one in requests),
     }
 
@@ -143,7 +143,7 @@ def prefilled(prioritizer: PolicySource, seed: int) -> Cell:
     options = options_of(
         num_blocks=ALONE.num_blocks, max_batch_size=64, latency=PROMPTS, output_lengths=lengths_of(specs)
     )
-    requests = requests_in(simulate(prioritizer, ("fixed_chunk", {"chunk_size": 2048}), specs, options), specs)
+    requests = served(prioritizer, ("fixed_chunk", {"chunk_size": 2048}), specs, options)
     slowdowns = [ttft(one) / _alone_s(one.num_prompt_tokens) for one in requests]
     return {
         "mean": fmean(slowdowns),
@@ -192,7 +192,7 @@ def asked(prioritizer: PolicySource, seed: int) -> Cell:
     options = options_of(
         num_blocks=WARM.num_blocks, max_batch_size=1, prefix_cache=WARM.prefix_cache, output_lengths=lengths_of(specs)
     )
-    requests = requests_in(simulate(prioritizer, "fixed_chunk", specs, options), specs)
+    requests = served(prioritizer, "fixed_chunk", specs, options)
     times = [ttft(one) for one in requests]
     return {"mean": fmean(times), "max": max(times)}
 

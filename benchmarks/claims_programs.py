@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, lengths_of, options_of, ordered, poisson, requests_in, simulate
+from claims_parts import Cell, Cells, Claim, Verdict, lengths_of, options_of, ordered, poisson, served
 
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import PolicySource
@@ -50,20 +50,18 @@ def long_and_short(seed: int) -> list[RequestSpec]:
 
 
 def attained(prioritizer: PolicySource, seed: int) -> Cell:
-    """Mean completion time of short programs, and the end of the run."""
+    """Mean completion time of short programs."""
     specs = long_and_short(seed)
     options = options_of(num_blocks=4000, max_batch_size=SLOTS)
-    requests = requests_in(simulate(prioritizer, "fixed_chunk", specs, options), specs)
+    requests = served(prioritizer, "fixed_chunk", specs, options)
     times = completion_times(requests)
     return {
         "short": fmean(time for name, time in times.items() if name.startswith("short")),
-        "end": max(one.ended_at or 0.0 for one in requests),
     }
 
 
 def _attained(cells: Cells) -> Verdict:
-    columns = {name: cells.column(f"attained {name}", "short", partial(attained, name)) for name in ("las", "fcfs")}
-    return ordered(columns, " s")
+    return ordered(cells.columns("attained", "short", attained, ("las", "fcfs")), " s")
 
 
 # Agents with calls side by side
@@ -93,22 +91,17 @@ def pampered(prioritizer: PolicySource, seed: int) -> Cell:
     """Completion times of agents."""
     specs = agents(seed)
     options = options_of(num_blocks=400, max_batch_size=16, output_lengths=lengths_of(specs))
-    times = list(completion_times(requests_in(simulate(prioritizer, "fixed_chunk", specs, options), specs)).values())
-    return {"mean": fmean(times), "p99": float(np.quantile(times, 0.99)), "max": max(times)}
+    times = list(completion_times(served(prioritizer, "fixed_chunk", specs, options)).values())
+    return {"mean": fmean(times), "max": max(times)}
 
 
 def _pampered(metric: str, names: tuple[str, ...], cells: Cells) -> Verdict:
-    return ordered(
-        {name: cells.column(f"pampered {name}", metric, partial(pampered, name), AGENT_SEEDS) for name in names}, " s"
-    )
+    return ordered(cells.columns("pampered", metric, pampered, names, AGENT_SEEDS), " s")
 
 
 def _ratio(cells: Cells) -> Verdict:
-    means = {
-        name: fmean(cells.column(f"pampered {name}", "mean", partial(pampered, name), AGENT_SEEDS))
-        for name in ("justitia", "vtc")
-    }
-    saved = 1.0 - means["justitia"] / means["vtc"]
+    columns = cells.columns("pampered", "mean", pampered, ("justitia", "vtc"), AGENT_SEEDS)
+    saved = 1.0 - fmean(columns["justitia"]) / fmean(columns["vtc"])
     return Verdict(
         0.3 <= saved <= 1.0, f"{-100 * saved:.0f} %", "" if saved >= 0.3 else "less than half of it is saved"
     )
@@ -152,7 +145,7 @@ def continued(prioritizer: PolicySource, seed: int) -> Cell:
     """Mean completion time of programs, and cached tokens a call."""
     specs = turns(seed)
     options = options_of(num_blocks=700, max_batch_size=8, prefix_cache=PrefixCacheOptions())
-    requests = requests_in(simulate(prioritizer, "fixed_chunk", specs, options), specs)
+    requests = served(prioritizer, "fixed_chunk", specs, options)
     return {
         "mean": fmean(completion_times(requests).values()),
         "hits": fmean(one.num_cached_tokens for one in requests),
@@ -160,7 +153,7 @@ def continued(prioritizer: PolicySource, seed: int) -> Cell:
 
 
 def _continued(metric: str, names: tuple[str, ...], unit: str, cells: Cells) -> Verdict:
-    return ordered({name: cells.column(f"turns {name}", metric, partial(continued, name)) for name in names}, unit)
+    return ordered(cells.columns("turns", metric, continued, names), unit)
 
 
 CLAIMS = [

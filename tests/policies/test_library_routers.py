@@ -1,4 +1,4 @@
-"""Where do LMetric, consistent hashing, D2LPM and Mooncake's conductor send requests, and what moves when replicas go?"""
+"""Choices of LMetric, consistent hashing, D2LPM and Mooncake's conductor, and requests that move when replicas go."""
 
 from __future__ import annotations
 

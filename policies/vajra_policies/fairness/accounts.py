@@ -43,7 +43,7 @@ class QuantumConfig(TokenCostConfig):
 
 @dataclass(slots=True)
 class _Charged:
-    """What one live request has been charged for."""
+    """Charges of one live request so far."""
 
     was_admitted: bool
     num_output_tokens: int
