@@ -64,10 +64,19 @@ def vajra_scalers() -> list[ScalerSpec]:
 @hookimpl
 def vajra_retention_policies() -> list[RetentionSpec]:
     """Orders in which idle cached content is given up; imported when asked for."""
-    from vajra_policies.retention import age, arc, continuum, frequency, recency, request_priority, session_pin, ttl
+    from vajra_policies.retention import (
+        age,
+        arc,
+        continuum_pins,
+        frequency,
+        recency,
+        request_priority,
+        session_pin,
+        ttl,
+    )
 
     simple = [recency.LRU, frequency.LFU, age.FIFO, recency.MRU, age.FILO, frequency.SLRU]
-    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC, continuum.SPEC]
+    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC, continuum_pins.SPEC]
 
 
 @hookimpl

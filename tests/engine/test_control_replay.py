@@ -211,7 +211,7 @@ RETENTIONS: list[Any] = [
     "arc",
     {"policy": "ttl", "params": {"ttl_s": 0.05}},
     {"policy": "session_pin", "params": {"pin_s": 0.1}},
-    {"policy": "continuum", "params": {"ttl_s": 0.1}},
+    {"policy": "continuum_pins", "params": {"ttl_s": 0.1}},
 ]
 
 

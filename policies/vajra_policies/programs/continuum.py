@@ -9,7 +9,7 @@ from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, Progr
 
 
 class ContinuumConfig(ToolGapConfig):
-    """Parameters of `continuum`; those of the retention policy `continuum` should be the same."""
+    """Parameters of `continuum`; those of the retention policy `continuum_pins` should be the same."""
 
 
 class Continuum:
@@ -19,7 +19,7 @@ class Continuum:
     `max_mean_gap_s` in the mean so far. A call that comes in time goes before all others and finds it; the rest is first come, first
     served by programs, so that a program is not set back by its own tools.
 
-    The retention policy `continuum` does the pinning, by the same rule. Left out: a pin that expires while its program's next call
+    The retention policy `continuum_pins` does the pinning, by the same rule. Left out: a pin that expires while its program's next call
     waits is not prolonged. The paper's time to live maximises the expected gain over the tool's distribution; this is the
     threshold rule of its code.
 

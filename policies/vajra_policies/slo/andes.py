@@ -127,6 +127,6 @@ SPEC = PolicySpec(
     layer=Layer.REQUEST_PRIORITIZER,
     config=AndesConfig,
     build=_build,
-    summary="Who gains the most quality of experience for its memory first; readers with tokens in store give way.",
+    summary="Who gains the most quality of experience for its memory first; who has tokens in store can pause.",
     source="Andes (Liu et al., arXiv:2404.16283)",
 )

@@ -10,7 +10,7 @@ from vajra_py.contract import PolicyContext, ProgramView, RequestView, Retention
 
 
 class ContinuumPinsConfig(ToolGapConfig):
-    """Parameters of the retention policy `continuum`."""
+    """Parameters of `continuum_pins`."""
 
 
 class ContinuumPins(LeastRecentlyUsed):
@@ -46,7 +46,7 @@ def _build(config: ContinuumPinsConfig, context: PolicyContext) -> ContinuumPins
 
 
 SPEC = RetentionSpec(
-    name="continuum",
+    name="continuum_pins",
     config=ContinuumPinsConfig,
     build=_build,
     summary="Least recently used first; a program's content is pinned while a tool runs that is fast in the mean.",
