@@ -1,4 +1,4 @@
-"""Claims on programs: least attained service, Justitia, Continuum's order."""
+"""Claims on programs: least attained service, Justitia, Continuum's order, Parrot's order."""
 
 from __future__ import annotations
 
@@ -156,6 +156,36 @@ def _continued(metric: str, names: tuple[str, ...], unit: str, cells: Cells) -> 
     return ordered(cells.columns("turns", metric, continued, names), unit)
 
 
+# Chains
+
+
+def chains(seed: int) -> list[RequestSpec]:
+    """Chains of three calls, at nine tenths of what eight slots serve."""
+    stream = np.random.default_rng([304, seed])
+    return [
+        RequestSpec(
+            f"chain{number} {index}",
+            at,
+            100,
+            int(stream.integers(50, 100)),
+            program_id=f"chain{number}",
+            follows=f"chain{number} {index - 1}" if index else None,
+        )
+        for number, at in enumerate(poisson(stream, 0.9 * SLOTS / (3 * 75 * 0.0172), 60.0))
+        for index in range(3)
+    ]
+
+
+def chained(prioritizer: PolicySource, seed: int) -> Cell:
+    """Mean completion time of chains."""
+    options = options_of(num_blocks=4000, max_batch_size=SLOTS)
+    return {"mean": fmean(completion_times(served(prioritizer, "fixed_chunk", chains(seed), options)).values())}
+
+
+def _chains(cells: Cells) -> Verdict:
+    return ordered(cells.columns("chains", "mean", chained, ("parrot", "fcfs"), AGENT_SEEDS), " s")
+
+
 CLAIMS = [
     Claim("least_attained_service", "service halves with time; the score by hand", "half-life", 1, test=TEST),
     Claim(
@@ -213,5 +243,19 @@ CLAIMS = [
         "-",
         2,
         partial(_continued, "hits", ("fcfs", "continuum"), " tokens"),
+    ),
+    Claim(
+        "parrot",
+        "N chains of two unit calls on one server: mean completion time N + 1, in order of arrival (3 N + 1) / 2",
+        "closed form",
+        1,
+        test=TEST,
+    ),
+    Claim(
+        "parrot",
+        "mean completion time of chains of three calls of about equal length is below FCFS's",
+        "up to 11.7 times (with placement)",
+        2,
+        _chains,
     ),
 ]

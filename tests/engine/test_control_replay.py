@@ -131,7 +131,7 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
 PRIORITIZERS: list[Any] = [
     *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lars", "priority"),
     *("vtc", "least_counter_first", "deficit_round_robin", "sjf", "srpt", "trail", "hrrn", "qoserve"),
-    *("plas", "atlas", "lpm", "preflow", "residual_sjf", "justitia", "continuum", "jitserve", "andes", "lrs"),
+    *("plas", "atlas", "lpm", "preflow", "residual_sjf", "justitia", "continuum", "jitserve", "andes", "lrs", "parrot"),
     {"policy": "dlpm", "params": {"quantum": 60.0}},
     {"policy": "least_attained_service", "params": {"half_life_s": 0.05}},
     {"policy": "ltr", "params": {"starvation_s": 0.05, "boost_steps": 4}},

@@ -36,6 +36,7 @@ PRIORITIZERS: list[PolicySource] = [
     ("las", {"half_life_s": 0.1}),
     "justitia",
     "continuum",
+    "parrot",
     ("jitserve", {"refresh_steps": 3}),
     ("andes", {"horizon_s": 0.2}),
 ]

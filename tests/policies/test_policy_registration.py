@@ -17,7 +17,7 @@ OWN = {
     Layer.REQUEST_PRIORITIZER: {
         *("fcfs", "edf", "lrs", "priority", "vtc", "least_counter_first", "deficit_round_robin"),
         *("sjf", "srpt", "trail", "ltr", "hrrn", "skip_join_mlfq", "qoserve"),
-        *("lpm", "preflow", "residual_sjf", "dlpm", "least_attained_service", "justitia", "continuum"),
+        *("lpm", "preflow", "residual_sjf", "dlpm", "least_attained_service", "justitia", "continuum", "parrot"),
         *("jitserve", "andes"),
     },
     Layer.REPLICASET_SCHEDULER: {

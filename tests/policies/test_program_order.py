@@ -227,3 +227,35 @@ def test_programs_keep_their_place_under_continuum_as_a_whole() -> None:
     one.run(specs)
     order = [name for step in one.steps for name in step.admitted]
     assert order == [f"{program}{index}" for program in ("first", "second", "third") for index in range(3)]
+
+
+# Parrot
+
+
+def mean_completion_time(prioritizer: str, num_chains: int) -> float:
+    """Of chains of two calls of one step each, which are there at once, on a replica that runs one at a time, steps of 1 s."""
+    one = Harness(prioritizer, "round_robin", "fixed_chunk", HarnessOptions(max_batch_size=1, latency=AffineModel(1.0)))
+    specs = [
+        RequestSpec(f"{index} {call}", 0.0, 1, 1, program_id=f"p{index}", follows=f"{index} a" if call == "b" else None)
+        for index in range(num_chains)
+        for call in "ab"
+    ]
+    one.run(specs)
+    return sum(one.request(f"{index} b").ended_at or 0.0 for index in range(num_chains)) / num_chains
+
+
+@pytest.mark.parametrize("num_chains", [1, 2, 5, 12])
+def test_chains_of_two_calls_end_as_soon_as_the_closed_form_says(num_chains: int) -> None:
+    assert mean_completion_time("parrot", num_chains) == pytest.approx(num_chains + 1)
+    assert mean_completion_time("fcfs", num_chains) == pytest.approx((3 * num_chains + 1) / 2)
+
+
+def test_depth_follows_the_longest_way_through_the_calls_that_were_stated() -> None:
+    one = Harness("parrot", "round_robin", "fixed_chunk", HarnessOptions(max_batch_size=1))
+    one.submit("running", 10, 9)
+    one.step()
+    for name, parents in (("plan", ()), ("draft", ("plan",)), ("check", ("plan",)), ("merge", ("plan", "draft"))):
+        one.submit(name, 10, 1, program_id="p", parent_calls=parents)
+    one.submit("alone", 10, 1)
+    order = [name for step in one.steps_until_idle() for name in step.admitted]
+    assert order == ["merge", "draft", "check", "plan", "alone"]
