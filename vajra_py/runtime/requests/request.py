@@ -170,6 +170,7 @@ class Request(_Stated):
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
+        "placed_at",
         "preempted_index",
         "prefix_hits",
         "program",
@@ -202,6 +203,8 @@ class Request(_Stated):
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
+        self.placed_at = -1
+        """Replica to which it came with its KV, and where it goes on also when it has to compute that again; -1: none."""
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False

@@ -20,7 +20,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
-from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
+from vajra_py.runtime.requests.lifecycle import Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet, StateView
@@ -497,7 +497,7 @@ class Replica:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, kind in plan.chunks:
+        for request, num_tokens, computed_before, _ in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
@@ -507,12 +507,7 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if (
-                self.hands_off
-                and kind != MOVED  # a request that has just come with its KV stays
-                and request not in self._to_abort
-                and request not in result.stopped
-            ):
+            if self.hands_off and self._leaves(request) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
@@ -528,8 +523,12 @@ class Replica:
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token that ends a chunk is no output: the request leaves, and its target samples it again."""
-        leaves = self.hands_off and chunk.kind != MOVED and chunk.request not in self._to_abort
-        return leaves and not self.gives_first_token
+        return self.hands_off and self._leaves(chunk.request) and not self.gives_first_token
+
+    def _leaves(self, request: Request) -> bool:
+        """Return True if a request leaves when its prompt is computed; where it was placed it stays, also after it was preempted."""
+        is_placed = request.placed_at == self.replica_id and self.parts.role is not _PREFILL
+        return not is_placed and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
