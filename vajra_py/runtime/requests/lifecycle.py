@@ -224,7 +224,7 @@ class Lifecycle:
         """The KV of a request for which blocks were set aside is here; it waits to run."""
         is_queued = request.state is RequestState.REMOTE
         request.move_to(RequestState.ARRIVED)
-        request.replica_id = request.placed_at = self.replica_id
+        request.replica_id = self.replica_id
         if request.hashes is not None:
             self._running_set.memory.cache_blocks(request, request.num_computed_tokens)
         self._running_set.arrived[request] = None
@@ -262,7 +262,7 @@ class Lifecycle:
             request.set_computed(0)
             if request.state is not RequestState.PREEMPTED:
                 request.move_to(RequestState.PREEMPTED)
-        request.replica_id = request.placed_at = -1
+        request.replica_id = request.stays_at = -1
         request.preempted_index = 0
 
     def end_waiting(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:

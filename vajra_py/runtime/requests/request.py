@@ -170,7 +170,6 @@ class Request(_Stated):
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
-        "placed_at",
         "preempted_index",
         "prefix_hits",
         "program",
@@ -178,6 +177,7 @@ class Request(_Stated):
         "replicaset",
         "request_id",
         "state",
+        "stays_at",
         "token_log",
     )
 
@@ -203,8 +203,8 @@ class Request(_Stated):
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
-        self.placed_at = -1
-        """Replica to which it came with its KV, and where it goes on also when it has to compute that again; -1: none."""
+        self.stays_at = -1
+        """Replica where it gave up the KV that it came with, and which it does not leave with its KV again; -1: none."""
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False

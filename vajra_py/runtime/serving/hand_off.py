@@ -131,7 +131,7 @@ class HandOffs(Generic[R]):
 
     def _why_kept(self, request: Request) -> Refusal | None:
         """Return the reason that a running request cannot be handed off; None if it can."""
-        if self._stayed.get(request) == request.num_computed_tokens:
+        if self._stayed.get(request) == request.num_computed_tokens or request.stays_at == request.replica_id:
             return Refusal.STAYS
         able = self._replicaset.bounds.holders(request).of_decodes
         others = (one.replica_id for one in able if one.replica_id != request.replica_id)
@@ -208,6 +208,7 @@ class HandOffs(Generic[R]):
         self._stayed[one.request] = one.num_tokens
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
+            self._driver.touch(one.source)
             # A step in flight gives a token to each request that decodes.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:

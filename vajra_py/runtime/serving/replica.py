@@ -20,7 +20,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
-from vajra_py.runtime.requests.lifecycle import Lifecycle, PinSeconds
+from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet, StateView
@@ -323,6 +323,8 @@ class Replica:
         seconds = to_seconds(now)
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
+        if self.parts.role is not _PREFILL:
+            last.stays_at = self.replica_id  # replicas could otherwise send it to each other for ever
         return True
 
     def form_step(self, now: int) -> StepPlan | None:
@@ -497,7 +499,7 @@ class Replica:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, _ in plan.chunks:
+        for request, num_tokens, computed_before, kind in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
@@ -507,7 +509,7 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if self.hands_off and self._leaves(request) and request not in result.stopped:
+            if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
@@ -523,12 +525,11 @@ class Replica:
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token that ends a chunk is no output: the request leaves, and its target samples it again."""
-        return self.hands_off and self._leaves(chunk.request) and not self.gives_first_token
+        return self.hands_off and self._leaves(chunk.request, chunk.kind) and not self.gives_first_token
 
-    def _leaves(self, request: Request) -> bool:
-        """Return True if a request leaves when its prompt is computed; where it was placed it stays, also after it was preempted."""
-        is_placed = request.placed_at == self.replica_id and self.parts.role is not _PREFILL
-        return not is_placed and request not in self._to_abort
+    def _leaves(self, request: Request, kind: str) -> bool:
+        """Return True if a request leaves when the chunk that ends its prompt is computed; one that has come with its KV stays."""
+        return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""

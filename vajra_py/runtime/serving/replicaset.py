@@ -561,7 +561,7 @@ class Replicaset:
             replica = self.replicas[request.replica_id]
             replica.queue.remove(request)
             replica.memory.forget(request)
-        request.replica_id = request.placed_at = -1
+        request.replica_id = request.stays_at = -1
 
     def forget(self, request: Request) -> None:
         """Forget a request that has left for good."""
