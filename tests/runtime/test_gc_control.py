@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -40,12 +42,28 @@ def test_old_objects_do_not_put_collections_off(monkeypatch: pytest.MonkeyPatch)
     assert len(old) == 1_500_000
 
 
-def test_collections_are_rarer_for_as_long_as_asked() -> None:
+@pytest.fixture
+def default_threshold() -> Iterator[tuple[int, int, int]]:
     before = gc.get_threshold()
+    gc.set_threshold(700, *before[1:])
+    yield gc.get_threshold()
+    gc.set_threshold(*before)
+
+
+def test_collections_are_rarer_for_as_long_as_asked(default_threshold: tuple[int, int, int]) -> None:
     with infrequent_collections():
-        assert gc.get_threshold()[0] > before[0]
-        assert gc.get_threshold()[1:] == before[1:]
-    assert gc.get_threshold() == before
+        assert gc.get_threshold()[0] > default_threshold[0]
+        assert gc.get_threshold()[1:] == default_threshold[1:]
+    assert gc.get_threshold() == default_threshold
+
+
+def test_runs_that_overlap_leave_the_collector_as_it_was(default_threshold: tuple[int, int, int]) -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(infrequent_collections())
+    second.enter_context(infrequent_collections())
+    first.close()
+    second.close()
+    assert gc.get_threshold() == default_threshold
 
 
 def test_a_collector_that_never_runs_is_left_so() -> None:

@@ -12,7 +12,7 @@ from vajra_py.runtime.serving.transfers import Transfers
 def transfers() -> Transfers[Any]:
     rules: Any = SimpleNamespace(links=LinkOptions())
     unused: Any = None
-    return Transfers(unused, rules, unused, is_timed=True)
+    return Transfers(unused, rules, unused, is_timed=True, asks=False)
 
 
 def replica(num_in_flight: int) -> Any:

@@ -70,7 +70,7 @@ def test_a_policy_that_cannot_be_sent_to_another_process_is_named() -> None:
 
 
 class MisspeltListener(ByArrival):
-    def step_ended(self, step: Any) -> None:
+    def on_stepp_end(self, step: Any) -> None:
         """Never called."""
 
 
@@ -86,7 +86,7 @@ class WithHelpers(ByArrival):
 
 
 def test_a_public_method_that_nobody_calls_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"neither the mechanism nor its package calls: \['step_ended'\]"):
+    with pytest.raises(AssertionError, match=r"neither the mechanism nor its package calls: \['on_stepp_end'\]"):
         run_check("has no method that nobody calls", PRIORITIZER, lambda context: MisspeltListener())
     run_check("has no method that nobody calls", PRIORITIZER, lambda context: WithHelpers())
 

@@ -33,10 +33,14 @@ def infrequent_collections() -> Iterator[None]:
     The simulator's event loop makes no cycles of its own; those that policies and observers make are still found.
     """
     thresholds = gc.get_threshold()
+    is_changed = (
+        0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
+    )  # 0: never. Another run beside this one may have done it
     with existing_objects_frozen():
-        if thresholds[0]:  # 0: never
-            gc.set_threshold(max(_ALLOCATIONS_BETWEEN_COLLECTIONS, thresholds[0]), *thresholds[1:])
+        if is_changed:
+            gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *thresholds[1:])
         try:
             yield
         finally:
-            gc.set_threshold(*thresholds)
+            if is_changed:
+                gc.set_threshold(*thresholds)
