@@ -8,7 +8,6 @@ of their steps is said by `HandOffConfig`. The KV travels over the links of a ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic
@@ -310,17 +309,13 @@ class HandOffs(Generic[R]):
         lacking, ends = (hit, one.num_tokens), (one.source, target)
         self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
-    def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
-        if self._at_boundary:
-            self._transfers.between_steps(one, number, action)
-        else:
-            action()
-
     def _moved(self, one: HandOff[R], target: R) -> None:
         one.stage = Stage.ARRIVING
         self._driver.touch(target)
-        self._when_it_may(target, one.number, lambda: self._arrive(one, target))
+        if self._at_boundary:
+            self._transfers.between_steps(target, one.number, lambda: self._arrive(one, target))
+        else:
+            self._arrive(one, target)
 
     def _arrive(self, one: HandOff[R], target: R) -> None:
         request, source = one.request, one.source
@@ -341,8 +336,12 @@ class HandOffs(Generic[R]):
         self._driver.wake(target)
         self._driver.touch(source)
         held = source.replica.lifecycle.held.get(request)
-        if held is not None:
-            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
+        if held is None:
+            return
+        if self._at_boundary:
+            self._transfers.between_steps(source, one.number, lambda: self._release(request, source, held))
+        else:
+            self._release(request, source, held)
 
     def _release(self, request: Request, source: R, held: Held) -> None:
         """Free the source's blocks, unless the request has come back meanwhile."""
