@@ -215,7 +215,6 @@ class Controller:
         if detail is not None:
             self._turn_away(request, detail, now)
             return None
-        replicaset.sync()
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
         return replicaset.accept(request, now)

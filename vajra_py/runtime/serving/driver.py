@@ -257,7 +257,9 @@ class Driver(Generic[R]):
     ) -> None:
         """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
         replicaset = self.controller.replicaset_for(facts)
-        if self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
+        if self.controller.gate is not None:
+            self._sync_all()
+        elif self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
             self.fast_forward.sync_all(replicaset.name)
         backend = self._backend
         try:
@@ -319,6 +321,7 @@ class Driver(Generic[R]):
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
         assert gate is not None
+        self._sync_all()
         if what is None:
             self._asks_timeless = False
             for request in gate.timeless():
@@ -749,6 +752,11 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.sync_all(replicaset)
+
+    def _sync_all(self) -> None:
+        """Apply every step that has ended, since the admission policy may look at all replicas and send a request to any."""
+        for name in self._replicas:
+            self.sync(name)
 
     def touch(self, one: R) -> None:
         """See `DriverServices`."""

@@ -57,9 +57,7 @@ class Serving:
 
     __slots__ = ("all", "can_serve", "of_decodes")
 
-    def __init__(
-        self, holders: Holders, may_serve: Callable[[int], bool], is_up: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, holders: Holders, may_serve: Callable[[int], bool], is_up: Callable[[int], bool]) -> None:
         self.all = tuple(one for one in holders.all if may_serve(one.replica_id))
         self.can_serve = have_both_roles(self.all)
         self.of_decodes = tuple(one for one in holders.of_decodes if is_up(one.replica_id))
