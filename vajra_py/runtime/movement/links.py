@@ -277,7 +277,7 @@ class Network:
             one.rate = None
             self._push_end(one)
             return
-        is_alone = not any([link.transfers for link in one.links])
+        is_alone = not any(link.transfers for link in one.links)
         for link in one.links:
             link.transfers[one] = None
             if not is_alone:
