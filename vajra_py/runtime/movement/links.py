@@ -181,6 +181,8 @@ class Network:
     def ended(self, now: int) -> list[Hashable]:
         """Ids of transfers that have ended by now and were not told before, in order of end, those of a tick in order of start."""
         self._advance(now)
+        if not self._ended:
+            return []
         ended, self._ended = self._ended, []
         for one in ended:
             del self._transfers[one.transfer_id]

@@ -60,6 +60,7 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
+_TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _IN_THE_BACKGROUND = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
@@ -208,6 +209,9 @@ class Driver(Generic[R]):
             elif phase is _ARRIVAL:
                 self.now = tick
                 self._backend.on_arrival(payload)
+            elif phase is _TRANSFER:
+                self.now = tick
+                self._transfers_due(payload)
             elif not _is_void(phase, payload) and not self._is_too_late(tick, phase):
                 self.now = tick
                 self._dispatch(phase, payload)
@@ -236,8 +240,6 @@ class Driver(Generic[R]):
             self._waker.wake(payload)
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
-        elif phase is Phase.TRANSFER:
-            self._transfers_due(payload)
         else:
             self._backend.on_policy_change(payload)
 
