@@ -39,9 +39,11 @@ class MooncakeConductor:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
         """Requests sent to each replica whose prompt is not computed, with the tokens that were cached then."""
+        self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica that is up with the least predicted time."""
+        self._forget(request)
         up = those_up(replicas)
         if not up:
             return None
@@ -53,6 +55,7 @@ class MooncakeConductor:
             ranked.append((queued_s + own_s, num_queued, one.replica_id, hit))
         _, _, chosen, hit = min(ranked)
         self._queues.setdefault(chosen, {})[request] = hit
+        self._sent_to[request] = chosen
         return chosen
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
@@ -62,8 +65,12 @@ class MooncakeConductor:
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""
         for request in requests:
-            for queue in self._queues.values():
-                queue.pop(request, None)
+            self._forget(request)
+
+    def _forget(self, request: RequestView) -> None:
+        replica_id = self._sent_to.pop(request, None)
+        if replica_id is not None:
+            self._queues[replica_id].pop(request, None)
 
     def _queued(self, replica_id: ReplicaId) -> tuple[float, int]:
         """Prefill times of what a replica has to compute, seconds, and the number of requests."""

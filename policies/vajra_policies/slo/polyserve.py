@@ -76,12 +76,15 @@ class Polyserve:
         self._block_size = context.limits.block_size
         self._load = load_in("tokens")
         self._outputs = [_Outputs(config.default_output_tokens) for _ in config.tiers_s]
-        self._there: dict[ReplicaId, dict[RequestView, None]] = {}
+        self._placed: dict[RequestView, ReplicaId] = {}
+        self._num_there: dict[ReplicaId, int] = {}
+        """Requests placed at each replica that is not idle."""
         self._tier_of: dict[ReplicaId, int] = {}
         """Tier of each replica that is not idle."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica by the rule, or None: the request waits for one."""
+        self._leave(request)
         up = those_up(replicas)
         if not up:
             return None
@@ -105,7 +108,7 @@ class Polyserve:
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Place a request that was pulled."""
-        if request not in self._there.get(replica_id, ()):
+        if self._placed.get(request) != replica_id:
             self._leave(request)
             self._place(request, replica_id, self._promised_tier(request))
 
@@ -119,16 +122,17 @@ class Polyserve:
             self._leave(request)
 
     def _place(self, request: RequestView, replica_id: ReplicaId, tier: int) -> ReplicaId:
-        self._there.setdefault(replica_id, {})[request] = None
+        self._placed[request] = replica_id
+        self._num_there[replica_id] = self._num_there.get(replica_id, 0) + 1
         self._tier_of.setdefault(replica_id, tier)
         return replica_id
 
     def _leave(self, request: RequestView) -> None:
-        for replica_id, there in list(self._there.items()):
-            if request in there:
-                del there[request]
-                if not there:
-                    del self._there[replica_id], self._tier_of[replica_id]
+        replica_id = self._placed.pop(request, None)
+        if replica_id is not None:
+            self._num_there[replica_id] -= 1
+            if not self._num_there[replica_id]:
+                del self._num_there[replica_id], self._tier_of[replica_id]
 
     def _promised_tier(self, request: RequestView) -> int:
         """The loosest tier that keeps the request's time per token, or the tightest of all."""
