@@ -128,11 +128,15 @@ class MovementLog(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Let its KV leave."""
+        """Let its KV leave: of a request that is held, that migrates, or, first told of here, whose prompt is computed meanwhile."""
         journey = self._journeys.get(request.index)
-        if journey is not None:
-            journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
-            journey.stage += 1
+        if journey is None:
+            journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
+        if journey.is_sent:  # less than was announced
+            journey.num_tokens = num_tokens
+            return
+        journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
+        journey.stage += 1
 
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
@@ -146,6 +150,8 @@ class MovementLog(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
+            if journey.kind == HAND_OFF:  # it begins again when it is sent again, or held
+                del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)
 

@@ -4,17 +4,21 @@ A replica has a link out and a link in, and there may be one fabric that all tra
 transfer starts to flow, ends or is cancelled; in between nothing is computed. A change looks at the transfers that are
 connected with it by links, directly or through others, and at no more.
 
+The bytes of a transfer are there when it starts, or they become available while it is under way (`Network.open`): such a transfer
+takes part in the sharing of its links while it has something to send, and has no part in it while it waits for more.
+
 Bytes are conserved exactly: rates are whole numbers of 2^-20 bytes per second and times are whole ticks, so that what has
 flowed is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, no link is overbooked.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
 
@@ -29,7 +33,7 @@ _WORK_PER_BYTE = _GRAIN * TICKS_PER_SECOND
 _GIGA = 10**9
 _MIN_EVENTS = 64
 
-_ENDS, _FLOWS = 0, 1
+_ENDS, _FLOWS, _RELEASES = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,10 @@ class _Transfer:
     version: int = 0
     """Version of its events; those pushed with another one are void."""
     is_flowing: bool = False
-    """True once its latency has passed."""
+    """True once its latency has passed; False while one that is fed has nothing to send."""
     has_ended: bool = False
+    feed: _Feed | None = None
+    """Bytes to come; None: all were there at the start."""
 
     def work_left_at(self, now: int) -> int:
         """Return the work left at a tick, if the rate has not changed since `since`."""
@@ -107,6 +113,49 @@ class _Transfer:
         if self.rate is None:
             return 0
         return max(0, self.work_left - self.rate * (now - self.since))
+
+
+@dataclass(slots=True)
+class _Release:
+    """Work that becomes available in equal parts, the last of them after so many ticks."""
+
+    start: int
+    ticks: int
+    work: int
+    num_parts: int
+    num_done: int = 0
+
+    def next_at(self) -> int:
+        """Tick of the next part."""
+        return self.start - (-self.ticks * (self.num_done + 1) // self.num_parts)
+
+    def take(self) -> int:
+        """Return the work of the next part, and go on to the one after it."""
+        before = self.work * self.num_done // self.num_parts
+        self.num_done += 1
+        return self.work * self.num_done // self.num_parts - before
+
+    @property
+    def work_left(self) -> int:
+        """Work of the parts that are to come."""
+        return self.work - self.work * self.num_done // self.num_parts
+
+
+@dataclass(eq=False, slots=True)
+class _Feed:
+    """Bytes of a transfer that become available while it is under way."""
+
+    transfer: _Transfer
+    number: int
+    releases: deque[_Release] = field(default_factory=deque)
+    is_open: bool = True
+    """True while further releases may be announced."""
+    version: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """True if more may come."""
+        return self.is_open or bool(self.releases)
 
 
 class Network:
@@ -122,8 +171,8 @@ class Network:
         self._shared = None if shared is None else _Link(0, shared)
         self._num_links = 1
         self._transfers: dict[Hashable, _Transfer] = {}
-        self._events: list[tuple[int, int, int, int, _Transfer]] = []
-        """(tick, kind, number, version, transfer): ends come before starts of a tick."""
+        self._events: list[tuple[int, int, int, int, Any]] = []
+        """(tick, kind, number, version, transfer or feed): ends come before starts of a tick."""
         self._ended: list[_Transfer] = []
         """Transfers that have ended and were not told yet."""
         self._touched: dict[_Link, None] = {}
@@ -137,6 +186,47 @@ class Network:
 
     def start(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
         """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
+        one = self._begin(transfer_id, source, target, num_bytes, now)
+        if not num_bytes or self._options.latency_ticks:
+            kind = _FLOWS if num_bytes else _ENDS
+            self._push(one, now + self._options.latency_ticks, kind)
+        else:
+            self._flow(one)
+
+    def open(self, transfer_id: Hashable, source: int, target: int, now: int) -> None:
+        """Begin a transfer whose bytes are announced by `release`. Raises as `start` does.
+
+        It ends when all of them have arrived and `close` was called.
+        """
+        one = self._begin(transfer_id, source, target, 0, now)
+        one.feed = _Feed(one, one.number)
+
+    def release(self, transfer_id: Hashable, num_bytes: int, now: int, ticks: int = 0, num_parts: int = 1) -> None:
+        """Let more bytes of an open transfer become available in equal parts, the last of them `ticks` from now.
+
+        Each part flows after the links' latency. Releases of one transfer are announced in order of time.
+        """
+        one = self._known(transfer_id)
+        feed = one.feed
+        if feed is None or not feed.is_open:
+            raise ValueError(f"Network: transfer {transfer_id!r} is not open")
+        self._advance(now)
+        if num_bytes:
+            start = now + self._options.latency_ticks
+            feed.releases.append(_Release(start, ticks, num_bytes * _WORK_PER_BYTE, num_parts))
+            if len(feed.releases) == 1:
+                self._push(feed, feed.releases[0].next_at(), _RELEASES)
+
+    def close(self, transfer_id: Hashable, now: int) -> None:
+        """Let an open transfer end when everything that was released has arrived."""
+        one = self._known(transfer_id)
+        self._advance(now)
+        if one.feed is not None and one.feed.is_open:
+            one.feed.is_open = False
+            if not one.feed.releases and not one.is_flowing:
+                self._push(one, now, _ENDS)
+
+    def _begin(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> _Transfer:
         if transfer_id in self._transfers:
             raise ValueError(f"Network: transfer {transfer_id!r} is under way already")
         _check(source, target, num_bytes)
@@ -149,17 +239,15 @@ class Network:
             for link in links:
                 link.transfers[one] = None
             one.rate = self._share_at_start(links)
-        if not num_bytes or self._options.latency_ticks:
-            kind = _FLOWS if num_bytes else _ENDS
-            self._push(one, now + self._options.latency_ticks, kind)
-        else:
-            self._flow(one)
+        return one
 
     def cancel(self, transfer_id: Hashable, now: int) -> None:
         """Call a transfer off: its bandwidth goes to the others. One that has ended and was not told is forgotten."""
         self._known(transfer_id)
         self._advance(now)
         one = self._transfers.pop(transfer_id)
+        if one.feed is not None:
+            one.feed.version += 1
         if one.has_ended:
             self._ended.remove(one)
         else:
@@ -168,7 +256,8 @@ class Network:
     def next_change(self) -> int | None:
         """First tick at which `ended` may have something to tell, or rates change by themselves; None: never.
 
-        With a latency some of these ticks are not an end but the moment at which a transfer starts to flow.
+        With a latency, and with open transfers, some of these ticks are not an end but a moment at which a transfer starts or stops to
+        flow.
         """
         self._settle()
         if self._ended:
@@ -189,11 +278,14 @@ class Network:
     # Questions
 
     def remaining_bytes(self, transfer_id: Hashable, now: int) -> int:
-        """Bytes that have not arrived yet; a byte that is on its way has not."""
+        """Bytes that have not arrived yet, those that are announced included; a byte that is on its way has not arrived."""
         one = self._known(transfer_id)
         self._advance(now)
         self._settle()
-        return 0 if one.has_ended else -(-one.work_left_at(now) // _WORK_PER_BYTE)
+        if one.has_ended:
+            return 0
+        to_come = 0 if one.feed is None else sum(each.work_left for each in one.feed.releases)
+        return -(-(one.work_left_at(now) + to_come) // _WORK_PER_BYTE)
 
     def rate(self, transfer_id: Hashable) -> float:
         """Bytes per second that a transfer gets now: 0 while it waits, inf without any limit."""
@@ -249,15 +341,19 @@ class Network:
                 continue
             if tick > self._now:
                 self._now = tick
-            if kind == _ENDS:
-                self._end(one)
-            else:
+            if kind == _RELEASES:
+                self._release_next(one)
+            elif kind == _FLOWS:
                 self._flow(one)
+            elif one.feed is not None and one.feed.goes_on:
+                self._pause(one)
+            else:
+                self._end(one)
             if self._touched and not (events and events[0][0] == tick):
                 self._settle()
         self._now = now
 
-    def _push(self, one: _Transfer, tick: int, kind: int) -> None:
+    def _push(self, one: _Transfer | _Feed, tick: int, kind: int) -> None:
         events = self._events
         heappush(events, (tick, kind, one.number, one.version, one))
         if len(events) > _MIN_EVENTS and len(events) > 4 * len(self._transfers):
@@ -279,6 +375,29 @@ class Network:
         for link in one.links:
             link.transfers[one] = None
             self._touched[link] = None
+
+    def _release_next(self, feed: _Feed) -> None:
+        """Let the next part of an open transfer flow."""
+        one, first = feed.transfer, feed.releases[0]
+        one.work_left, one.since = one.work_left_at(self._now) + first.take(), self._now
+        if first.num_done == first.num_parts:
+            feed.releases.popleft()
+        if feed.releases:
+            self._push(feed, max(self._now, feed.releases[0].next_at()), _RELEASES)
+        if not one.is_flowing:
+            self._flow(one)
+        elif one.rate != 0:  # otherwise it waits for its links
+            one.version += 1
+            self._push_end(one)
+
+    def _pause(self, one: _Transfer) -> None:
+        """Let an open transfer that has nothing to send wait for more; others have its links meanwhile."""
+        one.work_left, one.since, one.is_flowing = 0, self._now, False
+        if self._options.contention == "fixed_share":
+            one.version += 1
+        else:
+            one.rate = 0
+            self._leave(one)
 
     def _end(self, one: _Transfer) -> None:
         self._leave(one)

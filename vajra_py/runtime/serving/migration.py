@@ -19,10 +19,9 @@ from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.hand_off import TARGET_FULL, HandOffs
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, PREEMPTED, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
-_PREEMPTED = "the request was preempted"
 _TARGET_DRAINS = "its target takes no more requests"
 _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
 
@@ -83,7 +82,7 @@ class Migrations(Generic[R]):
         if move.target is not None:
             self._check_target(request, move.target)
         if request.state is not RequestState.RUNNING:
-            self._end(request, _PREEMPTED)  # while it moved
+            self._end(request, PREEMPTED)  # while it moved
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
@@ -151,7 +150,7 @@ class Migrations(Generic[R]):
     def _next_stage(self, one: Migration[R]) -> None:
         self._driver.touch(one.source)
         if not one.is_current:
-            self._call_off(one, _PREEMPTED)
+            self._call_off(one, PREEMPTED)
             return
         size = one.source.replica.memory.block_size
         num_full = one.request.num_computed_tokens // size * size
@@ -190,7 +189,7 @@ class Migrations(Generic[R]):
             return
         request = one.request
         if not one.is_current:
-            self._call_off(one, _PREEMPTED)
+            self._call_off(one, PREEMPTED)
             return
         if not self._replicaset.is_up(one.target.replica.replica_id):
             self._call_off(one, _TARGET_DRAINS)
