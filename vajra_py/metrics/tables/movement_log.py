@@ -132,7 +132,7 @@ class MovementLog(Observer):
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
-        if journey.is_sent:  # less than was announced
+        if journey.is_sent and journey.end_at != journey.end_at:  # less than was announced
             journey.num_tokens = num_tokens
             return
         journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
