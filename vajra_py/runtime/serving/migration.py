@@ -135,7 +135,8 @@ class Migrations(Generic[R]):
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
             return  # whoever asked may ask again
-        self._hand_offs.recall_prompt(request)
+        if self._hand_offs.is_to_go_to(request, target_id):
+            return  # when its prompt is computed
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one
