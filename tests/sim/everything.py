@@ -269,6 +269,7 @@ def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) ->
             "num_layers": more.choice([1, 3, 32]),
         }
         mapping["replica"]["max_batch_tokens"] = more.choice([64, 512])
+        mapping["replica"]["memory"]["reservation"] = more.choice(["prompt", "incremental"])
     requests, at = [], 0.0
     for index in range(num_requests):
         at += draw.expovariate(num_requests / 2.0)

@@ -90,6 +90,7 @@ def pools_of(router: str, num_blocks: int) -> dict[str, Any]:
     scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
     router=st.sampled_from(["round_robin", "round_robin", "splitwise_mixed_pool"]),
     batch_tokens=st.sampled_from([2048, 2048, 70]),
+    reservation=st.sampled_from(["prompt", "incremental"]),
     faults=FAULTS,
 )
 def test_every_request_ends_once_and_every_block_is_free_in_the_end(
@@ -100,10 +101,14 @@ def test_every_request_ends_once_and_every_block_is_free_in_the_end(
     scheduler: str,
     router: str,
     batch_tokens: int,
+    reservation: str,
     faults: list[tuple[str, float, int]],
 ) -> None:
     mapping = settings(
-        replica={"memory": {"num_blocks": 100, "watermark_fraction": 0.0}, "max_batch_tokens": batch_tokens},
+        replica={
+            "memory": {"num_blocks": 100, "watermark_fraction": 0.0, "reservation": reservation},
+            "max_batch_tokens": batch_tokens,
+        },
         scheduling={
             "request_prioritizer": "priority",
             "replicaset_scheduler": router,

@@ -385,11 +385,9 @@ class HandOffs(Generic[R]):
         return len(line) < before
 
     def _free_from_each_other(self) -> bool:
-        """Let something go on if requests wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
+        """Let a request go on at its source if requests that are held at several replicas wait for each other's blocks.
 
-        That can be where replicas that decode hand requests to each other: one goes on at its source. And where a held request has
-        lost the blocks that were set aside for it, and these are set aside for prompts that wait for its source's: one of them
-        gives them back, and is placed again when it is computed.
+        That can be where replicas that decode hand requests to each other: nothing runs anywhere, and no KV is on its way.
         """
         if not self._of or self._transfers.is_busy:
             return False
@@ -399,20 +397,12 @@ class HandOffs(Generic[R]):
                 return False
             if running_set.arrived or running_set.loading:
                 return False
-        stuck = [one for one in self._of.values() if one.stage in _WITHOUT_BLOCKS and not one.is_early]
-        for one in stuck:
-            if one.source.replica.parts.role is not PoolRole.PREFILL:
+        for one in self._of.values():
+            is_stuck = one.stage in _WITHOUT_BLOCKS and not one.is_early
+            if is_stuck and one.source.replica.parts.role is not PoolRole.PREFILL:
                 self._call_off(one, _PLACED_ANEW)
                 self._stay(one)
                 return True
-        if stuck:
-            for one in reversed(self._of.values()):
-                target = one.target
-                if one.is_early and one.has_reserved and target is not None:
-                    self._driver.touch(target)
-                    self._call_off(one, _PLACED_ANEW)
-                    self.freed(target)
-                    return True
         return False
 
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:

@@ -71,7 +71,7 @@ class Overlap(Generic[R]):
         """Let a transfer end when what is computed has arrived, which may be less than the prompt."""
         first = one.hit if self._moves_missing else 0
         is_whole = one.num_tokens == one.num_announced
-        self._transfers.close(one, None if is_whole else one.num_tokens - first)
+        self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))
 
     def preempted(self, request: Request) -> None:
         """Call off what is sent of a prompt whose KV is given up; it is sent anew when it is computed again."""
