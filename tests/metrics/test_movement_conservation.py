@@ -102,7 +102,10 @@ class Observed:
                 assert known(request[name]) == pytest.approx(float(np.nansum(own)), abs=1e-9)
         for row in rows:
             ticks = [row[name] for name in ("held_at", "start_at", "end_at", "arrived_at", "over_at")]
-            for each in (ticks[1:], [ticks[0], *ticks[2:]]):  # what is sent while it is computed leaves before it is held
+            for each in (
+                ticks[1:],
+                [ticks[0], *ticks[2:]],
+            ):  # what is sent while it is computed leaves before it is held
                 present = [one for one in each if one == one]
                 assert present == sorted(present)
             assert row["source_replica_id"] != row["target_replica_id"] or row["kind"] == MOVE

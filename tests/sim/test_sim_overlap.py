@@ -34,7 +34,12 @@ def prompt_s(num_tokens: int) -> float:
 
 def overlapping(bandwidth_gb_s: float = 10.0, *, chunk: int = 2048, **rules: Any) -> dict[str, Any]:
     """Settings of one replica of each kind, layer by layer, with 1 MB of KV a token."""
-    hand_off = {"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt", "overlap": "by_layer", "num_layers": NUM_LAYERS}
+    hand_off = {
+        "kv_bytes_per_token": 1_000_000,
+        "reserve": "before_prompt",
+        "overlap": "by_layer",
+        "num_layers": NUM_LAYERS,
+    }
     replica = {"memory": {"num_blocks": 100, "watermark_fraction": 0.0}, "max_batch_tokens": chunk}
     return settings(hand_off=hand_off | rules, links={"bandwidth_gb_s": bandwidth_gb_s}, replica=replica)
 
@@ -103,10 +108,8 @@ def test_chunks_of_a_prompt_are_sent_behind_their_steps(overlap: str, bandwidth_
     done = Outcome(overlapping(bandwidth_gb_s, chunk=100, overlap=overlap), [RequestSpec("a", 0.0, 400, 5)])
     num_parts = NUM_LAYERS if overlap == "by_layer" else 1
     chunk_s = 100 * MB / (bandwidth_gb_s * 1e9)
-    if chunk_s <= prompt_s(100):
-        left_s = chunk_s / num_parts
-    else:
-        left_s = 4 * chunk_s - (4 - 1 / num_parts) * prompt_s(100)
+    hidden_s = (4 - 1 / num_parts) * prompt_s(100)
+    left_s = chunk_s / num_parts if chunk_s <= prompt_s(100) else 4 * chunk_s - hidden_s
     assert done.delay("a") == pytest.approx(left_s, rel=1e-9)
 
 
@@ -151,7 +154,10 @@ def test_a_preempted_prompt_is_sent_anew() -> None:
     """Three chunks of both fill the source's 20 blocks; for a's last one b gives its blocks up."""
     mapping = overlapping(1.0)
     mapping["scheduling"] = {**POLICIES, "replica_scheduler": "hands_off"}
-    mapping["pools"] = {"prefill": {"replica": {"memory": {"num_blocks": 20, "reservation": "incremental"}}}, "decode": {}}
+    mapping["pools"] = {
+        "prefill": {"replica": {"memory": {"num_blocks": 20, "reservation": "incremental"}}},
+        "decode": {},
+    }
     specs = [RequestSpec("a", 0.0, 200, 2), RequestSpec("b", 0.0, 200, 2)]
     done = Outcome(mapping, specs, registry=registry_of(lambda request: False))
     assert done.shown("request_id", "outcome", "reason", "num_tokens") == [
@@ -168,7 +174,10 @@ def test_a_request_that_is_aborted_while_it_is_sent_gives_the_link_back() -> Non
     mapping = overlapping(1.0, chunk=400)
     done = Outcome(mapping, specs, aborts=[(0.08, "b")])
     assert done.ways.of["b"].reason is EndReason.ABORTED
-    assert done.shown("request_id", "outcome", "reason") == [("a", "done", ""), ("b", "ended", "aborted: taken back by the client")]
+    assert done.shown("request_id", "outcome", "reason") == [
+        ("a", "done", ""),
+        ("b", "ended", "aborted: taken back by the client"),
+    ]
     # a has the link to itself until 50 ms + 1 / 32 of b's step and from the end of that step on, when b has gone.
     alone = Outcome(mapping, specs[:1]).delay("a")
     assert done.delay("a") == pytest.approx(alone + prompt_s(400) * (1 - 1 / NUM_LAYERS) / 2, rel=1e-6)
@@ -233,12 +242,14 @@ def test_times_in_which_a_request_stands_still_do_not_count_what_was_hidden() ->
 
 @pytest.mark.parametrize("reserve", ["after_prompt", "at_admission"])
 def test_without_blocks_of_the_target_nothing_can_be_sent(reserve: str) -> None:
-    with pytest.raises(ConfigError, match=f"overlap: by_layer needs the target's blocks before_prompt .got reserve: {reserve}"):
+    with pytest.raises(
+        ConfigError, match=f"overlap: by_layer needs the target's blocks before_prompt .got reserve: {reserve}"
+    ):
         config_from_mapping(overlapping(reserve=reserve))
 
 
 def test_layers_that_nobody_knows_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match="hand_off.num_layers: is not given, and the latency model does not know"):
+    with pytest.raises(ConfigError, match=r"hand_off\.num_layers: is not given, and the latency model does not know"):
         prepared(overlapping(num_layers=None))
     prepared(overlapping(num_layers=None, overlap="by_chunk"))
 
@@ -256,5 +267,7 @@ def test_a_model_says_how_many_layers_it_has() -> None:
 def test_pipeline_stages_are_refused() -> None:
     mapping = overlapping()
     mapping["replica"] = mapping["replica"] | {"pipeline_stages": 2}
-    with pytest.raises(ConfigError, match="hand_off.overlap: KV is not sent while its prompt goes through pipeline stages"):
+    with pytest.raises(
+        ConfigError, match=r"hand_off\.overlap: KV is not sent while its prompt goes through pipeline stages"
+    ):
         prepared(mapping)

@@ -115,7 +115,9 @@ class HandOffConfig(BaseModel):
             given = f"{self.takes_effect}, {self.reservations}"
             raise ValueError(f"when_full: retry looks at_once, for all_that_fit (got {given})")
         if self.overlap != "none" and self.reserve != "before_prompt":
-            raise ValueError(f"overlap: {self.overlap} needs the target's blocks before_prompt (got reserve: {self.reserve})")
+            raise ValueError(
+                f"overlap: {self.overlap} needs the target's blocks before_prompt (got reserve: {self.reserve})"
+            )
         return self
 
     @model_validator(mode="before")

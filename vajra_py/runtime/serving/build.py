@@ -433,7 +433,9 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
     if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
         message = "KV that is spread over KV-parallel groups does not move between replicas"
         raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
-    return HandOffRules(settings.hand_off, links, num_bytes, settings.migration, _parts_of_steps(where, settings, plans))
+    return HandOffRules(
+        settings.hand_off, links, num_bytes, settings.migration, _parts_of_steps(where, settings, plans)
+    )
 
 
 def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:

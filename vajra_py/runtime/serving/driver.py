@@ -605,6 +605,10 @@ class Driver(Generic[R]):
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
 
+    def free_held(self) -> bool:
+        """Let held requests go on where nothing else will happen; return False if none can. Raises `PolicyError`."""
+        return any(movement.hand_offs.free_held() for movement in self._movements.values())
+
     # Failures and changes of policies
 
     def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
@@ -648,7 +652,10 @@ class Driver(Generic[R]):
     def _control(self, what: Control) -> None:
         self.interrupt(what.replicaset)
         if isinstance(what, Stall):
-            stall = self.controller.stall(self.now)
+            try:
+                stall = None if self.free_held() else self.controller.stall(self.now)
+            except PolicyError as error:
+                stall = error
             if stall is not None:
                 self.isolate(what.replicaset, stall)
             return

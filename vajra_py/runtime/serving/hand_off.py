@@ -405,6 +405,24 @@ class HandOffs(Generic[R]):
                 return True
         return False
 
+    def free_held(self) -> bool:
+        """Let a prompt give back what its target has set aside if a held request lacks it; call where nothing else will happen.
+
+        A request that has lost its target may wait for blocks that are set aside for prompts, which wait for those that it holds at
+        the source. The prompt is placed again when it is computed.
+        """
+        lacking = any(one.stage in _WITHOUT_BLOCKS and not one.is_early for one in self._of.values())
+        if not lacking or self._transfers.is_busy:
+            return False
+        for one in reversed(self._of.values()):
+            target = one.target
+            if one.is_early and one.has_reserved and target is not None:
+                self._driver.touch(target)
+                self._call_off(one, _PLACED_ANEW)
+                self.freed(target)
+                return True
+        return False
+
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
         """Send the last KV of a migrating request that was stopped; blocks of the target are set aside for all of it."""
         source, target = ends
