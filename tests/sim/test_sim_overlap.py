@@ -9,8 +9,9 @@ import pytest
 
 from tests.sim.handing_off import registry_of
 from tests.sim.split_pools import POLICIES, Ways, prepared, settings
+from tests.sim.test_sim_migration import registry_of as moving_at
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import RequestView
+from vajra_py.contract import Move, RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
 from vajra_py.metrics.report.timeline_movement import stops_of, transfer_events
@@ -215,6 +216,24 @@ def test_a_request_that_leaves_in_the_middle_of_its_prompt_sends_what_is_compute
     assert done.ways.of["a"].held == pytest.approx(4 * prompt_s(50))
     assert done.delay("a") == pytest.approx(0.0005 / NUM_LAYERS)
     assert done.ways.of["a"].reason is EndReason.STOP
+
+
+@pytest.mark.parametrize("overlap", ["none", "by_layer"])
+@pytest.mark.parametrize("target", [1, 2])
+def test_a_prompt_migrates_only_to_where_it_is_not_to_go_and_before_it_is_sent(overlap: str, target: int) -> None:
+    """It is to go to replica 1 when it is computed; the blocks that are set aside there are free once it has migrated."""
+
+    def away(alive: dict[str, RequestView], now: float) -> list[Move]:
+        return [Move(one, target, "") for one in alive.values()]
+
+    mapping = overlapping(100.0, chunk=100, overlap=overlap)
+    mapping["pools"] = {"prefill": {}, "decode": {"num_replicas": 2}}
+    mapping["scheduling"] = {**POLICIES, "replicaset_scheduler": "mover"}
+    done = Outcome(mapping, [RequestSpec("a", 0.0, 400, 5)], registry=moving_at([0.05], away))
+    assert done.ways.of["a"].reason is EndReason.STOP
+    last = ("migration", 2) if target == 2 and overlap == "none" else ("hand_off", 1)
+    assert done.shown("kind", "target_replica_id")[-1] == last
+    assert done.rows[-1]["outcome"] == "done"
 
 
 # What is shown

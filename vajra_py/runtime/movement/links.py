@@ -157,6 +157,15 @@ class _Feed:
         """True if more may come."""
         return self.is_open or bool(self.releases)
 
+    def take_due(self, now: int) -> int:
+        """Return the work of the parts that have become available and were not taken yet."""
+        work, releases = 0, self.releases
+        while releases and releases[0].next_at() <= now:
+            work += releases[0].take()
+            if releases[0].num_done == releases[0].num_parts:
+                releases.popleft()
+        return work
+
 
 class Network:
     """Links of replicas and the transfers on them. Ticks never go back from call to call."""
@@ -166,6 +175,8 @@ class Network:
         self._capacity = _grains(options.bandwidth)
         self._now = 0
         self._num_started = 0
+        self._num_final = 0
+        """Transfers under way that end when what is known of them has arrived; those that are open do not."""
         self._links: dict[tuple[str, int], _Link] = {}
         shared = _grains(options.shared_bandwidth)
         self._shared = None if shared is None else _Link(0, shared)
@@ -187,6 +198,7 @@ class Network:
     def start(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
         """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
         one = self._begin(transfer_id, source, target, num_bytes, now)
+        self._num_final += 1
         if not num_bytes or self._options.latency_ticks:
             kind = _FLOWS if num_bytes else _ENDS
             self._push(one, now + self._options.latency_ticks, kind)
@@ -214,7 +226,7 @@ class Network:
         if num_bytes:
             start = now + self._options.latency_ticks
             feed.releases.append(_Release(start, ticks, num_bytes * _WORK_PER_BYTE, num_parts))
-            if len(feed.releases) == 1:
+            if len(feed.releases) == 1 and not one.is_flowing:
                 self._push(feed, feed.releases[0].next_at(), _RELEASES)
 
     def close(self, transfer_id: Hashable, now: int) -> None:
@@ -223,6 +235,7 @@ class Network:
         self._advance(now)
         if one.feed is not None and one.feed.is_open:
             one.feed.is_open = False
+            self._num_final += 1
             if not one.feed.releases and not one.is_flowing:
                 self._push(one, now, _ENDS)
 
@@ -246,15 +259,17 @@ class Network:
         self._known(transfer_id)
         self._advance(now)
         one = self._transfers.pop(transfer_id)
-        if one.feed is not None:
-            one.feed.version += 1
         if one.has_ended:
             self._ended.remove(one)
-        else:
-            self._leave(one)
+            return
+        self._leave(one)
+        if one.feed is not None:
+            one.feed.version += 1
+        if one.feed is None or not one.feed.is_open:
+            self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """First tick at which `ended` may have something to tell, or rates change by themselves; None: never.
+        """First tick at which `ended` may have something to tell, or rates change by themselves; None: nothing is to end.
 
         With a latency, and with open transfers, some of these ticks are not an end but a moment at which a transfer starts or stops to
         flow.
@@ -262,6 +277,8 @@ class Network:
         self._settle()
         if self._ended:
             return self._now
+        if not self._num_final:
+            return None
         events = self._events
         while events and events[0][3] != events[0][4].version:
             heappop(events)
@@ -342,11 +359,11 @@ class Network:
             if tick > self._now:
                 self._now = tick
             if kind == _RELEASES:
-                self._release_next(one)
+                self._resume(one)
             elif kind == _FLOWS:
                 self._flow(one)
             elif one.feed is not None and one.feed.goes_on:
-                self._pause(one)
+                self._go_on(one, one.feed)
             else:
                 self._end(one)
             if self._touched and not (events and events[0][0] == tick):
@@ -376,30 +393,31 @@ class Network:
             link.transfers[one] = None
             self._touched[link] = None
 
-    def _release_next(self, feed: _Feed) -> None:
-        """Let the next part of an open transfer flow."""
-        one, first = feed.transfer, feed.releases[0]
-        one.work_left, one.since = one.work_left_at(self._now) + first.take(), self._now
-        if first.num_done == first.num_parts:
-            feed.releases.popleft()
-        if feed.releases:
-            self._push(feed, max(self._now, feed.releases[0].next_at()), _RELEASES)
-        if not one.is_flowing:
-            self._flow(one)
-        elif one.rate != 0:  # otherwise it waits for its links
-            one.version += 1
-            self._push_end(one)
+    def _resume(self, feed: _Feed) -> None:
+        """Let an open transfer flow that had nothing to send."""
+        one = feed.transfer
+        one.work_left = feed.take_due(self._now)
+        self._flow(one)
 
-    def _pause(self, one: _Transfer) -> None:
-        """Let an open transfer that has nothing to send wait for more; others have its links meanwhile."""
-        one.work_left, one.since, one.is_flowing = 0, self._now, False
-        if self._options.contention == "fixed_share":
-            one.version += 1
-        else:
+    def _go_on(self, one: _Transfer, feed: _Feed) -> None:
+        """Let a transfer that has sent what it had go on with what has come meanwhile, or wait for more.
+
+        While it waits others have its links.
+        """
+        one.version += 1
+        one.work_left, one.since = feed.take_due(self._now), self._now
+        if one.work_left:
+            self._push_end(one)
+            return
+        one.is_flowing = False
+        if self._options.contention != "fixed_share":
             one.rate = 0
             self._leave(one)
+        if feed.releases:
+            self._push(feed, feed.releases[0].next_at(), _RELEASES)
 
     def _end(self, one: _Transfer) -> None:
+        self._num_final -= 1
         self._leave(one)
         one.has_ended = True
         self._ended.append(one)

@@ -209,7 +209,8 @@ class HandOffs(Generic[R]):
         self._stayed[one.request] = one.num_tokens
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
-            # A step in flight gives a token to each request that decodes.
+            # A step in flight gives a token to each request that decodes, and is the last of its run.
+            self._driver.touch(one.source)
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
             one.stage = Stage.STAYING
@@ -541,6 +542,11 @@ class HandOffs(Generic[R]):
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
                     self._unplaced[one.request] = one
+
+    def is_being_sent(self, request: Request) -> bool:
+        """Return True while KV of a request is sent whose prompt is not computed."""
+        one = self._of.get(request)
+        return one is not None and one.is_early and one.num_sent is not None
 
     def is_to_go_to(self, request: Request, replica_id: int) -> bool:
         """Return True if blocks of this replica are set aside for a request whose prompt is not computed."""
