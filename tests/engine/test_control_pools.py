@@ -421,7 +421,9 @@ def test_kv_that_is_sent_beside_computing_is_refused(hollow_model: Path) -> None
     config = config_from_mapping(mapping, registry=registry())
     services = engine_services(config, registry(), {})
     controller = _dry_controller(config, services, {"default": {"default": ModelFacts(lambda size, fraction: 40)}})
-    with pytest.raises(ConfigError, match=r"hand_off\.overlap: the engine sends KV when its prompt is computed .got by_chunk"):
+    with pytest.raises(
+        ConfigError, match=r"hand_off\.overlap: the engine sends KV when its prompt is computed .got by_chunk"
+    ):
         _check_transfers(controller, config.backend.settings)
 
 

@@ -13,13 +13,13 @@ flowed is an integer. Rates are rounded down and ends are rounded up to a tick: 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+from vajra_py.runtime.movement.flows import Feed, Flow, Link, Release, rates_alone
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
 
 if TYPE_CHECKING:
@@ -72,101 +72,6 @@ class LinkOptions:
         )
 
 
-class _Link:
-    """One direction of a replica's link, or the fabric."""
-
-    __slots__ = ("capacity", "number", "transfers")
-
-    def __init__(self, number: int, capacity: int) -> None:
-        self.number = number
-        self.capacity = capacity
-        """Grains per second."""
-        self.transfers: dict[_Transfer, None] = {}
-        """Transfers that use it, or wait for it (exclusive), in order."""
-
-
-@dataclass(eq=False, slots=True)
-class _Transfer:
-    """One transfer under way."""
-
-    transfer_id: Hashable
-    number: int
-    links: Sequence[_Link]
-    """Links with a limit."""
-    work_left: int
-    """Grains per second times ticks, as of `since`."""
-    since: int
-    rate: int | None = 0
-    """Grains per second now; None: no limit."""
-    version: int = 0
-    """Version of its events; those pushed with another one are void."""
-    is_flowing: bool = False
-    """True once its latency has passed; False while one that is fed has nothing to send."""
-    has_ended: bool = False
-    feed: _Feed | None = None
-    """Bytes to come; None: all were there at the start."""
-
-    def work_left_at(self, now: int) -> int:
-        """Return the work left at a tick, if the rate has not changed since `since`."""
-        if not self.is_flowing:
-            return self.work_left
-        if self.rate is None:
-            return 0
-        return max(0, self.work_left - self.rate * (now - self.since))
-
-
-@dataclass(slots=True)
-class _Release:
-    """Work that becomes available in equal parts, the last of them after so many ticks."""
-
-    start: int
-    ticks: int
-    work: int
-    num_parts: int
-    num_done: int = 0
-
-    def next_at(self) -> int:
-        """Tick of the next part."""
-        return self.start - (-self.ticks * (self.num_done + 1) // self.num_parts)
-
-    def take(self) -> int:
-        """Return the work of the next part, and go on to the one after it."""
-        before = self.work * self.num_done // self.num_parts
-        self.num_done += 1
-        return self.work * self.num_done // self.num_parts - before
-
-    @property
-    def work_left(self) -> int:
-        """Work of the parts that are to come."""
-        return self.work - self.work * self.num_done // self.num_parts
-
-
-@dataclass(eq=False, slots=True)
-class _Feed:
-    """Bytes of a transfer that become available while it is under way."""
-
-    transfer: _Transfer
-    number: int
-    releases: deque[_Release] = field(default_factory=deque)
-    is_open: bool = True
-    """True while further releases may be announced."""
-    version: int = 0
-
-    @property
-    def goes_on(self) -> bool:
-        """True if more may come."""
-        return self.is_open or bool(self.releases)
-
-    def take_due(self, now: int) -> int:
-        """Return the work of the parts that have become available and were not taken yet."""
-        work, releases = 0, self.releases
-        while releases and releases[0].next_at() <= now:
-            work += releases[0].take()
-            if releases[0].num_done == releases[0].num_parts:
-                releases.popleft()
-        return work
-
-
 class Network:
     """Links of replicas and the transfers on them. Ticks never go back from call to call."""
 
@@ -177,16 +82,16 @@ class Network:
         self._num_started = 0
         self._num_final = 0
         """Transfers under way that end when what is known of them has arrived; those that are open do not."""
-        self._links: dict[tuple[str, int], _Link] = {}
+        self._links: dict[tuple[str, int], Link] = {}
         shared = _grains(options.shared_bandwidth)
-        self._shared = None if shared is None else _Link(0, shared)
+        self._shared = None if shared is None else Link(0, shared)
         self._num_links = 1
-        self._transfers: dict[Hashable, _Transfer] = {}
+        self._transfers: dict[Hashable, Flow] = {}
         self._events: list[tuple[int, int, int, int, Any]] = []
         """(tick, kind, number, version, transfer or feed): ends come before starts of a tick."""
-        self._ended: list[_Transfer] = []
+        self._ended: list[Flow] = []
         """Transfers that have ended and were not told yet."""
-        self._touched: dict[_Link, None] = {}
+        self._touched: dict[Link, None] = {}
         """Links whose transfers have changed since rates were last worked out."""
 
     def __len__(self) -> int:
@@ -211,7 +116,7 @@ class Network:
         It ends when all of them have arrived and `close` was called.
         """
         one = self._begin(transfer_id, source, target, 0, now)
-        one.feed = _Feed(one, one.number)
+        one.feed = Feed(one, one.number)
 
     def release(self, transfer_id: Hashable, num_bytes: int, now: int, ticks: int = 0, num_parts: int = 1) -> None:
         """Let more bytes of an open transfer become available in equal parts, the last of them `ticks` from now.
@@ -225,7 +130,7 @@ class Network:
         self._advance(now)
         if num_bytes:
             start = now + self._options.latency_ticks
-            feed.releases.append(_Release(start, ticks, num_bytes * _WORK_PER_BYTE, num_parts))
+            feed.releases.append(Release(start, ticks, num_bytes * _WORK_PER_BYTE, num_parts))
             if len(feed.releases) == 1 and not one.is_flowing:
                 self._push(feed, feed.releases[0].next_at(), _RELEASES)
 
@@ -239,13 +144,13 @@ class Network:
             if not one.feed.releases and not one.is_flowing:
                 self._push(one, now, _ENDS)
 
-    def _begin(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> _Transfer:
+    def _begin(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> Flow:
         if transfer_id in self._transfers:
             raise ValueError(f"Network: transfer {transfer_id!r} is under way already")
         _check(source, target, num_bytes)
         self._advance(now)
         links = self._links_between(source, target)
-        one = _Transfer(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
+        one = Flow(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
         self._num_started += 1
         self._transfers[transfer_id] = one
         if self._options.contention == "fixed_share":
@@ -326,18 +231,18 @@ class Network:
         if rule == "fixed_share":
             rate = min((link.capacity // (len(link.transfers) + 1) for link in links), default=None)
         elif rule == "max_min" and links:
-            probe = _Transfer(None, self._num_started, links, 0, now)
+            probe = Flow(None, self._num_started, links, 0, now)
             rate = self._fair_rates(links, probe)[probe]
         elif rule == "exclusive":
             waits_s = max((self._busy_s(link, now) for link in links), default=0.0)
         flows_s = num_bytes * _GRAIN / rate if rate else 0.0
         return to_seconds(self._options.latency_ticks) + waits_s + flows_s
 
-    def _busy_s(self, link: _Link, now: int) -> float:
+    def _busy_s(self, link: Link, now: int) -> float:
         ticks = sum(-(-one.work_left_at(now) // min(each.capacity for each in one.links)) for one in link.transfers)
         return to_seconds(ticks)
 
-    def _known(self, transfer_id: Hashable) -> _Transfer:
+    def _known(self, transfer_id: Hashable) -> Flow:
         one = self._transfers.get(transfer_id)
         if one is None:
             raise ValueError(f"Network: no transfer {transfer_id!r} is under way")
@@ -370,14 +275,14 @@ class Network:
                 self._settle()
         self._now = now
 
-    def _push(self, one: _Transfer | _Feed, tick: int, kind: int) -> None:
+    def _push(self, one: Flow | Feed, tick: int, kind: int) -> None:
         events = self._events
         heappush(events, (tick, kind, one.number, one.version, one))
         if len(events) > _MIN_EVENTS and len(events) > 4 * len(self._transfers):
             events[:] = [event for event in events if event[3] == event[4].version]
             heapify(events)
 
-    def _flow(self, one: _Transfer) -> None:
+    def _flow(self, one: Flow) -> None:
         """Let a transfer's latency be over."""
         one.is_flowing, one.since = True, self._now
         rule = self._options.contention
@@ -393,13 +298,13 @@ class Network:
             link.transfers[one] = None
             self._touched[link] = None
 
-    def _resume(self, feed: _Feed) -> None:
+    def _resume(self, feed: Feed) -> None:
         """Let an open transfer flow that had nothing to send."""
         one = feed.transfer
         one.work_left = feed.take_due(self._now)
         self._flow(one)
 
-    def _go_on(self, one: _Transfer, feed: _Feed) -> None:
+    def _go_on(self, one: Flow, feed: Feed) -> None:
         """Let a transfer that has sent what it had go on with what has come meanwhile, or wait for more.
 
         While it waits others have its links.
@@ -416,13 +321,13 @@ class Network:
         if feed.releases:
             self._push(feed, feed.releases[0].next_at(), _RELEASES)
 
-    def _end(self, one: _Transfer) -> None:
+    def _end(self, one: Flow) -> None:
         self._num_final -= 1
         self._leave(one)
         one.has_ended = True
         self._ended.append(one)
 
-    def _leave(self, one: _Transfer) -> None:
+    def _leave(self, one: Flow) -> None:
         """Take a transfer off its links; what was to happen to it does not."""
         one.version += 1
         for link in one.links:
@@ -430,25 +335,25 @@ class Network:
                 del link.transfers[one]
                 self._touched[link] = None
 
-    def _push_end(self, one: _Transfer) -> None:
+    def _push_end(self, one: Flow) -> None:
         ticks = 0 if one.rate is None else -(-one.work_left // one.rate)
         self._push(one, self._now + ticks, _ENDS)
 
     # Rates
 
-    def _links_between(self, source: int, target: int) -> list[_Link]:
+    def _links_between(self, source: int, target: int) -> list[Link]:
         links = [] if self._shared is None else [self._shared]
         if self._capacity is not None:
             for end in (("out", source), ("in", target)):
                 link = self._links.get(end)
                 if link is None:
-                    link = self._links[end] = _Link(self._num_links, self._capacity)
+                    link = self._links[end] = Link(self._num_links, self._capacity)
                     self._num_links += 1
                 links.append(link)
         return links
 
     @staticmethod
-    def _share_at_start(links: Sequence[_Link]) -> int | None:
+    def _share_at_start(links: Sequence[Link]) -> int | None:
         return min((max(1, link.capacity // len(link.transfers)) for link in links), default=None)
 
     def _settle(self) -> None:
@@ -459,7 +364,7 @@ class Network:
         self._touched = {}
         rule = self._options.contention
         if rule == "max_min":
-            rates = _rates_alone(touched)
+            rates = rates_alone(touched)
             for one, rate in (self._fair_rates(touched) if rates is None else rates).items():
                 self._set_rate(one, rate)
         elif rule == "exclusive":
@@ -472,7 +377,7 @@ class Network:
                 ):
                     self._set_rate(head, min(each.capacity for each in head.links))
 
-    def _set_rate(self, one: _Transfer, rate: int) -> None:
+    def _set_rate(self, one: Flow, rate: int) -> None:
         if rate == one.rate:
             return
         one.work_left, one.since = one.work_left_at(self._now), self._now
@@ -481,7 +386,7 @@ class Network:
         self._push_end(one)
 
     @staticmethod
-    def _fair_rates(touched: Iterable[_Link], probe: _Transfer | None = None) -> dict[_Transfer, int]:
+    def _fair_rates(touched: Iterable[Link], probe: Flow | None = None) -> dict[Flow, int]:
         """Max-min fair rates of all transfers connected with these links, by progressive filling.
 
         Shares grow together until a link is full; its transfers keep that share, the others go on. `probe` is counted as one
@@ -501,7 +406,7 @@ class Network:
         left = {link: (link.capacity, len(who)) for link, who in users.items() if who}
         shares = [(capacity // count, link.number, link) for link, (capacity, count) in left.items()]
         heapify(shares)
-        rates: dict[_Transfer, int] = {}
+        rates: dict[Flow, int] = {}
         while shares:
             share, number, link = heappop(shares)
             capacity, count = left[link]
@@ -517,18 +422,6 @@ class Network:
                         capacity, count = left[each]
                         left[each] = (capacity - rate, count - 1)
         return rates
-
-
-def _rates_alone(links: Iterable[_Link]) -> dict[_Transfer, int] | None:
-    """Return the rates of transfers that share none of these links, nor others of theirs; None if some do."""
-    rates: dict[_Transfer, int] = {}
-    for link in links:
-        for one in link.transfers:
-            if one not in rates:
-                if any(len(each.transfers) > 1 for each in one.links):
-                    return None
-                rates[one] = min([each.capacity for each in one.links])
-    return rates
 
 
 def _grains(bandwidth: float | None) -> int | None:
