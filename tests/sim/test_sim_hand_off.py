@@ -128,21 +128,6 @@ def test_a_held_request_is_lost_with_its_source(max_reruns: int | None, reason: 
     assert run.controller.num_alive == 0
 
 
-@pytest.mark.parametrize("overlap", ["none", "by_chunk"])
-def test_a_prompt_that_waits_for_a_held_request_gives_back_the_blocks_that_this_one_lacks(overlap: str) -> None:
-    """a loses its target while it is sent; b has the blocks of the other one, and waits for those that a holds at the source."""
-    small = {"replica": {"memory": {"num_blocks": 8}}}
-    pools = {"prefill": small, "decode": {"num_replicas": 2, **small}}
-    hand_off = {"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt", "overlap": overlap}
-    mapping = settings(pools=pools, hand_off=hand_off, links={"bandwidth_gb_s": 1.0})
-    run, simulator, ways = prepared(mapping)
-    simulator.inject(to_ticks(0.05), Phase.FAILURE, Failure(to_ticks(0.05), "default", 1, "broke"))
-    simulator.run([RequestSpec(name, 0.0, 100, 5) for name in "ab"])
-    assert [ways.of[name].reason for name in "ab"] == [EndReason.STOP] * 2
-    assert [ways.of[name].target for name in "ab"] == [2, 2]
-    assert run.controller.num_alive == 0
-
-
 def test_at_step_boundaries_a_busy_target_takes_kv_when_its_step_ends() -> None:
     hand_off = {"kv_bytes_per_token": 1_000_000, "takes_effect": "at_step_boundary"}
     requests = [RequestSpec("a", 0.0, 100, 50), RequestSpec("b", 0.1, 100, 5)]

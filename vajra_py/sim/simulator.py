@@ -169,8 +169,6 @@ class Simulator(Backend[SimReplica]):
         while True:
             driver.run_until(until)
             if not driver.events.heap:
-                if driver.free_held():
-                    continue
                 stall = self.controller.stall(driver.now)
                 if stall is not None:
                     raise stall

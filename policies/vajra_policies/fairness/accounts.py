@@ -25,7 +25,7 @@ class TokenCostConfig(PolicyConfig):
 
 @dataclass(slots=True)
 class _Charged:
-    """What one live request has been charged for."""
+    """Charges of one live request so far."""
 
     waits: bool
     was_admitted: bool

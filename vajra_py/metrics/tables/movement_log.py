@@ -117,7 +117,7 @@ class MovementRows(Observer):
     def __init__(self, paths: Mapping[str, Paths]) -> None:
         self._paths = paths
         self._journeys: dict[int, _Journey] = {}
-        """By index of the request."""
+        """Journeys under way, by index of the request."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
         """Take a row: a value for each column but the request's id."""
