@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vajra_py.contract import EndedStep, PolicyConfig, RequestView
+from vajra_py.contract import PolicyConfig, RequestView
 
 _EXACT = 2.0**53
 """Whole numbers up to this one are added without rounding."""
@@ -41,8 +41,8 @@ class Accounts:
     """Charges tenants for tokens: w_p for each of a prompt at its first admission, w_q for each generated one, over f_u.
 
     A prompt is charged in full, cached or not, and once: what is computed again after a preemption is not. `charge` is called
-    with (tenant, cost, times): for a prompt when it is admitted, for generated tokens when they are collected, before a request
-    waits again or leaves at the latest. The policy hands its callbacks on.
+    with (tenant, cost, times): for a prompt when it is admitted, for generated tokens when they are collected, before another
+    prompt of the tenant is charged, a request waits again, or one leaves at the latest. The policy hands its callbacks on.
     """
 
     def __init__(self, config: TokenCostConfig, charge: Callable[[str, float, int], None]) -> None:
@@ -82,6 +82,7 @@ class Accounts:
         admitted[request] = charged
         if not charged.was_admitted:
             charged.was_admitted = True
+            self.collect(tenant)
             self._cost(tenant, self._prompt_weight * request.num_prompt_tokens, 1)
         return stops
 
@@ -100,13 +101,6 @@ class Accounts:
                 if self._leave(request.tenant):
                     stopped.append(request.tenant)
         return stopped
-
-    def end_step(self, step: EndedStep) -> None:
-        """Collect the tokens that a step has generated."""
-        for request in step.requests:
-            charged = self._admitted.get(request.tenant, _NOBODY).get(request)
-            if charged is not None:
-                self._collect(request, charged)
 
     def collect(self, tenant: str) -> None:
         """Charge for what the tenant's requests have generated since this was last done."""

@@ -88,8 +88,7 @@ class DeficitRoundRobin:
         self._turn()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Charge for generated tokens."""
-        self._accounts.end_step(step)
+        """The turn may have ended with the tokens that were generated."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -107,14 +106,18 @@ class DeficitRoundRobin:
 
     def _leave(self, tenant: str) -> None:
         del self._circle[tenant]
-        if self._credit[tenant] >= 0:
+        if self._credit_of(tenant) >= 0:
             del self._credit[tenant]
         if tenant == self._current:
             self._current = None
 
+    def _credit_of(self, tenant: str) -> float:
+        self._accounts.collect(tenant)
+        return self._credit[tenant]
+
     def _turn(self) -> None:
         """Pass the turn on until somebody has credit, unless the tenant that has it waits and has credit left."""
-        if self._circle and (self._current is None or self._credit[self._current] <= 0):
+        if self._circle and (self._current is None or self._credit_of(self._current) <= 0):
             self._pass_on()
 
     def _pass_on(self) -> None:
@@ -122,13 +125,13 @@ class DeficitRoundRobin:
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)
-        if all(-credit[tenant] // quantum > 0 for tenant in circle):
+        if all(-self._credit_of(tenant) // quantum > 0 for tenant in circle):
             num_rounds = int(-max(credit[tenant] for tenant in circle) // quantum)
             for tenant in circle:
                 credit[tenant] += num_rounds * quantum
         while True:
             self._current = first = next(iter(circle))
-            credit[first] += quantum
+            credit[first] = self._credit_of(first) + quantum
             if credit[first] > 0:
                 return
             self._to_the_end(first)

@@ -83,7 +83,6 @@ class Vtc:
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Charge for the prompt."""
         tenant, before = request.tenant, self._last_waiting
-        self._accounts.collect(tenant)
         self._accounts.admit(request)
         if tenant != before:
             self._last_waiting = tenant
