@@ -155,7 +155,11 @@ def test_wrong_parameters_say_where(site: Any) -> None:
             PRIORITIZER,
             "asks for 'on_arrival'. Did you mean 'on_arrivals'",
         ),
-        (GOOD + "    def on_token(self, request): pass\n", PRIORITIZER, "asks for 'on_token'.*Allowed: fallen_groups, group, group_key, key,"),
+        (
+            GOOD + "    def on_token(self, request): pass\n",
+            PRIORITIZER,
+            "asks for 'on_token'.*Allowed: fallen_groups, group, group_key, key,",
+        ),
         (
             SCHEDULES + "    trait = SchedulerTraits()\n",
             SCHEDULER,

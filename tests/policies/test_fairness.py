@@ -9,11 +9,11 @@ import pytest
 from claims_parts import service_gap
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.policies.plain_fairness import PlainDrr, PlainVtc
 from vajra_policies.fairness.deficit_round_robin import DeficitRoundRobinConfig
 from vajra_policies.fairness.least_counter_first import LeastCounterFirstConfig
 from vajra_policies.fairness.vtc import VtcConfig
-
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
 

@@ -17,21 +17,18 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from vajra_py.contract import (
-    FallenGroups,
-    Key,
     KeyMotion,
     Layer,
     PolicySpec,
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
-    RequestView,
 )
 from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
 from vajra_py.plugins import check_policy_shape, load_registry

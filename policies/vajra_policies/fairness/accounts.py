@@ -34,9 +34,6 @@ class _Charged:
     num_output_tokens: int
 
 
-_NOBODY: Mapping[RequestView, _Charged] = {}
-
-
 class Accounts:
     """Charges tenants for tokens: w_p for each of a prompt at its first admission, w_q for each generated one, over f_u.
 
@@ -97,21 +94,25 @@ class Accounts:
         for request in requests:
             charged = None if self._take_admitted(request) is not None else self._waiting.pop(request, None)
             if charged is not None:
-                self._collect(request, charged)
+                self._collect(request.tenant, {request: charged})
                 if self._leave(request.tenant):
                     stopped.append(request.tenant)
         return stopped
 
     def collect(self, tenant: str) -> None:
         """Charge for what the tenant's requests have generated since this was last done."""
-        for request, charged in self._admitted.get(tenant, _NOBODY).items():
-            self._collect(request, charged)
+        admitted = self._admitted.get(tenant)
+        if admitted:
+            self._collect(tenant, admitted)
 
-    def _collect(self, request: RequestView, charged: _Charged) -> None:
-        num_new = request.num_output_tokens - charged.num_output_tokens
+    def _collect(self, tenant: str, living: Mapping[RequestView, _Charged]) -> None:
+        num_new = 0
+        for request, charged in living.items():
+            num_output_tokens = request.num_output_tokens
+            num_new += num_output_tokens - charged.num_output_tokens
+            charged.num_output_tokens = num_output_tokens
         if num_new:
-            charged.num_output_tokens += num_new
-            self._cost(request.tenant, self._output_weight, num_new)
+            self._cost(tenant, self._output_weight, num_new)
 
     def _take_admitted(self, request: RequestView) -> _Charged | None:
         tenant = request.tenant
@@ -119,7 +120,7 @@ class Accounts:
         charged = None if admitted is None else admitted.get(request)
         if admitted is None or charged is None:
             return None
-        self._collect(request, charged)
+        self._collect(tenant, {request: charged})
         del admitted[request]
         if not admitted:
             del self._admitted[tenant]

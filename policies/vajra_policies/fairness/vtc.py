@@ -49,8 +49,8 @@ class Vtc:
         self._accounts = Accounts(config, self._charge)
         self._counters: dict[str, float] = {}
         self._last_waiting = ""
-        self._least_waiting = _LeastCounter(self._counter, lambda tenant: tenant in self._accounts.num_waiting)
-        self._least_live = _LeastCounter(self._counter, self._accounts.is_live)
+        self._least_waiting = _LeastCounter(self.group_key, lambda tenant: tenant in self._accounts.num_waiting)
+        self._least_live = _LeastCounter(self.group_key, self._accounts.is_live)
         self._left: list[tuple[float, str]] = []
         """A heap of (counter, tenant) of tenants that have left; some of them may have come back, or have been forgotten."""
 
@@ -64,7 +64,8 @@ class Vtc:
 
     def group_key(self, group: str) -> float:
         """The tenant's counter, weighted tokens."""
-        return self._counter(group)
+        self._accounts.collect(group)
+        return self._counters.get(group, 0.0)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Lift the counters of tenants that begin to wait."""
@@ -72,7 +73,7 @@ class Vtc:
             tenant = request.tenant
             if self._lifts and tenant not in self._accounts.num_waiting:
                 level = self._level()
-                if self._counter(tenant) < level:
+                if self.group_key(tenant) < level:
                     self._counters[tenant] = level
             begins = self._accounts.arrive(request)
             if self._lifts:
@@ -103,14 +104,10 @@ class Vtc:
     def _charge(self, tenant: str, cost: float, times: int) -> None:
         self._counters[tenant] = added(self._counters.get(tenant, 0.0), cost, times)
 
-    def _counter(self, tenant: str) -> float:
-        self._accounts.collect(tenant)
-        return self._counters.get(tenant, 0.0)
-
     def _level(self) -> float:
         """The counter to which a tenant is lifted that begins to wait now."""
         level = self._least_waiting.value()
-        return self._counter(self._last_waiting) if level is None else level
+        return self.group_key(self._last_waiting) if level is None else level
 
     def _leave(self, tenant: str) -> None:
         """Let a counter be forgotten when it can be, if nothing of its tenant waits or runs."""
@@ -122,7 +119,7 @@ class Vtc:
             return
         last = self._last_waiting
         least = self._least_live.value()
-        floor = self._counter(last) if least is None else min(least, self._counter(last))
+        floor = self.group_key(last) if least is None else min(least, self.group_key(last))
         while self._left and self._left[0][0] <= floor:
             counter, tenant = heappop(self._left)
             if tenant != last and not self._accounts.is_live(tenant) and self._counters.get(tenant) == counter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from vajra_py.contract import (
     FallenGroups,
@@ -76,9 +76,8 @@ class GroupedQueue(RankedQueue):
         """The places of the groups."""
         self._headless: dict[_Group, None] = {}
         """Groups whose head may be another than that of their place."""
-        self._num_placed = 0
         self._version = 0
-        """Counter of changes of the order of groups."""
+        """Counter of changes of the order of groups, and the serial of the latest place."""
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
@@ -204,16 +203,13 @@ class GroupedQueue(RankedQueue):
 
     def _place(self, group: _Group) -> None:
         """Put a group where its key and its head belong."""
+        order = self._order
         if group.place is not None:
-            self._order.remove(group.place)
+            order.remove(group.place)
         group.head = head = group.ranks.first()
-        self._version += 1
-        self._num_placed += 1
-        group.place = (
-            *((group.key, head[KEY]), head[ARRIVED_AT], head[INDEX]),
-            *(self._num_placed, group, 0.0, 0),
-        )
-        self._order.add(group.place)
+        self._version = serial = self._version + 1
+        group.place = place = ((group.key, head[KEY]), head[ARRIVED_AT], head[INDEX], serial, group, 0.0, 0)
+        order.add(cast(Rank, place))
 
     def _rank(self, request: RequestView, now: float) -> Rank:
         key = self._keys.key(request, now)

@@ -172,9 +172,7 @@ class SlackReader:
         return float(number)
 
 
-def _checked_key(
-    key: object, length: int | None, called: str, blame: Callable[[str], NoReturn]
-) -> tuple[Any, int]:
+def _checked_key(key: object, length: int | None, called: str, blame: Callable[[str], NoReturn]) -> tuple[Any, int]:
     """(the key in Python's numbers, its length); `blame` is called with what is wrong, also with another length than this one."""
     parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
     if not parts or None in parts:
