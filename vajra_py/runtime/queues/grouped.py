@@ -184,7 +184,9 @@ class GroupedQueue(RankedQueue):
                     self._place(group)
         if self._headless:
             for group in self._headless:
-                if group.head is not group.ranks.first():
+                if group.place is None:
+                    self._place(group)
+                elif group.head is not group.ranks.first() and not self._has_risen(group):
                     self._place(group)
             self._headless.clear()
 
