@@ -122,6 +122,9 @@ class GroupedQueue(RankedQueue):
         """The requests that no cursor has passed, in the order of the moment: the groups' next ones, merged."""
         ahead: list[_Next] = []
         """A heap of the next request of each group that was reached since the order of groups changed last."""
+        places: Iterator[Rank] = iter(())
+        reached: Rank | None = None
+        """Place of the first group that was not reached yet."""
         version = -1
         while True:
             self._settle()
@@ -184,9 +187,7 @@ class GroupedQueue(RankedQueue):
                     self._place(group)
         if self._headless:
             for group in self._headless:
-                if group.place is None:
-                    self._place(group)
-                elif group.head is not group.ranks.first() and not self._has_risen(group):
+                if group.place is None or (group.head is not group.ranks.first() and not self._has_risen(group)):
                     self._place(group)
             self._headless.clear()
 
