@@ -23,7 +23,8 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.serving.policy_swap import Swapped
 
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}

@@ -1,4 +1,4 @@
-"""Do tenants get the shares that VTC, deficit round robin and the control promise, in every window?"""
+"""Shares of tenants in every window, as VTC, deficit round robin and the control promise them."""
 
 from __future__ import annotations
 

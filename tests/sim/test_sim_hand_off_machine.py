@@ -7,12 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sim.split_pools import prepared, settings
+from tests.sim.split_pools import inject_faults, nothing_is_left, prepared, settings
 from vajra_py.contract.observer import EndReason
 from vajra_py.plugins import Registry
-from vajra_py.runtime.records.input_log import Failure, Restart
-from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import PromptContent, RequestSpec
 
 TIMES = st.floats(0.0, 1.5)
@@ -116,27 +113,9 @@ def loses_nothing(
     for wants_steps in (False, True):
         run, simulator, ways = prepared(mapping, wants_steps=wants_steps, registry=registry)
         simulator._driver._options = type(simulator._driver._options)(check_every_steps=1)
-        lost: set[int] = set()
-        for kind, at, number in sorted(faults, key=lambda one: one[1]):
-            tick, replica_id = to_ticks(at), number % num_replicas
-            if kind == "abort":
-                simulator.inject(tick, Phase.ABORT, f"r{number}")
-            elif kind == "fail" and replica_id not in lost:
-                lost.add(replica_id)
-                simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", replica_id, "lost", max_reruns=3))
-            elif kind == "restart" and replica_id in lost:
-                lost.discard(replica_id)
-                simulator.inject(tick, Phase.FAILURE, Restart(tick, "default", replica_id))
-        for replica_id in lost:  # all come back, so that nothing waits for ever
-            simulator.inject(to_ticks(2.0), Phase.FAILURE, Restart(to_ticks(2.0), "default", replica_id))
+        inject_faults(simulator, faults, num_replicas)
         simulator.run(specs)
-        assert run.controller.num_alive == 0
-        run.controller.check_conservation()
-        for replica in run.controller.replicas():
-            replica.memory.check()
-            assert replica.memory.free_blocks == replica.memory.num_blocks
-            assert not replica.lifecycle.held
-            assert not replica.running_set.arrived
+        nothing_is_left(run)
         assert {way.reason for way in ways.of.values()} <= set(EndReason)
         assert all(way.reason is not None for way in ways.of.values())
         results.append((ways.of, ways.order))

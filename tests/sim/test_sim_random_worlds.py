@@ -15,10 +15,24 @@ MOVED_WITH_A_RESERVATION = 29
 """A waiting prompt moves for which blocks of another replica are set aside."""
 CALLED_BACK_WHILE_HELD_BACK = 4
 """A prompt is called back that waits for blocks of its target."""
+WAIT_FOR_EACH_OTHER = 6106
+"""Prompts that were pulled fill their source, and blocks for those that wait there fill the target."""
+STEP_ENDS_WHILE_LET_IN = 6755
+"""The admission policy lets a deferred request in when a step of another replica has just ended."""
 
 
 @pytest.mark.parametrize(
-    "seed", [DOWN_BEFORE_ITS_STEP, MOVED_WITH_A_RESERVATION, CALLED_BACK_WHILE_HELD_BACK, 100, 101, 102]
+    "seed",
+    [
+        DOWN_BEFORE_ITS_STEP,
+        MOVED_WITH_A_RESERVATION,
+        CALLED_BACK_WHILE_HELD_BACK,
+        WAIT_FOR_EACH_OTHER,
+        STEP_ENDS_WHILE_LET_IN,
+        100,
+        101,
+        102,
+    ],
 )
 def test_nothing_is_lost_whatever_happens_at_once(seed: int) -> None:
     assert check_world(seed) > 0

@@ -40,7 +40,7 @@ from vajra_py.errors import (
     did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Offer, OfferBeside, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Kind, Offer, OfferBeside, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -152,8 +152,7 @@ def build_admission_policy(
 ) -> AdmissionPolicy:
     """Build the admission policy of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).admission_policy(name)
-    policy: AdmissionPolicy = _built_beside(ADMISSION.key, offer, params, context)
-    check_admission_shape(policy, f"{ADMISSION.noun} {offer.spec.name!r}", str(offer.source))
+    policy: AdmissionPolicy = _built_beside(ADMISSION, offer, params, context, check_admission_shape)
     return policy
 
 
@@ -162,8 +161,7 @@ def build_scaler(
 ) -> Scaler:
     """Build the scaler of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).scaler(name)
-    scaler: Scaler = _built_beside(SCALER.key, offer, params, context)
-    check_scaler_shape(scaler, f"{SCALER.noun} {offer.spec.name!r}", str(offer.source))
+    scaler: Scaler = _built_beside(SCALER, offer, params, context, check_scaler_shape)
     return scaler
 
 
@@ -172,20 +170,22 @@ def build_retention(
 ) -> RetentionPolicy:
     """Build the retention policy of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).retention_policy(name)
-    policy: RetentionPolicy = _built_beside(RETENTION.key, offer, params, context)
-    check_retention_shape(policy, f"{RETENTION.noun} {offer.spec.name!r}", str(offer.source))
+    policy: RetentionPolicy = _built_beside(RETENTION, offer, params, context, check_retention_shape)
     return policy
 
 
 def _built_beside(
-    key: str,
+    kind: Kind[Any],
     offer: OfferBeside,
     params: Mapping[str, Any] | BaseModel,
     context: PolicyContext,
+    check_shape: Callable[[object, str, str], None],
 ) -> Any:
-    where = f"scheduling.{key}"
+    where = f"scheduling.{kind.key}"
     config = _validated(offer.spec.config, params, f"{where}.params")
-    return _built(offer, where, lambda: offer.spec.build(config, context))
+    policy = _built(offer, where, lambda: offer.spec.build(config, context))
+    check_shape(policy, f"{kind.noun} {offer.spec.name!r}", str(offer.source))
+    return policy
 
 
 def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:

@@ -18,6 +18,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,14 @@ from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.build import hooks_of
 from vajra_py.testing import scenarios
-from vajra_py.testing.checking import failure_of, packages_of, require, require_all_end, require_built
+from vajra_py.testing.checking import (
+    POLICY_TIMEOUT_S,
+    packages_of,
+    require,
+    require_all_end,
+    require_built,
+    run_checks,
+)
 from vajra_py.testing.habits import (
     attributes_read_in,
     futile_preemptions,
@@ -65,10 +73,6 @@ class ConformanceWarning(UserWarning):
     """A policy does something that the contract allows but its author hardly intended."""
 
 
-POLICY_TIMEOUT_S = 30.0
-"""Time limit of a policy for one call under test, seconds of real time."""
-
-
 def check_policy(
     spec: PolicySpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
@@ -78,15 +82,9 @@ def check_policy(
     `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
     """
     subject = Subject(spec, params or {})
-    failures = []
-    for check in conformance_checks(spec.layer):
-        failure = check.failure(subject, policy_timeout_s)
-        if failure is not None:
-            failures.append(f"  {check.name}: {failure}")
-            if check.is_needed_by_all or subject.is_endless:
-                break
-    if failures:
-        raise AssertionError("\n".join([f"{subject} breaks the contract:", *failures]))
+    checks = conformance_checks(spec.layer)
+    needed = [check.name for check in checks if check.is_needed_by_all]
+    run_checks(str(subject), {check.name: partial(check.run, subject) for check in checks}, policy_timeout_s, needed)
 
 
 def conformance_checks(layer: Layer) -> list[Check]:
@@ -113,17 +111,7 @@ class Check:
     def __call__(self, spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
         """Check one policy. Raises `AssertionError`."""
         subject = Subject(spec, params or {})
-        failure = self.failure(subject)
-        if failure is not None:
-            raise AssertionError(f"{subject} breaks the contract:\n  {self.name}: {failure}")
-
-    def failure(self, subject: Subject, policy_timeout_s: float = POLICY_TIMEOUT_S) -> str | None:
-        """Run the check; returns the failure, or None if there is none."""
-        failure = failure_of(lambda: self.run(subject), policy_timeout_s)
-        if failure is None:
-            return None
-        subject.is_endless = failure.is_endless
-        return failure.text
+        run_checks(str(subject), {self.name: partial(self.run, subject)})
 
 
 # For every layer

@@ -73,8 +73,9 @@ class KeyWatch:
 
     def interposed(self) -> Any:
         """The policy under watch."""
-        groups = {"group": self.groups.group, "group_key": self.groups.group_key}
-        return interpose(self.policy, {"key": self.key, "line": self.line, **groups})
+        groups = self.groups
+        replaced = {"key": self.key, "line": self.line, "group": groups.group, "group_key": groups.group_key}
+        return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
         """The policy's line, watched."""

@@ -28,7 +28,7 @@ class TokenCostConfig(PolicyConfig):
 
 @dataclass(slots=True)
 class _Charged:
-    """What one live request has been charged for."""
+    """Charges of one live request so far."""
 
     was_admitted: bool
     num_output_tokens: int

@@ -108,7 +108,7 @@ class MovementLog(Observer):
         self.table = TransfersBuilder()
         self._paths = paths
         self._journeys: dict[int, _Journey] = {}
-        """By index of the request."""
+        """Journeys under way, by index of the request."""
 
     # A request leaves
 

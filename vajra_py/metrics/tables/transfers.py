@@ -41,7 +41,6 @@ DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED = (
 )
 """Outcomes: it ran on at the target (or a copy was made); it goes on at the source; the transfer did not take place; the request ended
 meanwhile; its KV was lost or given up; the run ended first."""
-OUTCOMES = (DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED)
 
 _FIELDS = (
     *(("index", "q"), ("replicaset", "i"), ("kind", "i"), ("stage", "i"), ("is_live", "i")),
@@ -54,14 +53,15 @@ _NAMES = ("replicaset", "kind", "source_pool", "target_pool", "link", "outcome",
 TRANSFER_COLUMNS = ("request_id", *(name for name, _ in _FIELDS))
 """Columns of the transfers table, in order."""
 
+MOVEMENT_TIMES = ("held_s", "transfer_s", "target_wait_s")
+MOVEMENT_COUNTS = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
 MOVEMENT_COLUMNS = (
-    *("held_s", "transfer_s", "target_wait_s", "num_hand_offs", "num_migrations", "num_moves"),
-    *("moved_tokens", "moved_bytes", "source_replica_id", "source_pool", "target_replica_id", "target_pool"),
+    *(*MOVEMENT_TIMES, *MOVEMENT_COUNTS),
+    *("source_replica_id", "source_pool", "target_replica_id", "target_pool"),
 )
 """Further columns of the requests table of a run whose requests may move. Times are sums over its hand-offs and migrations, NaN where it
 was never held, sent, or at a target; source and target are those of the last that arrived (-1, empty: none)."""
 MOVEMENT_TEXTS = ("source_pool", "target_pool")
-_COUNTS = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
 
 
 class TransfersBuilder:
@@ -144,9 +144,7 @@ def movement_columns(table: ArrowTable, indices: Ints) -> dict[str, Any]:
     """Return `MOVEMENT_COLUMNS` of the requests with these indices (sorted), from a transfers table."""
     rows = _RowsOfRequests(table, indices)
     stays = Stays(table)
-    columns: dict[str, Any] = {
-        name: rows.sums(getattr(stays, name)) for name in ("held_s", "transfer_s", "target_wait_s")
-    }
+    columns: dict[str, Any] = {name: rows.sums(getattr(stays, name)) for name in MOVEMENT_TIMES}
     kind, is_live = (table.column(name).to_numpy(zero_copy_only=False) for name in ("kind", "is_live"))
     has_arrived = ~np.isnan(table.column("arrived_at").to_numpy())
     is_whole = ~np.isnan(table.column("end_at").to_numpy())
@@ -202,5 +200,5 @@ def movement_types() -> dict[str, Any]:
     """Return the Arrow types of `MOVEMENT_COLUMNS` that are no floats."""
     import pyarrow as pa
 
-    types: dict[str, Any] = dict.fromkeys(MOVEMENT_TEXTS, pa.string()) | dict.fromkeys(_COUNTS, pa.int64())
+    types: dict[str, Any] = dict.fromkeys(MOVEMENT_TEXTS, pa.string()) | dict.fromkeys(MOVEMENT_COUNTS, pa.int64())
     return types | dict.fromkeys(("source_replica_id", "target_replica_id"), pa.int32())

@@ -172,6 +172,10 @@ class KvMemory(Protocol):
         """True if a policy, or a record, notes when content comes and goes."""
 
     @property
+    def may_expire(self) -> bool:
+        """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
+
+    @property
     def repeat_headroom(self) -> int:
         """Blocks that decodes may take in steps that are applied later than they happen."""
 
@@ -200,10 +204,6 @@ class KvMemory(Protocol):
 
     def release_pin(self) -> Hashable | None:
         """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Blocks of pinned content, in use or not."""
 
     @property
     def policy_error(self) -> PolicyError | None:

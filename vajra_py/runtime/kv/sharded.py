@@ -206,8 +206,7 @@ class KvParallelMemory:
     # Nothing is cached, so there is nothing to pin, to expire or to hear of
 
     next_due = inf
-    is_watched = expires_content = False
-    num_pinned_blocks = 0
+    is_watched = expires_content = may_expire = False
     policy_error = None
 
     @property

@@ -181,6 +181,8 @@ class Network:
     def ended(self, now: int) -> list[Hashable]:
         """Ids of transfers that have ended by now and were not told before, in order of end, those of a tick in order of start."""
         self._advance(now)
+        if not self._ended:
+            return []
         ended, self._ended = self._ended, []
         for one in ended:
             del self._transfers[one.transfer_id]
@@ -276,9 +278,14 @@ class Network:
         if not one.links:
             one.rate = None
             self._push_end(one)
+            return
+        is_alone = not any(link.transfers for link in one.links)
         for link in one.links:
             link.transfers[one] = None
-            self._touched[link] = None
+            if not is_alone:
+                self._touched[link] = None
+        if is_alone:
+            self._set_rate(one, min([link.capacity for link in one.links]))
 
     def _end(self, one: _Transfer) -> None:
         self._leave(one)
@@ -291,7 +298,8 @@ class Network:
         for link in one.links:
             if one in link.transfers:
                 del link.transfers[one]
-                self._touched[link] = None
+                if link.transfers:
+                    self._touched[link] = None
 
     def _push_end(self, one: _Transfer) -> None:
         ticks = 0 if one.rate is None else -(-one.work_left // one.rate)

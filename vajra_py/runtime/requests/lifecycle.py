@@ -262,7 +262,7 @@ class Lifecycle:
             request.set_computed(0)
             if request.state is not RequestState.PREEMPTED:
                 request.move_to(RequestState.PREEMPTED)
-        request.replica_id = -1
+        request.replica_id = request.stays_at = -1
         request.preempted_index = 0
 
     def end_waiting(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:

@@ -60,6 +60,7 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
+_TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _IN_THE_BACKGROUND = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
@@ -208,6 +209,9 @@ class Driver(Generic[R]):
             elif phase is _ARRIVAL:
                 self.now = tick
                 self._backend.on_arrival(payload)
+            elif phase is _TRANSFER:
+                self.now = tick
+                self._transfers_due(payload)
             elif not _is_void(phase, payload) and not self._is_too_late(tick, phase):
                 self.now = tick
                 self._dispatch(phase, payload)
@@ -236,8 +240,6 @@ class Driver(Generic[R]):
             self._waker.wake(payload)
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
-        elif phase is Phase.TRANSFER:
-            self._transfers_due(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -257,7 +259,9 @@ class Driver(Generic[R]):
     ) -> None:
         """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
         replicaset = self.controller.replicaset_for(facts)
-        if self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
+        if self.controller.gate is not None:
+            self._sync_all()
+        elif self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
             self.fast_forward.sync_all(replicaset.name)
         backend = self._backend
         try:
@@ -319,6 +323,7 @@ class Driver(Generic[R]):
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
         assert gate is not None
+        self._sync_all()
         if what is None:
             self._asks_timeless = False
             for request in gate.timeless():
@@ -749,6 +754,11 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.sync_all(replicaset)
+
+    def _sync_all(self) -> None:
+        """Apply every step that has ended, since the admission policy may look at all replicas and send a request to any."""
+        for name in self._replicas:
+            self.sync(name)
 
     def touch(self, one: R) -> None:
         """See `DriverServices`."""

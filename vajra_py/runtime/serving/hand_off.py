@@ -8,7 +8,6 @@ of their steps is said by `HandOffConfig`. The KV travels over the links of a ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic
@@ -131,7 +130,7 @@ class HandOffs(Generic[R]):
 
     def _why_kept(self, request: Request) -> Refusal | None:
         """Return the reason that a running request cannot be handed off; None if it can."""
-        if self._stayed.get(request) == request.num_computed_tokens:
+        if self._stayed.get(request) == request.num_computed_tokens or request.stays_at == request.replica_id:
             return Refusal.STAYS
         able = self._replicaset.bounds.holders(request).of_decodes
         others = (one.replica_id for one in able if one.replica_id != request.replica_id)
@@ -175,8 +174,16 @@ class HandOffs(Generic[R]):
             self._try(one, one.target)
         else:
             one.stage = Stage.RESERVING
-            self._lines.setdefault(chosen, deque()).append(one)
+            self._join_line(one, one.target)
             self._reserve(one.target)
+
+    def _join_line(self, one: HandOff[R], target: R) -> None:
+        """Let a request wait for blocks of its target: behind others, but before prompts that are not computed and hold nothing yet."""
+        line = self._lines.setdefault(target.replica.replica_id, deque())
+        if one.is_early or not line or not line[-1].is_early:
+            line.append(one)
+        else:
+            line.insert(sum(not other.is_early for other in line), one)
 
     def _queue(self, request: Request, target: R) -> None:
         """Let a request wait at its target, whose scheduler admits it."""
@@ -200,6 +207,7 @@ class HandOffs(Generic[R]):
         self._stayed[one.request] = one.num_tokens
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
+            self._driver.touch(one.source)
             # A step in flight gives a token to each request that decodes.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
@@ -301,17 +309,13 @@ class HandOffs(Generic[R]):
         lacking, ends = (hit, one.num_tokens), (one.source, target)
         self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
-    def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
-        if self._at_boundary:
-            self._transfers.between_steps(one, number, action)
-        else:
-            action()
-
     def _moved(self, one: HandOff[R], target: R) -> None:
         one.stage = Stage.ARRIVING
         self._driver.touch(target)
-        self._when_it_may(target, one.number, lambda: self._arrive(one, target))
+        if self._at_boundary:
+            self._transfers.between_steps(target, one.number, lambda: self._arrive(one, target))
+        else:
+            self._arrive(one, target)
 
     def _arrive(self, one: HandOff[R], target: R) -> None:
         request, source = one.request, one.source
@@ -332,8 +336,12 @@ class HandOffs(Generic[R]):
         self._driver.wake(target)
         self._driver.touch(source)
         held = source.replica.lifecycle.held.get(request)
-        if held is not None:
-            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
+        if held is None:
+            return
+        if self._at_boundary:
+            self._transfers.between_steps(source, one.number, lambda: self._release(request, source, held))
+        else:
+            self._release(request, source, held)
 
     def _release(self, request: Request, source: R, held: Held) -> None:
         """Free the source's blocks, unless the request has come back meanwhile."""
@@ -370,26 +378,40 @@ class HandOffs(Generic[R]):
             return self._free_from_each_other()
         before = len(line)
         self._reserve(one)
-        return len(line) < before
+        return len(line) < before or self._free_from_each_other()
 
     def _free_from_each_other(self) -> bool:
-        """Let a request go on at its source if requests that are held at several replicas wait for each other's blocks.
+        """Let one go on if requests wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
 
-        That can be where replicas that decode hand requests to each other: nothing runs anywhere, and no KV is on its way.
+        A request whose prompt is computed stays at its source, if that decodes. Otherwise it holds blocks of a replica that computes
+        prompts, and prompts that wait there may hold those of its target: the last of them gives them up. That can be
+        where some prompts are computed without blocks of their target, which replicas have pulled for instance.
         """
-        if not self._of or self._transfers.is_busy:
+        if not self._of or self._transfers.is_busy or self._may_go_on():
             return False
-        for each in self._driver.replicas_of(self._replicaset.name):
-            running_set = each.replica.running_set
-            if each.form_pending or each.replica.num_in_flight or running_set.num_running:
-                return False
-            if running_set.arrived or running_set.loading:
-                return False
-        for one in self._of.values():
-            is_stuck = one.stage in _WITHOUT_BLOCKS and not one.is_early
-            if is_stuck and one.source.replica.parts.role is not PoolRole.PREFILL:
+        stuck = [one for one in self._of.values() if one.stage in _WITHOUT_BLOCKS and not one.is_early]
+        for one in stuck:
+            if one.source.replica.parts.role is not PoolRole.PREFILL:
                 self._call_off(one, _PLACED_ANEW)
                 self._stay(one)
+                return True
+        targets = {one.target for one in stuck}
+        for one in reversed(self._of.values()):
+            target = one.target
+            if one.is_early and one.has_reserved and target is not None and not targets.isdisjoint((target, None)):
+                self._driver.touch(target)
+                self._call_off(one, _PLACED_ANEW)
+                self.freed(target)
+                return True
+        return False
+
+    def _may_go_on(self) -> bool:
+        """Return True if a replica runs something, may do so in this tick, or has KV for it."""
+        for each in self._driver.replicas_of(self._replicaset.name):
+            replica, running_set = each.replica, each.replica.running_set
+            if each.form_pending or replica.num_in_flight or running_set.num_running:
+                return True
+            if running_set.arrived or running_set.loading:
                 return True
         return False
 

@@ -71,6 +71,39 @@ class ReplicaParts:
 class Replica:
     """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
 
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_cache_at_end",
+        "_end_watchers",
+        "_eviction_watchers",
+        "_inherited",
+        "_num_waiting_in_run",
+        "_output_limits",
+        "_schedule",
+        "_step_logs",
+        "_step_watchers",
+        "_to_abort",
+        "_view",
+        "around",
+        "builder",
+        "expects_kv",
+        "forms_steps",
+        "gives_first_token",
+        "hands_off",
+        "lifecycle",
+        "limits",
+        "max_request_tokens",
+        "memory",
+        "newly_held",
+        "num_in_flight",
+        "num_steps",
+        "parts",
+        "queue",
+        "repeats",
+        "replica_id",
+        "replicaset",
+        "running_set",
+    )
+
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts = parts
         self.replicaset = parts.replicaset
@@ -323,6 +356,8 @@ class Replica:
         seconds = to_seconds(now)
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
+        if self.parts.role is not _PREFILL:
+            last.stays_at = self.replica_id  # replicas could otherwise send it to each other for ever
         return True
 
     def form_step(self, now: int) -> StepPlan | None:
@@ -333,7 +368,7 @@ class Replica:
         if self.queue.is_arbitrary:
             self.running_set.read_keys_again()
         try:
-            if self.memory.policy_error is not None:
+            if self.memory.is_watched and self.memory.policy_error is not None:
                 raise self.memory.policy_error
             self._schedule(view, builder, seconds)
         except PolicyError as error:
@@ -452,7 +487,7 @@ class Replica:
             for tell in listeners:
                 tell(step)
         finished += aborted
-        if self.memory.policy_error is not None:
+        if self.memory.is_watched and self.memory.policy_error is not None:
             raise self.memory.policy_error.at(self.replica_id, plan.step_index)
         if finished and self.parts.options.holds_ended_slots:
             self.builder.hold_slots(len(finished))
@@ -507,12 +542,7 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if (
-                self.hands_off
-                and kind != MOVED  # a request that has just come with its KV stays
-                and request not in self._to_abort
-                and request not in result.stopped
-            ):
+            if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
@@ -528,8 +558,11 @@ class Replica:
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token that ends a chunk is no output: the request leaves, and its target samples it again."""
-        leaves = self.hands_off and chunk.kind != MOVED and chunk.request not in self._to_abort
-        return leaves and not self.gives_first_token
+        return self.hands_off and self._leaves(chunk.request, chunk.kind) and not self.gives_first_token
+
+    def _leaves(self, request: Request, kind: str) -> bool:
+        """Return True if a request leaves when the chunk that ends its prompt is computed; one that has come with its KV stays."""
+        return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""

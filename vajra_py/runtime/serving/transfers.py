@@ -122,12 +122,15 @@ class Transfers(Generic[R]):
         assert network is not None
         if self._scheduled_at is not None and self._scheduled_at <= now:
             self._scheduled_at = None
-        self._ended.update(dict.fromkeys(network.ended(now)))
+        ended = network.ended(now)
+        if ended:
+            self._ended.update(dict.fromkeys(ended))
         while self._ended:
             key = next(iter(self._ended))
             del self._ended[key]
             self._arrived(key)
-        self.retry()
+        if self._timers:
+            self.retry()
         self._schedule(network)
 
     @property
