@@ -9,7 +9,7 @@ from typing import Any
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, UnknownNameError
 from vajra_py.metrics.comparison.policy_map import BASELINE
-from vajra_py.plugins import ADMISSION, RETENTION, AnyOffer, Registry, kind_of
+from vajra_py.plugins import ADMISSION, RETENTION, AnyOffer, Registry
 
 DEFAULT_BASELINE = "fcfs+least_loaded+fixed_chunk"
 DEFAULT_POLICIES: Sequence[str] = (

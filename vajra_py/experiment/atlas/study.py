@@ -98,28 +98,40 @@ def plans_of(asked: Request, registry: Registry) -> list[Plan]:
     return plans
 
 
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How the runs of an atlas are made."""
+
+    workers: int | None = None
+    """Runs at once; None: one for each core."""
+    overwrite: bool = False
+    """Run again, over results that are there."""
+    progress: SweepProgress | None = None
+    pool_of: PoolOf | None = None
+    """None: this machine."""
+
+
 def run_atlas(
-    asked: Request,
-    plans: Sequence[Plan],
-    registry: Registry,
-    *,
-    workers: int | None = None,
-    overwrite: bool = False,
-    progress: SweepProgress | None = None,
-    pool_of: PoolOf | None = None,
+    asked: Request, plans: Sequence[Plan], registry: Registry, execution: Execution | None = None
 ) -> AtlasResult:
-    """Run what is not finished, and compare. Raises `RunInterrupted` when the user stops it; what is finished stays."""
+    """Run what is not finished, and compare.
+
+    Raises:
+        RunInterrupted: the user stopped it; what is finished stays.
+        RunError: every run failed.
+    """
+    how = execution or Execution()
     found: list[WorkloadComparison] = []
     failures: list[tuple[str, str]] = []
     num_before = num_runs = 0
     for plan in plans:
         result = sweep(
             plan.config,
-            workers=workers,
+            workers=how.workers,
             registry=registry,
-            overwrite=overwrite,
-            progress=_shifted(progress, num_before, plan),
-            pool=None if pool_of is None else pool_of(plan.config),
+            overwrite=how.overwrite,
+            progress=_shifted(how.progress, num_before, plan),
+            pool=None if how.pool_of is None else how.pool_of(plan.config),
         )
         num_before += len(plan.places)
         num_runs += len(result.runs)
@@ -144,7 +156,9 @@ def _plan(asked: Request, workload: str, registry: Registry) -> Plan:
         raise ConfigError(Problem("--workload", f"is neither a workload nor a file ({workload!r})", names))
     own = ("preset=null", *(f"{path}={json.dumps(value)}" for path, value in asked.baseline.settings.items()))
     source = load_config(path, ("scheduling=null", *own, "replications=1", *asked.overrides), registry)
-    loads = [point for point, _ in expand_sweep(source, registry)] if source.sweep is not None else [SweepPoint({}, "", "")]
+    loads = (
+        [point for point, _ in expand_sweep(source, registry)] if source.sweep is not None else [SweepPoint({}, "", "")]
+    )
     _check_loads(loads, path)
     name = workload if workload in WORKLOADS else source.name
     points = [_point(entry, load) for entry in asked.rows for load in loads]

@@ -58,6 +58,16 @@ class WorkloadComparison:
         rows = self.comparison.values[OVERALL]
         return [BY_KEY[key] for key in self.comparison.primary if any(value is not None for value in rows[key])]
 
+    @property
+    def main_load(self) -> str:
+        """The highest load that the baseline kept up with; the lowest if there is none."""
+        steady = [
+            load
+            for load in self.loads
+            if self.position(BASELINE, load) is not None and not self.is_overloaded(BASELINE, load)
+        ]
+        return steady[-1] if steady else self.loads[0]
+
     def value(self, policy: str, load: str, key: str) -> float | None:
         """Return a policy's mean over seeds, raw."""
         position = self.position(policy, load)

@@ -52,9 +52,13 @@ def looks(policies: Sequence[str]) -> dict[str, Look]:
     return found | {policy: Look(i % MAX_SERIES, i // MAX_SERIES) for i, policy in enumerate(others)}
 
 
+def _load(own: WorkloadComparison, rank: int | None) -> str:
+    return own.main_load if rank is None else own.loads[min(rank, len(own.loads) - 1)]
+
+
 @styled
-def policy_map(workloads: Sequence[WorkloadComparison], rank: int = -1) -> Figure:
-    """Draw a table for each workload, under the load of this rank: rows are policies, columns metrics.
+def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
+    """Draw a table for each workload, under the load of this rank, or under its main load: rows are policies, columns metrics.
 
     Colours say by how much a value is better or worse than the baseline's, pale where that may be chance.
     """
@@ -62,7 +66,7 @@ def policy_map(workloads: Sequence[WorkloadComparison], rank: int = -1) -> Figur
     widths = [max(1, len(own.metrics)) for own in workloads]
     figure, axes = new_figure(1, len(workloads), 0.34 * len(policies) + 1.0, sharey=True, width_ratios=widths)
     for own, panel in zip(workloads, axes[0], strict=True):
-        load = own.loads[rank]
+        load = _load(own, rank)
         name_panel(panel, own.name)
         offered = own.offered(load)
         panel.set_title(own.name if offered is None else f"{own.name}, {offered:.3g} requests/s")
@@ -98,7 +102,9 @@ def _draw_cell(
     box = (column - 0.48, row - 0.45)
     panel.add_patch(Rectangle(box, 0.96, 0.9, facecolor=colour, alpha=alpha, edgecolor="none"))
     if is_best:
-        panel.add_patch(Rectangle(box, 0.96, 0.9, facecolor="none", edgecolor=INK, linewidth=1.6 if mark == BEST else 0.8))
+        panel.add_patch(
+            Rectangle(box, 0.96, 0.9, facecolor="none", edgecolor=INK, linewidth=1.6 if mark == BEST else 0.8)
+        )
     text = metric_text(metric, value) + mark
     panel.text(column, row, text, ha="center", va="center", fontsize=7.5, weight="bold" if mark == BEST else "normal")
 
@@ -182,13 +188,13 @@ def _draw_line(panel: Axes, own: WorkloadComparison, policy: str, key: str, look
 
 
 @styled
-def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int = -1) -> Figure:
-    """Draw the largest difference of service between backlogged tenants against throughput, under the load of this rank."""
+def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
+    """Draw the largest difference of service between backlogged tenants against throughput, under the load of this rank, or the main load."""
     policies = workloads[0].policies
     style = looks(policies)
     figure, axes = new_figure(1, len(workloads), 3.0)
     for own, panel in zip(workloads, axes[0], strict=True):
-        load = own.loads[rank]
+        load = _load(own, rank)
         name_panel(panel, own.name)
         panel.set_title(own.name)
         drawn = [_draw_point(panel, own, (policy, load), style[policy]) for policy in policies]
@@ -246,7 +252,9 @@ def cost(workloads: Sequence[WorkloadComparison]) -> Figure:
                 drawn = True
                 hue = COLOURS[number % len(COLOURS)]
                 face = "none" if own.is_overloaded(policy, load) else hue
-                panel.plot([value], [row], "o", color=hue, markerfacecolor=face, markersize=4.5, label=f"{policy}, {load}")
+                panel.plot(
+                    [value], [row], "o", color=hue, markerfacecolor=face, markersize=4.5, label=f"{policy}, {load}"
+                )
         if drawn:
             panel.set_xlabel("$ per million output tokens")
             panel.set_xlim(left=0)
@@ -259,12 +267,12 @@ def cost(workloads: Sequence[WorkloadComparison]) -> Figure:
 
 
 @styled
-def effect(workloads: Sequence[WorkloadComparison], policy: str, rank: int = -1) -> Figure:
+def effect(workloads: Sequence[WorkloadComparison], policy: str, rank: int | None = None) -> Figure:
     """Draw a policy's mean difference from the baseline with its 95 % interval, in percent of the baseline, for each primary metric."""
     most = max(len(own.metrics) for own in workloads)
     figure, axes = new_figure(1, len(workloads), 0.28 * most + 0.5)
     for own, panel in zip(workloads, axes[0], strict=True):
-        load = own.loads[rank]
+        load = _load(own, rank)
         name_panel(panel, own.name)
         panel.set_title(own.name)
         drawn = [_draw_effect(panel, row, own, (policy, load), metric) for row, metric in enumerate(own.metrics)]
@@ -281,9 +289,7 @@ def effect(workloads: Sequence[WorkloadComparison], policy: str, rank: int = -1)
     return figure
 
 
-def _draw_effect(
-    panel: Axes, row: int, own: WorkloadComparison, key: tuple[str, str], metric: Metric
-) -> bool:
+def _draw_effect(panel: Axes, row: int, own: WorkloadComparison, key: tuple[str, str], metric: Metric) -> bool:
     policy, load = key
     versus, base = own.versus(policy, load, metric.key), own.value(BASELINE, load, metric.key)
     if versus is None or versus.difference is None or not base:
