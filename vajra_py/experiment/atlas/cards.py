@@ -63,12 +63,12 @@ def _parameters(config: Any) -> Table:
 
 
 def statement_of(build: Any) -> str:
-    """Return the documentation of the class that `build` makes, from its return annotation; empty if there is none."""
+    """Return the documentation of the class that `build` makes, by its return annotation; where that names none, of its module."""
     while isinstance(build, functools.partial):
         build = build.func
     made = build if isinstance(build, type) else getattr(build, "__annotations__", {}).get("return")
     if isinstance(made, str):
         made = getattr(build, "__globals__", {}).get(made)
-    if not isinstance(made, type) or made.__module__.startswith(_CONTRACT) or not made.__doc__:
-        return ""
-    return inspect.cleandoc(made.__doc__)
+    if not isinstance(made, type) or made.__module__.startswith(_CONTRACT):
+        made = inspect.getmodule(build)
+    return inspect.cleandoc(getattr(made, "__doc__", None) or "")

@@ -50,7 +50,8 @@ def entries_of(
 ) -> tuple[Entry, Sequence[Entry]]:
     """Return the baseline and the other entries of an atlas.
 
-    A policy takes its place in the baseline; policies joined by `+` take several. A name that several layers have takes all of them.
+    A policy takes its place in the baseline; policies joined by `+` take several. A name that several layers have takes all of
+    them; one that no layer has may be an admission or retention policy.
 
     Raises:
         UnknownNameError: nothing installed has that name.
@@ -95,12 +96,12 @@ def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
     found: list[tuple[str, AnyOffer]] = [
         (layer.value, registry.policy(layer, name)) for layer in Layer if name in registry.policy_names(layer)
     ]
+    if found:
+        return found
     for kind in _BESIDE:
         offers: Mapping[str, AnyOffer] = registry.beside_layers[kind.key]
         if name in offers:
-            found.append((kind.key, offers[name]))
-    if found:
-        return found
+            return [(kind.key, offers[name])]
     where = f"policy {name!r}"
     if name in registry.scalers:
         message = "is a scaler, and every system of an atlas has the same replicas"

@@ -21,6 +21,7 @@ from vajra_py.experiment.runs.sweep import PointStatus, SweepProgress, sweep
 from vajra_py.metrics.comparison.comparison import compare
 from vajra_py.metrics.comparison.metrics import named_metrics
 from vajra_py.metrics.comparison.policy_map import PRIMARY, WorkloadComparison
+from vajra_py.metrics.report.atlas import FIGURES
 from vajra_py.metrics.runs.replications import group_replications
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry
@@ -161,6 +162,8 @@ def _plan(asked: Request, workload: str, registry: Registry) -> Plan:
     )
     _check_loads(loads, path)
     name = workload if workload in WORKLOADS else source.name
+    if name == FIGURES:
+        raise ConfigError(Problem(f"{path} name", f"is the folder of the figures ({name!r})", "Another name"))
     points = [_point(entry, load) for entry in asked.rows for load in loads]
     settled = (
         f"sweep={json.dumps(points)}",

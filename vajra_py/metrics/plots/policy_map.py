@@ -18,7 +18,6 @@ from vajra_py.metrics.plots.style import (
     Look,
     add_legend,
     big_numbers,
-    label_all,
     line_entries,
     name_panel,
     new_figure,
@@ -269,21 +268,21 @@ def cost(workloads: Sequence[WorkloadComparison]) -> Figure:
 @styled
 def effect(workloads: Sequence[WorkloadComparison], policy: str, rank: int | None = None) -> Figure:
     """Draw a policy's mean difference from the baseline with its 95 % interval, in percent of the baseline, for each primary metric."""
-    most = max(len(own.metrics) for own in workloads)
-    figure, axes = new_figure(1, len(workloads), 0.28 * most + 0.5)
+    metrics = list({metric.key: metric for own in workloads for metric in own.metrics}.values())
+    figure, axes = new_figure(1, len(workloads), 0.28 * len(metrics) + 0.5, sharey=True)
     for own, panel in zip(workloads, axes[0], strict=True):
         load = _load(own, rank)
         name_panel(panel, own.name)
         panel.set_title(own.name)
-        drawn = [_draw_effect(panel, row, own, (policy, load), metric) for row, metric in enumerate(own.metrics)]
-        panel.axvline(0.0, color=INK, linewidth=0.8)
-        panel.set_yticks(range(len(own.metrics)), [metric.label for metric in own.metrics])
-        panel.set_ylim(len(own.metrics) - 0.5, -0.5)
+        drawn = [_draw_effect(panel, row, own, (policy, load), metric) for row, metric in enumerate(metrics)]
+        panel.axvline(0.0, color=INK, linewidth=0.8, label="_baseline")
         panel.grid(axis="y", visible=False)
         panel.set_xlabel("difference from the baseline (%)")
         if not any(drawn):
-            say_empty(panel, "overloaded" if own.is_overloaded(policy, load) else "nothing to compare")
-    label_all(axes)
+            why = "overloaded" if own.is_overloaded(policy, load) else "nothing to compare"
+            panel.text(0.5, 0.5, why, transform=panel.transAxes, ha="center", va="center", color=MUTED)
+    axes[0, 0].set_yticks(range(len(metrics)), [metric.label for metric in metrics])
+    axes[0, 0].set_ylim(len(metrics) - 0.5, -0.5)
     entries = [("better", BETTER_COLOUR), ("worse", WORSE_COLOUR), ("may be chance", MUTED)]
     add_legend(figure, patch_entries(entries))
     return figure

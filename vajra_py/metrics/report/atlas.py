@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "atlas.html"
+FIGURES = "figures"
+"""Folder of the figures beside the page."""
 _FURTHER = ("throughput_output_tokens_per_s", "max_service_difference", "jain_index", "cost_per_million_output_tokens")
 """Metrics of the table of numbers beside the primary ones."""
 _MAP_CAPTION = (
@@ -39,6 +41,28 @@ _MAP_CAPTION = (
     "significantly worse than the best. Grey: overloaded, neither marked nor tested."
 )
 _EFFECT_CAPTION = "Mean difference from the baseline under the highest load that it kept up with, over pairs of one seed, with its 95 % interval."
+
+_CURVE_CAPTION = "Against load: the policy, the baseline, and in grey all others."
+_SECTIONS = (
+    (
+        "latency_by_load",
+        "Latency against load",
+        "Means over the seeds with their 95 % intervals, logarithmic; hollow: overloaded.",
+    ),
+    (
+        "fairness_by_throughput",
+        "Fairness against throughput",
+        "Largest difference of service between two tenants that both waited, against the output tokens per second, under the highest load that the baseline kept "
+        "up with. Low and to the right is better; hollow: overloaded.",
+    ),
+    (
+        "cost",
+        "Cost",
+        "Cost per million output tokens, a colour for each load: the higher the load, the cheaper. The replicas are the same for all policies, so that policies differ in cost where they "
+        "keep up with a load that others do not; hollow: overloaded.",
+    ),
+)
+"""Figures of the page below the map: name, title and caption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +101,18 @@ class AtlasPage:
 
 def write_atlas(page: AtlasPage, folder: Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
     """Write the page, its figures in these formats with their numbers as CSV, and the values as CSV and JSON; return the paths, the page first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / PAGE]
+    pictures = folder / FIGURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    figures = _drawn(page)
     texts = {
-        PAGE: render_atlas(page),
+        PAGE: _rendered(page, figures),
         "map.csv": map_csv(page.workloads),
         "values.csv": values_csv(page.workloads),
         "differences.csv": differences_csv(page.workloads),
         "atlas.json": atlas_json(page.workloads),
     }
-    pictures = folder / "figures"
-    pictures.mkdir(exist_ok=True)
-    for key, figure in _files(page):
+    written = []
+    for key, figure in figures.items():
         written += [save_figure(figure, pictures / f"{key}.{form}") for form in formats]
         with (pictures / f"{key}.csv").open("w", newline="", encoding="utf-8") as text:
             writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
@@ -98,18 +122,23 @@ def write_atlas(page: AtlasPage, folder: Path, formats: Sequence[str] = ("svg", 
         partial = folder / f"{name}.partial"
         partial.write_text(content, encoding="utf-8")
         os.replace(partial, folder / name)
-    return [*written, *(folder / name for name in texts if name != PAGE)]
+    return [*(folder / name for name in texts), *written]
 
 
-def _files(page: AtlasPage) -> Iterator[tuple[str, Figure]]:
-    """Yield the figures that are files of their own."""
-    yield "map", plots.policy_map(page.workloads)
-    yield "latency_by_load", plots.latency_by_load(page.workloads)
-    yield "fairness_by_throughput", plots.fairness_by_throughput(page.workloads)
-    yield "cost", plots.cost(page.workloads)
-    for card in page.cards:
-        if card.name != BASELINE:
-            yield f"effect-{_slug(card.name)}", plots.effect(page.workloads, card.name)
+def _drawn(page: AtlasPage) -> dict[str, Figure]:
+    """Return the figures by the names of their files."""
+    workloads = page.workloads
+    others = [card.name for card in page.cards if card.name != BASELINE]
+    ranks = max(len(own.loads) for own in workloads)
+    return {
+        "map": plots.policy_map(workloads),
+        **{f"map-load-{rank + 1}": plots.policy_map(workloads, rank) for rank in range(ranks) if ranks > 1},
+        "latency_by_load": plots.latency_by_load(workloads),
+        "fairness_by_throughput": plots.fairness_by_throughput(workloads),
+        "cost": plots.cost(workloads),
+        **{f"effect-{_slug(name)}": plots.effect(workloads, name) for name in others},
+        **{f"curve-{_slug(name)}": plots.latency_by_load(workloads, name) for name in others},
+    }
 
 
 def _slug(name: str) -> str:
@@ -118,34 +147,39 @@ def _slug(name: str) -> str:
 
 def render_atlas(page: AtlasPage) -> str:
     """Return the page as HTML text; it loads nothing and has no script."""
+    return _rendered(page, _drawn(page))
+
+
+def _rendered(page: AtlasPage, figures: Mapping[str, Figure]) -> str:
     from vajra_py.metrics.comparison.table_renderers import html_templates
 
     workloads = page.workloads
-    ranks = max(len(own.loads) for own in workloads)
+
+    def shown(key: str, title: str, caption: str = "", alt: str = "") -> dict[str, str]:
+        words = " ".join(filter(None, (f"{title}.", caption, alt)))
+        name = re.sub(r"[^A-Za-z0-9-]", "-", key)
+        return {"key": name, "title": title, "caption": caption, "svg": inline_svg(figures[key], name, words)}
+
+    def of_card(card: Card) -> list[dict[str, str]]:
+        name = _slug(card.name)
+        captions = (
+            (f"effect-{name}", f"Effect of {card.name}", _EFFECT_CAPTION),
+            (f"curve-{name}", f"{card.name} and the baseline against load", _CURVE_CAPTION),
+        )
+        return [shown(*own) for own in captions if own[0] in figures]
+
+    ranks = [key for key in figures if key.startswith("map-load-")]
     context = {
         "title": page.title,
         "lead": list(_lead(workloads, page.cards)),
         "failures": page.failures,
         "workloads": [_workload(own) for own in workloads],
-        "map": _shown("map", "Map", _MAP_CAPTION, plots.policy_map(workloads), _winners(workloads)),
-        "maps": [
-            _shown(f"map-{rank + 1}", f"Load {rank + 1} of {ranks}", "", plots.policy_map(workloads, rank))
-            for rank in range(ranks)
-        ]
-        if ranks > 1
-        else [],
-        "figures": list(_figures(workloads)),
-        "cards": [
-            {"name": card.name, "parts": card.parts, "figures": _card_figures(card, number, workloads)}
-            for number, card in enumerate(page.cards)
-        ],
+        "map": shown("map", "Map", _MAP_CAPTION, _winners(workloads)),
+        "maps": [shown(key, f"Load {rank} of {len(ranks)}") for rank, key in enumerate(ranks, start=1)],
+        "figures": [shown(*own) for own in _SECTIONS],
+        "cards": [{"name": card.name, "parts": card.parts, "figures": of_card(card)} for card in page.cards],
     }
     return html_templates().get_template("atlas.html.j2").render(context)
-
-
-def _shown(key: str, title: str, caption: str, figure: Figure, alt: str = "") -> dict[str, str]:
-    words = " ".join(filter(None, (f"{title}.", caption, alt)))
-    return {"key": key, "title": title, "caption": caption, "svg": inline_svg(figure, key.replace("_", "-"), words)}
 
 
 def _lead(workloads: Sequence[WorkloadComparison], cards: Sequence[Card]) -> Iterator[str]:
@@ -184,40 +218,3 @@ def _workload(own: WorkloadComparison) -> dict[str, Any]:
         "findings": findings(own.comparison),
         "numbers": value_table(own.comparison, OVERALL, metrics, by_setting=True),
     }
-
-
-def _figures(workloads: Sequence[WorkloadComparison]) -> Iterator[dict[str, str]]:
-    yield _shown(
-        "latency",
-        "Latency against load",
-        "Means over the seeds with their 95 % intervals, logarithmic; hollow: overloaded.",
-        plots.latency_by_load(workloads),
-    )
-    yield _shown(
-        "fairness",
-        "Fairness against throughput",
-        "Largest difference of service between two tenants that both waited, against the output tokens per second, under the highest load that the baseline kept "
-        "up with. Low and to the right is better; hollow: overloaded.",
-        plots.fairness_by_throughput(workloads),
-    )
-    yield _shown(
-        "cost",
-        "Cost",
-        "Cost per million output tokens, a colour for each load: the higher the load, the cheaper. The replicas are the same for all policies, so that policies differ in cost where they "
-        "keep up with a load that others do not; hollow: overloaded.",
-        plots.cost(workloads),
-    )
-
-
-def _card_figures(card: Card, number: int, workloads: Sequence[WorkloadComparison]) -> list[dict[str, str]]:
-    if card.name == BASELINE:
-        return []
-    return [
-        _shown(f"effect-{number}", f"Effect of {card.name}", _EFFECT_CAPTION, plots.effect(workloads, card.name)),
-        _shown(
-            f"curve-{number}",
-            f"{card.name} and the baseline against load",
-            "Mean TTFT against load: the policy, the baseline, and in grey all others.",
-            plots.latency_by_load(workloads, card.name),
-        ),
-    ]
