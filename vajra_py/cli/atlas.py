@@ -101,7 +101,7 @@ def atlas(  # noqa: PLR0913 - one argument for each option
     primary = tuple(name for one in metrics for name in one.replace(" ", "").split(",") if name)
     asked = Request(base, entries, workloads or tuple(WORKLOADS), replications, primary, overrides, out)
     plans = plans_of(asked, registry)
-    display = RunsDisplay(num_points(plans), quiet)
+    display = RunsDisplay(num_points(plans), quiet, lists_kept=False)
     with ray_cluster(on) as cluster, display:
         pool_of = None if cluster is None else lambda config: pool_on(cluster, config, workers)
         result = run_atlas(asked, plans, registry, Execution(workers, overwrite, display.point, pool_of))

@@ -18,7 +18,9 @@ _MIN_RENDER_S = 0.1
 class RunsDisplay:
     """One bar for all runs, and one per active run: finished requests, simulated time, and speed."""
 
-    def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True) -> None:
+    def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True, lists_kept: bool = True) -> None:
+        """`lists_kept`: name each run that was finished before."""
+        self._lists_kept = lists_kept
         self._is_simulated = is_simulated
         self._progress: Progress | None = None if quiet else new_progress()
         self._num_runs = num_runs
@@ -68,5 +70,5 @@ class RunsDisplay:
             progress.update(task, completed=total if status.error is None else None)
         if self._all is not None:
             progress.advance(self._all)
-        if status.was_there:
+        if status.was_there and self._lists_kept:
             progress.console.print(f"was finished: {status.values_label}")

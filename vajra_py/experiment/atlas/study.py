@@ -233,11 +233,10 @@ def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadCo
     keys = [metric.key for metric in named_metrics(asked.metrics or PRIMARY)]
     comparison = compare(runs, metrics=keys)
     present = tuple(key for key in keys if any(value is not None for value in comparison.values["overall"][key]))
-    if present and present != comparison.primary:
-        comparison = compare(runs, metrics=present)
     positions = {plan.places[runs[setting.positions[0]].name]: i for i, setting in enumerate(settings)}
     named = {i: f"{policy}, {load}" if len(plan.loads) > 1 else policy for (policy, load), i in positions.items()}
-    comparison = replace(comparison, names=tuple(named[i] for i in range(len(settings))))
+    names = tuple(named[i] for i in range(len(settings)))
+    comparison = replace(comparison, names=names, primary=present or tuple(keys))
     description = str(runs[0].config.get("description") or "")
     return WorkloadComparison(
         plan.name, description, comparison, [entry.name for entry in asked.rows], plan.loads, positions
