@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ GPU_7B = AffineModel(base_s=0.015, per_token_s=0.0001, per_decode_context_token_
 """A 7B model on one GPU in round figures: 15 ms a step, 10,000 prompt tokens a second beside that."""
 
 Cell = Mapping[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,12 @@ class Cells:
     def column(self, name: str, metric: str, make: Callable[[int], Cell], seeds: Sequence[int] = SEEDS) -> list[float]:
         """One figure of a family of cells over the seeds, in their order."""
         return [self.get(f"{name}, seed {seed}", lambda seed=seed: make(seed))[metric] for seed in seeds]  # type: ignore[misc]
+
+    def columns(
+        self, name: str, metric: str, make: Callable[..., Cell], over: Iterable[T], seeds: Sequence[int] = SEEDS
+    ) -> dict[T, list[float]]:
+        """One figure of several families of cells, each made of one of these things and a seed."""
+        return {one: self.column(f"{name} {one}", metric, partial(make, one), seeds) for one in over}
 
 
 def sources_digest() -> str:
@@ -144,6 +152,17 @@ def simulate(
     harness = Harness(prioritizer, router, batcher, options)
     harness.run(specs)
     return harness
+
+
+def served(
+    prioritizer: PolicySource,
+    batcher: PolicySource,
+    specs: Sequence[RequestSpec],
+    options: HarnessOptions,
+    router: PolicySource = "least_loaded",
+) -> list[Request]:
+    """The requests after such a simulation, in the order of the workload."""
+    return requests_in(simulate(prioritizer, batcher, specs, options, router), specs)
 
 
 def options_of(**settings: Any) -> HarnessOptions:

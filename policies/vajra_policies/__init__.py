@@ -10,14 +10,13 @@ from vajra_py.contract.hookspecs import Preset
 def vajra_policies() -> list[PolicySpec]:
     """Vajra's own policies, and those of other systems; imported when asked for."""
     from vajra_policies import (
-        atlas,
+        attained_service,
         dynamic_chunk,
         edf,
         fcfs,
         fixed_chunk,
         least_loaded,
         lrs,
-        plas,
         power_of_two,
         preemptive,
         prefix_affinity,
@@ -33,7 +32,7 @@ def vajra_policies() -> list[PolicySpec]:
     from vajra_policies.slo import BATCHERS, PRIORITIZERS
     from vajra_policies.systems import POLICIES
 
-    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, plas.SPEC, atlas.SPEC]
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, attained_service.PLAS, attained_service.ATLAS]
     prioritizers += [*FAIRNESS, *SIZE, *PRIORITIZERS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
     batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS]

@@ -27,7 +27,7 @@ from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, read_retention
 from vajra_py.workload import PromptContent, RequestSpec, Workload, write_jsonl
 from vajra_py.workload.request import follows_of

@@ -1,4 +1,4 @@
-"""Where do LMetric and consistent hashing send requests, and what moves when replicas go?"""
+"""Choices of LMetric and consistent hashing, and requests that move when replicas go."""
 
 from __future__ import annotations
 

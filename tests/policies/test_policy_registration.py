@@ -109,3 +109,19 @@ def test_the_page_describes_every_parameter_of_an_admission_policy(name: str, re
         assert row, f"{name} has a parameter {parameter.name}, which the page does not mention"
         default = "none" if parameter.default is None else str(parameter.default)
         assert row[1].strip().strip("`") == default, (name, parameter.name)
+
+
+def test_the_readme_names_every_policy(repository_root: Path) -> None:
+    table = (
+        (repository_root / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Policies\n")[2]
+        .partition("\n## ")[0]
+    )
+    registry = load_registry()
+    offers = [*map(registry.policies, Layer), *registry.beside_layers.values()]
+    names = {name for kind in offers for name, offer in kind.items() if offer.package == "vajra-py"}
+    named = re.findall(r"`(\w+)`", table)
+    assert sorted(named) == sorted([*names, "priority"]), "`priority` is a prioritizer and a retention policy"
+    assert all(link.endswith(f"#{name}") for name, link in re.findall(r"\[`(\w+)`\]\(([^)]*)\)", table))
+    assert table.count("\n|") <= 24, "fits one screen"
