@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.fairness.accounts import Accounts, QuantumConfig
+from vajra_policies.fairness.accounts import Accounts, QuantumConfig, added
 from vajra_policies.fairness.deficits import refill
 from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ReplicaId, RequestView
 
@@ -64,7 +64,7 @@ class Dlpm:
 
     def on_step_end(self, step: EndedStep) -> None:
         """Charge for generated tokens."""
-        self._accounts.end_step(step)
+        self._accounts.collect_all()
         self._refill()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -72,11 +72,11 @@ class Dlpm:
         self._accounts.depart(requests)
         self._refill()
 
-    def _charge(self, tenant: str, cost: float) -> None:
-        self._deficits[tenant] = self._deficits.get(tenant, 0.0) - cost
+    def _charge(self, tenant: str, cost: float, times: int) -> None:
+        self._deficits[tenant] = added(self._deficits.get(tenant, 0.0), -cost, times)
 
     def _refill(self) -> None:
-        refill(self._deficits, self._accounts.waiting, self._quantum)
+        refill(self._deficits, self._accounts.num_waiting, self._quantum)
 
 
 def _build(config: DlpmConfig, context: PolicyContext) -> Dlpm:
