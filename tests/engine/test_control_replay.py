@@ -211,7 +211,6 @@ RETENTIONS: list[Any] = [
     "arc",
     {"policy": "ttl", "params": {"ttl_s": 0.05}},
     {"policy": "session_pin", "params": {"pin_s": 0.1}},
-    {"policy": "continuum_pins", "params": {"ttl_s": 0.1}},
 ]
 
 
@@ -292,8 +291,8 @@ def test_a_join_waits_for_its_last_parent_on_the_engine_and_in_its_replay(hollow
     assert replay(tmp_path / "run").is_equal
 
 
-PREEMPTS_SELDOM = {"orca", "past_future", "preemptive", "hygen"}
-"""Two look at the memory to come before they admit anybody, two let others pause while memory lasts."""
+PREEMPTS_SELDOM = {"orca", "past_future", "preemptive", "hygen", "min_chunk_hold", "mixed_prefill_governor"}
+"""Two look at the memory to come before they admit anybody, two let others pause while memory lasts, two hold prompts back."""
 FEW = {**SINGLES, "num_requests": 14, "prompt_tokens": {"type": "uniform", "min": 20, "max": 140}}
 
 

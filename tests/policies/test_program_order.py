@@ -69,7 +69,7 @@ def test_the_score_weighs_little_service_against_a_long_wait() -> None:
     policy.on_departures([Call(Program("old"), num_prompt_tokens=1000)], 8.0)  # type: ignore[list-item]
     policy.on_departures([Call(Program("mid"), num_prompt_tokens=495)], 8.0)  # type: ignore[list-item]
     policy.on_arrivals(list(calls.values()), 9.0)
-    scores = {name: -policy.key(call, 10.0) for name, call in calls.items()}
+    scores = {name: -policy.group_key(name) for name in calls}
     assert scores["new"] == pytest.approx(0.8)
     assert scores["old"] == pytest.approx(0.2)
     assert scores["mid"] == pytest.approx(0.8 * 0.5 + 0.2 / 3)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from vajra_policies.waiting import Waiting
 from vajra_py.contract import (
+    FallenGroups,
     KeyMotion,
     Layer,
     PolicyConfig,
@@ -30,35 +31,45 @@ class LeastAttainedServiceConfig(PolicyConfig):
 
 
 class LeastAttainedService:
-    """Key = minus the score w_s * (1 - norm(service)) + w_h * norm(wait of the first request) of the request's program.
+    """Key of a program = minus its score w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
 
     - A request that ends adds its weighted tokens, cached ones included, to its program's service, which halves every `half_life_s`.
     - norm maps what programs with waiting requests have to 0 .. 1, from the least to the most; it is 0 for all where these are equal.
     - Requests of one program are served in order of arrival. One without a program belongs to its tenant.
 
-    A program that has used nothing lately goes first, and one that waits for long catches up. Scores are made anew whenever a
-    request is admitted, so keys are `VOLATILE`.
+    A program that has used nothing lately goes first, and one that waits for long catches up. Time alone changes no score: services
+    fade in one proportion, and waits grow alike. What comes, is admitted or ends may change all of them.
 
     Left out: the service of programs that are idle for an hour is not dropped; by then it has halved sixty times.
 
     Source: llm-d's router, flow-control plugin `program-aware-fairness`, strategy `las`.
     """
 
-    key_motion = KeyMotion.VOLATILE
+    key_motion = KeyMotion.STATIC
 
     def __init__(self, config: LeastAttainedServiceConfig) -> None:
         self._config = config
         self._waiting = Waiting(_program_of)
         self._services: dict[str, tuple[float, float]] = {}
         """Service of each program, and when it was that."""
-        self._scores: dict[str, float] = {}
-        self._scored_at: float | None = None
+        self._scores: dict[str, float] | None = {}
+        """Scores of the programs that wait; None: they are to be made anew."""
+        self._changed_at = 0.0
+        self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
+        """The same for all of a program."""
+        return 0.0
+
+    def group(self, request: RequestView) -> str:
+        """The program."""
+        return _program_of(request)
+
+    def group_key(self, group: str) -> float:
         """Minus the score; 0 where no request of the program waits."""
-        if self._scored_at != now:
-            self._scores, self._scored_at = self._scores_at(now), now
-        return -self._scores.get(_program_of(request), 0.0)
+        if self._scores is None:
+            self._scores = self._scores_at(self._changed_at)
+        return -self._scores.get(group, 0.0)
 
     def service(self, program: str, now: float) -> float:
         """What is left at `now` of the program's service, weighted tokens."""
@@ -71,17 +82,17 @@ class LeastAttainedService:
         for request in requests:
             if not request.is_resident:
                 self._waiting.add(request)
-        self._scored_at = None
+        self._change(now)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The program's next request is its first one."""
         self._waiting.remove(request)
-        self._scored_at = None
+        self._change(now)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """It waits again."""
         self._waiting.add(request)
-        self._scored_at = None
+        self._change(now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Count the service of those that were served."""
@@ -94,11 +105,17 @@ class LeastAttainedService:
                 )
                 program = _program_of(request)
                 self._services[program] = (self.service(program, now) + cost, now)
-        self._scored_at = None
+        self._change(now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
         """Forget it."""
         self._services.pop(program.program_id, None)
+
+    def _change(self, now: float) -> None:
+        """Make scores anew; any of them may have risen."""
+        self._scores, self._changed_at = None, now
+        for program in self._waiting.groups:
+            self.fallen_groups.add(program)
 
     def _scores_at(self, now: float) -> dict[str, float]:
         heads = {name: next(iter(members)) for name, members in self._waiting.groups.items()}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from vajra_policies.slo.promises import promised_tpot_s
 from vajra_policies.slo.reading import Reading
 from vajra_py.contract import (
     EndedStep,
@@ -109,9 +110,7 @@ class Andes:
     def _reading(self, request: RequestView) -> Reading:
         reading = self._readings.get(request)
         if reading is None:
-            config, promised_s = self._config, request.tpot_slo_s
-            if promised_s is None:
-                promised_s = request.tbt_slo_s
+            config, promised_s = self._config, promised_tpot_s(request)
             speed = config.reading_speed if not promised_s else 1.0 / promised_s
             ttft_s = config.expected_ttft_s if request.ttft_slo_s is None else request.ttft_slo_s
             reading = self._readings[request] = Reading(speed, ttft_s)

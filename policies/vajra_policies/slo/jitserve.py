@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from vajra_policies.size.lengths import LengthConfig, Lengths
+from vajra_policies.slo.promises import promised_tpot_s
 from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ProgramView, RequestView
 
 _LEAST_RATIO = 1e-6
@@ -108,7 +109,7 @@ class Jitserve:
         return sum(self._tokens(one) for one in calls) * ratio / remaining_s
 
     def _reward(self, request: RequestView, now: float) -> float:
-        between_s = request.tbt_slo_s if request.tbt_slo_s is not None else request.tpot_slo_s
+        between_s = promised_tpot_s(request)
         age_s = now - request.arrived_at
         if request.deadline_at is not None:
             allowed_s = request.deadline_at - request.arrived_at

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import preemption_mode
+from vajra_policies.slo.promises import promised_tpot_s
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -87,7 +88,7 @@ class Scorpio(FixedChunk):
             self._credits.pop(request, None)
 
     def _tpot_s(self, request: RequestView) -> float:
-        promised_s = request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
+        promised_s = promised_tpot_s(request)
         return self._default_tpot_s if promised_s is None else promised_s
 
     def _add_due(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:

@@ -1,0 +1,104 @@
+"""PolyServe's tiers of promised times per token, and its checks that a replica keeps its promises with one more request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import Field, field_validator
+
+from vajra_policies.routing import load_in
+from vajra_policies.slo.promises import promised_tpot_s
+from vajra_py.contract import BatchFeatures, PolicyConfig, PolicyContext, ReplicaLoadView, RequestView
+
+
+class TierConfig(PolicyConfig):
+    """Parameters of tiers."""
+
+    tiers_s: tuple[float, ...] = Field(
+        (0.02, 0.03, 0.05, 0.1),
+        min_length=1,
+        description="Promised times per output token of the tiers, rising seconds; a request belongs to the loosest one that keeps its own.",
+    )
+    default_output_tokens: float = Field(
+        256.0,
+        ge=0,
+        description="Mean output of a tier before any of its requests has ended.",
+        json_schema_extra={"unit": "tokens"},
+    )
+
+    @field_validator("tiers_s")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if value[0] <= 0 or list(value) != sorted(set(value)):
+            raise ValueError(f"tiers_s do not rise from above 0 (got {value}). Allowed: such as [0.03, 0.1]")
+        return value
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Output tokens of a tier's ended requests."""
+
+    mean: float
+    count: int = 0
+
+
+class Tiers:
+    """Tiers by number, the tightest first. The policy tells of requests that have ended."""
+
+    def __init__(self, config: TierConfig, context: PolicyContext) -> None:
+        self._tpots_s = config.tiers_s
+        self._latency = context.latency
+        self._prefill_time = context.prefill_time
+        self._block_size = context.limits.block_size
+        self._load = load_in("tokens")
+        self._outputs = [_Outputs(config.default_output_tokens) for _ in config.tiers_s]
+
+    def learn(self, request: RequestView) -> None:
+        """A request has ended; its output counts in the mean of its tier."""
+        if request.num_output_tokens:
+            outputs = self._outputs[self.promised(request)]
+            outputs.count += 1
+            outputs.mean += (request.num_output_tokens - outputs.mean) / outputs.count
+
+    def promised(self, request: RequestView) -> int:
+        """The loosest tier that keeps the request's time per token, or the tightest of all."""
+        tpot_s = promised_tpot_s(request)
+        last = len(self._tpots_s) - 1
+        return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
+
+    def of(self, request: RequestView, now: float) -> tuple[int, bool]:
+        """Tier of the request, and whether its promises can be kept: not if an idle replica would break them."""
+        prefill_s = self._prefill_time.total_s(request.num_prompt_tokens)
+        tier = self.promised(request)
+        if self._in_time(request, tier, prefill_s, self._step_s(1, request.num_prompt_tokens), now):
+            return tier, True
+        return len(self._tpots_s) - 1, False
+
+    def _in_time(self, request: RequestView, tier: int, prefill_s: float, step_s: float, now: float) -> bool:
+        """Checks (1) and (2): the first two tokens."""
+        if request.ttft_slo_s is None:
+            return True
+        left_s = request.arrived_at + request.ttft_slo_s - now
+        tpot_s = promised_tpot_s(request)
+        return prefill_s <= left_s and prefill_s + step_s <= left_s + (
+            self._tpots_s[tier] if tpot_s is None else tpot_s
+        )
+
+    def keeps(
+        self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, has_promises: bool
+    ) -> bool:
+        """The three checks, for a replica of this tier."""
+        prompt = request.num_prompt_tokens
+        hit = min(replica.prefix_hit_tokens(request), prompt - 1)
+        own_s = self._prefill_time.remaining_s(prompt, hit)
+        prefill_s = own_s * (1.0 + replica.num_pending_tokens / (prompt - hit))
+        num_requests = replica.num_running + replica.num_waiting + 1
+        num_tokens = self._load(replica) + prompt
+        if has_promises and not self._in_time(request, tier, prefill_s, self._step_s(num_requests, num_tokens), now):
+            return False
+        peak = num_tokens + num_requests * self._outputs[tier].mean
+        fits = num_requests <= replica.max_batch_size and peak <= replica.num_blocks * self._block_size
+        return fits and self._step_s(num_requests, peak) <= self._tpots_s[tier]
+
+    def _step_s(self, num_decodes: int, context_tokens: float) -> float:
+        return self._latency.batch_time_s(BatchFeatures().with_decodes(num_decodes, int(context_tokens)))
