@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +75,8 @@ class KeyWatch:
     def interposed(self) -> Any:
         """The policy under watch."""
         groups = self.groups
-        replaced = {"key": self.key, "line": self.line, "group": groups.group, "group_key": groups.group_key}
+        replaced: dict[str, Callable[..., Any]] = {"key": self.key, "line": self.line}
+        replaced |= {"group": groups.group, "group_key": groups.group_key}
         return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
