@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.cli.run import _Display
+from vajra_py.cli.progress import RunsDisplay
 from vajra_py.experiment.runs.sweep import PointStatus
 
 Vajra = Callable[..., Any]
@@ -219,11 +219,11 @@ def test_an_interrupted_run_keeps_its_tables(
 ) -> None:
     small.write_text(small.read_text() + sweep)
 
-    def interrupt(self: _Display, index: int, state: PointStatus) -> None:
+    def interrupt(self: RunsDisplay, index: int, state: PointStatus) -> None:
         if state.num_done and not state.is_finished:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(_Display, "point", interrupt)
+    monkeypatch.setattr(RunsDisplay, "point", interrupt)
     said = vajra("run", small, "-q", "--workers", "1", "--set", "workload.num_requests=200")
     assert said.code == 130
     assert said.err.startswith("interrupted; what was reached is in ")
@@ -236,7 +236,7 @@ def test_an_interrupted_run_keeps_its_tables(
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_is_run_again(vajra: Vajra, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_Display, "point", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(RunsDisplay, "point", lambda *_: signal.raise_signal(signal.SIGINT))
         assert vajra("run", small, "-q").code == 130
     assert vajra("run", small, "-q").code == 0
     assert status(Path("runs/small")) == "finished"

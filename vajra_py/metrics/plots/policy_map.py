@@ -168,10 +168,10 @@ def _look(style: dict[str, Look], policy: str, only: str | None) -> Look:
 def _draw_line(panel: Axes, own: WorkloadComparison, policy: str, key: str, look: Look) -> bool:
     """Draw a policy's means and intervals over the loads; overloaded ones are hollow. Return False if there is none."""
     scale = BY_KEY[key].scale
-    loads = [load for load in own.loads if own.value(policy, load, key) is not None and own.offered(load) is not None]
+    loads = [load for load in own.loads if own.value(policy, load, key) is not None]
     if not loads:
         return False
-    xs = [own.offered(load) for load in loads]
+    xs = [own.offered(load) or 0.0 for load in loads]
     ys = [(own.value(policy, load, key) or 0.0) * scale for load in loads]
     panel.plot(xs, ys, label=policy, **look.line)
     if look.is_muted:
