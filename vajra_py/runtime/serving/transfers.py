@@ -62,7 +62,7 @@ class Transfers(Generic[R]):
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent.
         """
-        source, target = (one.replica.replica_id for one in ends)
+        source, target = ends[0].replica.replica_id, ends[1].replica.replica_id
         now = self._driver.now
         for observer in self._replicaset.observers:
             observer.on_transfer(request, source, target, num_moved, to_seconds(now))
@@ -107,7 +107,7 @@ class Transfers(Generic[R]):
         done()
 
     def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
-        source, target = (end.replica.replica_id for end in (one.source, one.target))
+        source, target = one.source.replica.replica_id, one.target.replica.replica_id
         for observer in self._replicaset.observers:
             observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))
 
