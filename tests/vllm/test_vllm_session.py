@@ -102,9 +102,8 @@ def test_a_server_that_is_told_to_stop_leaves_a_session_that_replays(tiny_model:
             answer = clients.submit(stream, server, list(range(9, 40)), 450, samples=NUM_SAMPLES, began=began)
             assert began.wait(DEADLINE_S)
             end = time.monotonic() + DEADLINE_S
-            while not metric(
-                server, "vllm:num_preemptions_total"
-            ):  # a slow machine may not have kept requests side by side
+            # A busy machine may not have kept requests side by side before.
+            while metric(server, "vllm:num_preemptions_total") == 0:
                 assert time.monotonic() < end, "nobody was preempted"
             server.process.send_signal(signal.SIGTERM)  # to the command alone, which tells its processes
             server.process.wait(60)

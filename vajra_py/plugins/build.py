@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from vajra_py.contract import (
     AdmissionPolicy,
+    FallenGroups,
     KeyMotion,
     Layer,
     PolicyContext,
@@ -73,7 +74,7 @@ PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
 """Methods required of each kind of routing part, with the number of arguments of each call."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
+    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2, "group": 1, "group_key": 1},
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
@@ -103,7 +104,7 @@ RETENTION_OPTIONS: Mapping[str, int] = {
 """Optional methods of a retention policy about the content that it ranks."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
-    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
+    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups"}),
     Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
     Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
 }
@@ -294,6 +295,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
+        _check_groups(policy, what, plugin)
 
 
 def check_admission_shape(policy: object, what: str, plugin: str) -> None:
@@ -396,6 +398,18 @@ def _check_key_motion(policy: object, what: str, plugin: str) -> None:
         raise PluginError(plugin, f"{what}: key_motion is {motion!r}; expected one of {choices}")
     if motion is KeyMotion.TIME_LINEAR:
         _check_methods(policy, {"line": 1}, f"{what} (KeyMotion.TIME_LINEAR)", plugin)
+
+
+def _check_groups(policy: object, what: str, plugin: str) -> None:
+    if _has(policy, "group") != _has(policy, "group_key"):
+        raise PluginError(plugin, f"{what}: group and group_key belong together, and it has one of them")
+    fallen = getattr(policy, "fallen_groups", None)
+    if fallen is None:
+        return
+    if not isinstance(fallen, FallenGroups):
+        raise PluginError(plugin, f"{what}: fallen_groups is {fallen!r}; expected a FallenGroups")
+    if not _has(policy, "group"):
+        raise PluginError(plugin, f"{what}: fallen_groups is for a policy with group and group_key, and it has neither")
 
 
 def _check_methods(target: object, methods: Mapping[str, int], what: str, plugin: str) -> None:
