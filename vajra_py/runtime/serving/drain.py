@@ -28,7 +28,8 @@ class Drains(Generic[R]):
         self._replicaset = replicaset
         self._migrations = migrations
         self._driver = driver
-        self._draining: dict[int, R] = {}
+        self.draining: dict[int, R] = {}
+        """Replicas whose requests move away, by id; without any, `advance` has nothing to do."""
         self._num_admissions: dict[int, int] = {}
         """Admissions of each of them at the last look; others may have come with KV that was on its way."""
         self._is_due = False
@@ -37,7 +38,7 @@ class Drains(Generic[R]):
     def begin(self, one: R) -> None:
         """Let the requests of a replica move away that drains from now on. Raises `PolicyError`."""
         if one.replica.parts.role is not PoolRole.PREFILL:
-            self._draining[one.replica.replica_id] = one
+            self.draining[one.replica.replica_id] = one
             self.room_changed()
             self.advance()
 
@@ -47,11 +48,9 @@ class Drains(Generic[R]):
 
     def advance(self) -> None:
         """Begin the migrations that are possible now. Raises `PolicyError`, since the replicaset scheduler chooses targets."""
-        if not self._draining:
-            return
-        for replica_id, one in list(self._draining.items()):
+        for replica_id, one in list(self.draining.items()):
             if self._replicaset.state_of(replica_id) is not ReplicaState.DRAINING:
-                del self._draining[replica_id]
+                del self.draining[replica_id]
                 continue
             num_admissions = one.replica.running_set.num_admissions
             if self._is_due or num_admissions != self._num_admissions.get(replica_id):
@@ -83,5 +82,5 @@ class Drains(Generic[R]):
 
     def clear(self) -> None:
         """Forget every drain."""
-        self._draining.clear()
+        self.draining.clear()
         self._num_admissions.clear()

@@ -38,7 +38,8 @@ class Movement(Generic[R]):
     def transfers_due(self) -> None:
         """Let KV arrive whose transfer has ended by now."""
         self._transfers.due()
-        self._drains.advance()
+        if self._drains.draining:
+            self._drains.advance()
 
     def is_under_way(self, number: int) -> bool:
         """Return True if a transfer that is not timed is under way."""
@@ -67,7 +68,8 @@ class Movement(Generic[R]):
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
             self._drains.room_changed()
-        self._drains.advance()
+        if self._drains.draining:
+            self._drains.advance()
 
     def requests_ended(self, ended: Iterable[tuple[Request, EndReason]]) -> None:
         """Give back what is set aside for requests that have ended by themselves."""

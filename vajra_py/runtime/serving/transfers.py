@@ -78,7 +78,7 @@ class Transfers(Generic[R]):
         num_moved: int,
         done: Callable[[], None],
     ) -> tuple[int, int]:
-        source, target = (one.replica.replica_id for one in ends)
+        source, target = ends[0].replica.replica_id, ends[1].replica.replica_id
         for observer in self._replicaset.observers:
             observer.on_transfer(request, source, target, num_moved, to_seconds(self._driver.now))
         one = Transfer(self._num_started, request, *ends, *lacking)
@@ -154,7 +154,7 @@ class Transfers(Generic[R]):
         done()
 
     def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
-        source, target = (end.replica.replica_id for end in (one.source, one.target))
+        source, target = one.source.replica.replica_id, one.target.replica.replica_id
         for observer in self._replicaset.observers:
             observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))
 
