@@ -251,5 +251,22 @@ class Observer:
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
         """Idle content is about to be overwritten, by the choice of a retention policy other than the default one."""
 
+    def on_tier_hit(
+        self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], now: float
+    ) -> None:
+        """The prefix of a waiting request was loaded: tokens by the memory tier where they were found."""
+
+    def on_tier_transfer(
+        self,
+        replicaset: str,
+        replica_id: ReplicaId,
+        ends: tuple[str, str],
+        num_blocks: int,
+        num_bytes: int,
+        started_at: float,
+        now: float,
+    ) -> None:
+        """Content of a replica's cache has come from one memory tier ("device" is one) to another; of a transfer that was cut, what arrived."""
+
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

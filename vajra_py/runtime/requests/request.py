@@ -40,6 +40,10 @@ class RequestState(Enum):
     """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
     ARRIVED = "arrived"
     """Waiting, the KV that it came with in its replica's memory."""
+    LOADING = "loading"
+    """Waiting, KV of its prefix on its way from a lower tier of its replica's memory to blocks that it holds."""
+    LOADED = "loaded"
+    """Waiting, the KV of its prefix in blocks that it holds."""
     ENDED = "ended"
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
@@ -52,11 +56,11 @@ _UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTE
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
     RequestState.DEFERRED: frozenset({RequestState.WAITING, RequestState.ENDED}),
-    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.LOADING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset(
         {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
     ),
-    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.LOADING, RequestState.ENDED}),
     RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.HELD: frozenset(
         {
@@ -71,6 +75,8 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
         {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
     ),
     RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.LOADING: frozenset({RequestState.LOADED, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.LOADED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 

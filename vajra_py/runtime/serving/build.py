@@ -34,6 +34,7 @@ from vajra_py.plugins import (
 )
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions, Retention
 from vajra_py.runtime.kv.interface import max_request_tokens
+from vajra_py.runtime.kv.tiers import KvTiers
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -42,6 +43,7 @@ from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
+from vajra_py.runtime.serving.build_tiers import TiersOfReplicaset, tier_rules
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -214,9 +216,13 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
 
 
 def build_memory(
-    settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False, retention: Retention | None = None
+    settings: ReplicaConfig,
+    limits: ReplicaLimits,
+    records_copies: bool = False,
+    retention: Retention | None = None,
+    tiers: KvTiers | None = None,
 ) -> KvMemory:
-    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do)."""
+    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do), `tiers` are below it."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -242,6 +248,7 @@ def build_memory(
         host_blocks=limits.host_blocks,
         records_copies=records_copies,
         retention=retention,
+        tiers=tiers,
     )
 
 
@@ -336,8 +343,11 @@ def build_replicaset(
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
+    replicaset.tiers = tier_rules([(plan.settings, plan.limits) for plan in plans])
+    makes_tiers = TiersOfReplicaset(context, seeds, services.registry)
     for replica_id, plan in enumerate(plans):
-        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+        tiers = makes_tiers.of(replica_id, plan.settings, plan.limits)
+        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services, tiers))
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()
@@ -438,6 +448,7 @@ def _build_replica(
     plan: ReplicaPlan,
     policies: Policies,
     services: Services,
+    tiers: KvTiers | None,
     shared: SharedAccess,
 ) -> Replica:
     return Replica(
@@ -450,6 +461,7 @@ def _build_replica(
                 plan.limits,
                 services.records_copies,
                 _order_of(policies.retention[replica_id], services.registry),
+                tiers,
             ),
             queue=policies.new_queue(),
             shared=shared,

@@ -85,6 +85,8 @@ class Replica:
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
         self.num_steps = 0
         self.num_in_flight = 0
+        self.has_tiers = parts.memory.tiers is not None
+        """True if there are tiers of memory below the device."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None

@@ -22,6 +22,7 @@ from vajra_py.contract import (
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -73,6 +74,7 @@ class Replicaset:
         "scheduler_name",
         "shared",
         "sync",
+        "tiers",
     )
 
     def __init__(
@@ -119,6 +121,8 @@ class Replicaset:
         """Policies in force; None: the replicaset was put together by hand, and its policies stay."""
         self.hand_off: HandOffRules | None = None
         """Rules by which requests leave with their KV; None: they do not."""
+        self.tiers: TierMovesRules | None = None
+        """Links and rules of the memory tiers below its replicas' devices; None: there are none."""
         self.held_back: dict[Request, None] = {}
         """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
         self.newly_held_back: list[Request] = []
