@@ -1,7 +1,7 @@
 """Functions that are written out field by field, since a loop over fields takes several times as long.
 
-They are made for millions of requests. Constructors of frozen dataclasses set each field through `object.__setattr__`, which takes twice as
-long as its slot.
+They are made for millions of requests. Constructors of frozen dataclasses set each field through `object.__setattr__`, which takes many
+times as long as an assignment.
 """
 
 from __future__ import annotations
@@ -15,10 +15,22 @@ T = TypeVar("T")
 
 
 def maker(made: type[T], names: Sequence[str]) -> Callable[..., T]:
-    """A constructor of a slotted class without checks or defaults: the values of all its fields, in the order of `names`."""
-    lines = [f"def make({', '.join(names)}):", "    made = new(cls)", *(f"    set_{n}(made, {n})" for n in names)]
-    setters = {f"set_{name}": getattr(made, name).__set__ for name in names}
-    make: Callable[..., T] = _compiled([*lines, "    return made"], {"new": object.__new__, "cls": made} | setters)
+    """A constructor of a slotted class without checks or defaults: the values of all its fields, in the order of `names`.
+
+    A frozen class takes no assignments, so its fields are assigned to an object of a class alike, whose class is then changed.
+    """
+    alike = type(
+        made.__name__,
+        made.__bases__,
+        {
+            "__slots__": made.__dict__["__slots__"],
+            "__setattr__": object.__setattr__,
+            "__delattr__": object.__delattr__,
+        },
+    )
+    lines = [f"def make({', '.join(names)}):", "    made = new(alike)", *(f"    made.{n} = {n}" for n in names)]
+    known = {"new": object.__new__, "alike": alike, "cls": made}
+    make: Callable[..., T] = _compiled([*lines, "    made.__class__ = cls", "    return made"], known)
     return make
 
 

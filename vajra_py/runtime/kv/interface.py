@@ -180,6 +180,10 @@ class KvMemory(Protocol):
         """True if a policy, or a record, notes when content comes and goes."""
 
     @property
+    def may_expire(self) -> bool:
+        """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
+
+    @property
     def repeat_headroom(self) -> int:
         """Blocks that decodes may take in steps that are applied later than they happen."""
 

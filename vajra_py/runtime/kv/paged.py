@@ -76,6 +76,8 @@ class PagedKvMemory:
         "_tables",
         "_tell_evicted",
         "block_size",
+        "is_watched",
+        "may_expire",
         "tiers",
     )
 
@@ -104,6 +106,10 @@ class PagedKvMemory:
         self._retention = retention
         self.tiers = tiers
         self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
+        self.is_watched = retention is not None or tiers is not None
+        """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
+        self.may_expire = retention is not None
+        """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
         self._pins = Pins()
         self._most_pinned = 0 if prefix_cache is None else int(prefix_cache.max_pinned_fraction * num_blocks)
         self._pool = self._new_pool(num_blocks, prefix_cache)
@@ -157,11 +163,6 @@ class PagedKvMemory:
         """Blocks that decodes may take in steps that are applied later than they happen."""
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
-
-    @property
-    def is_watched(self) -> bool:
-        """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
-        return self._events is not None or self._retention is not None or self.tiers is not None
 
     @property
     def next_due(self) -> float:
@@ -471,6 +472,7 @@ class PagedKvMemory:
         self.unpin(name)
         if pinned:
             self._pins.add(name, pinned, until)
+            self.may_expire = True
         return True
 
     def unpin(self, name: Hashable) -> bool:
@@ -521,6 +523,7 @@ class PagedKvMemory:
     def report_content(self, events: ContentEvents) -> None:
         """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
         self._events = self._pool.events = events
+        self.is_watched = True
         events.stored(self._pool.contents())
 
     def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:

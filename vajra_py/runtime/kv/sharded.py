@@ -210,7 +210,7 @@ class KvParallelMemory:
     # Nothing is cached, so there is nothing to pin, to expire or to hear of
 
     next_due = inf
-    is_watched = expires_content = False
+    is_watched = expires_content = may_expire = False
     tiers = None
     num_pinned_blocks = 0
     policy_error = None

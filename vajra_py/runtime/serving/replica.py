@@ -71,6 +71,40 @@ class ReplicaParts:
 class Replica:
     """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
 
+    __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_cache_at_end",
+        "_end_watchers",
+        "_eviction_watchers",
+        "_inherited",
+        "_num_waiting_in_run",
+        "_output_limits",
+        "_schedule",
+        "_step_logs",
+        "_step_watchers",
+        "_to_abort",
+        "_view",
+        "around",
+        "builder",
+        "expects_kv",
+        "forms_steps",
+        "gives_first_token",
+        "hands_off",
+        "has_tiers",
+        "lifecycle",
+        "limits",
+        "max_request_tokens",
+        "memory",
+        "newly_held",
+        "num_in_flight",
+        "num_steps",
+        "parts",
+        "queue",
+        "repeats",
+        "replica_id",
+        "replicaset",
+        "running_set",
+    )
+
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts = parts
         self.replicaset = parts.replicaset
@@ -335,7 +369,7 @@ class Replica:
         if self.queue.is_arbitrary:
             self.running_set.read_keys_again()
         try:
-            if self.memory.policy_error is not None:
+            if self.memory.is_watched and self.memory.policy_error is not None:
                 raise self.memory.policy_error
             self._schedule(view, builder, seconds)
         except PolicyError as error:
@@ -454,7 +488,7 @@ class Replica:
             for tell in listeners:
                 tell(step)
         finished += aborted
-        if self.memory.policy_error is not None:
+        if self.memory.is_watched and self.memory.policy_error is not None:
             raise self.memory.policy_error.at(self.replica_id, plan.step_index)
         if finished and self.parts.options.holds_ended_slots:
             self.builder.hold_slots(len(finished))

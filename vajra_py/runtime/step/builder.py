@@ -128,7 +128,8 @@ class Builder(PlanDraft):
 
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
-        if self._memory.next_due <= now:
+        memory = self._memory
+        if memory.may_expire and memory.next_due <= now:
             self._lifecycle.pinning.settle(now)
         self._empty(now)
         self._order = None

@@ -46,7 +46,7 @@ class Repeats:
             return 0
         if plan.num_requests != plan.num_running:
             return 0
-        if memory.next_due < inf or (memory.is_watched and pool.num_public):
+        if (memory.may_expire and memory.next_due < inf) or (memory.is_watched and pool.num_public):
             return 0  # something happens at its own time
         num_steps = pool.steps_to_next_end() - 1
         free = memory.repeat_headroom
