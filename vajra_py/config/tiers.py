@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +10,29 @@ from pydantic import Field, field_validator, model_validator
 from vajra_py.config.sections import NAME_PATTERN, Count, PolicyChoice, PositiveCount, Seconds, Section, Switch
 
 _Bandwidth = Annotated[float, Field(strict=True, ge=1e-9, le=1e9)]
+
+
+TIER_PRESETS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "vllm_offloading": (
+        {"prefetch": "wait_complete", "prefetch_from": "admission", "prompts_only": True},
+        {"write": "write_through", "retention": {"policy": "lru"}},
+    ),
+    "sglang_hicache": (
+        {
+            "prefetch": "timeout",
+            "prefetch_from": "arrival",
+            "prefetch_timeout_s": 1.0,
+            "prefetch_timeout_s_per_1k_tokens": 0.25,
+            "min_prefetch_tokens": 256,
+            "min_load_tokens": 10,
+        },
+        {"write": "write_through", "retention": {"policy": "lru"}},
+    ),
+}
+"""Rules of systems by name: those of all tiers, and those of each.
+
+Sources: vLLM 0.33 `OffloadingConnector` with its CPU and secondary tiers; SGLang 0.5.23 HiCache and its defaults.
+"""
 
 
 class TierConfig(Section):
@@ -53,7 +77,9 @@ class TierConfig(Section):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.exclusive and self.write != "write_back":
-            raise ValueError(f"exclusive does not go with {self.write}, which keeps content in both; allowed: write_back")
+            raise ValueError(
+                f"exclusive does not go with {self.write}, which keeps content in both; allowed: write_back"
+            )
         if self.exclusive and self.shared:
             raise ValueError("a shared tier cannot be exclusive: other replicas find its content")
         if self.shared_bandwidth_gb_s is not None and not self.shared:
@@ -66,6 +92,9 @@ class TierConfig(Section):
 class TiersConfig(Section):
     """Memory tiers below the device, nearest first, and how content comes back from them. A list is short for `levels`."""
 
+    preset: Literal["vllm_offloading", "sglang_hicache"] | None = Field(
+        None, description="Rules of a system, for the keys that are left out here and in the levels; null: those of this schema."
+    )
     levels: tuple[TierConfig, ...] = Field(min_length=1, description="Tiers, nearest to the device first.")
     prefetch: Literal["wait_complete", "timeout", "best_effort"] = Field(
         "wait_complete",
@@ -90,6 +119,9 @@ class TiersConfig(Section):
     min_load_tokens: Count = Field(
         0, description="Fewest tokens that are loaded from the first tier to the device; what is less is computed."
     )
+    prompts_only: Switch = Field(
+        False, description="Keep content of prompts alone; generated tokens are kept once a later prompt has them."
+    )
     kv_bytes_per_token: PositiveCount | None = Field(
         None, description="Bytes that a token's KV takes on a link; null: what the model has."
     )
@@ -97,7 +129,16 @@ class TiersConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
-        return {"levels": value} if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return {"levels": value}
+        preset = TIER_PRESETS.get(value.get("preset")) if isinstance(value, Mapping) else None
+        if preset is None:
+            return value
+        of_all, of_each = preset
+        levels = value.get("levels")
+        if isinstance(levels, list | tuple):
+            levels = [{**of_each, **one} if isinstance(one, Mapping) else one for one in levels]
+        return {**of_all, **value, "levels": levels}
 
     @field_validator("levels")
     @classmethod

@@ -252,9 +252,9 @@ class Observer:
         """Idle content is about to be overwritten, by the choice of a retention policy other than the default one."""
 
     def on_tier_hit(
-        self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], now: float
+        self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
     ) -> None:
-        """The prefix of a waiting request was loaded: tokens by the memory tier where they were found."""
+        """The prefix of a waiting request was loaded in so many seconds: tokens by the memory tier where they were found."""
 
     def on_tier_transfer(
         self,

@@ -244,4 +244,6 @@ class TierStore:
         waiting = sum(one.parent is None and one.parent_hash is not None for one in self._blocks.values())
         require(listed == waiting, f"tier {self.name}: a block is listed that is gone")
         ends = sum(one.is_idle and not one.num_children for one in self._blocks.values())
-        require(len(self.order) == ends, f"tier {self.name}: an end of a chain is no candidate, or a candidate is no end")
+        require(
+            len(self.order) == ends, f"tier {self.name}: an end of a chain is no candidate, or a candidate is no end"
+        )

@@ -80,8 +80,15 @@ class KvTiers:
     """The tiers below one replica's device, nearest first; level 0 is the first one."""
 
     def __init__(
-        self, stores: Sequence[TierStore], rules: Sequence[TierRules], block_size: int, replica_id: int = 0
+        self,
+        stores: Sequence[TierStore],
+        rules: Sequence[TierRules],
+        block_size: int,
+        replica_id: int = 0,
+        *,
+        prompts_only: bool = False,
     ) -> None:
+        """`prompts_only`: generated tokens are kept once they are in a prompt."""
         self.stores = stores
         self.rules = rules
         self.block_size = block_size
@@ -96,6 +103,7 @@ class KvTiers:
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
         """Records of what each tier holds; None: nobody reads it."""
         self._replica_id = replica_id
+        self._prompts_only = prompts_only
         self._clock: Callable[[], float] = float
         self._device: dict[Hashable, _OnDevice] = {}
         self._loaded: dict[Hashable, int] = {}
@@ -117,6 +125,12 @@ class KvTiers:
     def policy_error(self) -> PolicyError | None:
         """Violation of the contract by a tier's retention policy; None: there was none."""
         return next((store.policy_error for store in self.stores if store.policy_error is not None), None)
+
+    def report(self, events: Sequence[ContentEvents]) -> None:
+        """Record what each tier holds, and from now on what it comes to hold and loses."""
+        self.events = events
+        for store, one in zip(self.stores, events, strict=True):
+            one.stored(store.contents())
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Read the present time here from now on, seconds."""
@@ -158,11 +172,21 @@ class KvTiers:
             self._reaches_device(block_hash, one)
 
     def _reaches_device(self, block_hash: Hashable, one: _OnDevice) -> None:
-        if self.rules[0].writes_at(one.num_uses) and self.stores[0].get(block_hash) is None:
+        if (
+            self.rules[0].writes_at(one.num_uses)
+            and self.stores[0].get(block_hash) is None
+            and self._is_kept(one.depth, one.request)
+        ):
             new = TierBlock(block_hash, one.parent_hash, one.depth, one.request, self._clock())
             new.num_uses = one.num_uses
             if self._add(0, new):
                 self._computed[block_hash] = new
+
+    def _is_kept(self, depth: int, request: Any) -> bool:
+        """Return True if a block of a request may go to the tiers: of its prompt, where that alone does."""
+        if not self._prompts_only:
+            return True
+        return bool((depth + 1) * self.block_size <= request.num_prompt_tokens)
 
     def _write_below(self, level: int, one: TierBlock) -> None:
         """Write what a tier has got, or used again, to the one below it, if that wants it."""
@@ -185,7 +209,7 @@ class KvTiers:
             copy = self._computed.pop(block_hash, None)
             if copy is not None:  # it was never computed
                 self.called_off(0, copy)
-        elif self.rules[0].write == "write_back":
+        elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
             self._write(0, block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
 
     def retired(self, first_block: int, num_blocks: int, request: Any) -> None:
@@ -207,6 +231,8 @@ class KvTiers:
         number, num_blocks, request = run
         parent: Hashable = None
         for depth in range(num_blocks):
+            if not self._is_kept(depth, request):
+                return
             name = "private", self._replica_id, number, depth
             self._write(0, name, parent, depth, request, 1)
             parent = name
@@ -344,28 +370,26 @@ class KvTiers:
     def begin_fetch(self, hashes: Sequence[Hashable], levels: Sequence[int], request: Any) -> Sequence[TierFetch]:
         """Begin to read blocks of lower tiers into the first one, as far as that has room: one fetch for each tier, nearest first."""
         now, first = self._clock(), self.stores[0]
-        kept: list[TierBlock] = []
-        pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
+        sources: list[tuple[int, TierBlock]] = []
         for block_hash, level in zip(hashes, levels, strict=True):
             source = self.stores[level].get(block_hash)
             assert source is not None
-            if level:
-                there = first.get(block_hash)
-                if there is not None:
-                    break  # it is being written there
-                new = TierBlock(block_hash, source.parent_hash, source.depth, request, now)
+            if level and first.get(block_hash) is not None:
+                break  # it is being written there
+            self.stores[level].lock(source)  # before room is made: it must not go for those before it
+            sources.append((level, source))
+        pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
+        has_room = True
+        for level, source in sources:
+            if level and has_room:
+                new = TierBlock(source.block_hash, source.parent_hash, source.depth, request, now)
                 new.num_uses = source.num_uses
-                self.stores[level].lock(source)
-                if not self._add(0, new):
-                    self.stores[level].unlock(source, now)
-                    break
-                self.stores[level].use(source, request, now)
-                pairs.setdefault(level, []).append((source, new))
-            else:
-                first.lock(source)
-                kept.append(source)
-        for one in kept:
-            first.unlock(one, now)
+                has_room = self._add(0, new)
+                if has_room:
+                    self.stores[level].use(source, request, now)
+                    pairs.setdefault(level, []).append((source, new))
+                    continue
+            self.stores[level].unlock(source, now)
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:

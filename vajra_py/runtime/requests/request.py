@@ -144,6 +144,16 @@ class SharedCounters(Protocol):
         """Steps that came back so far."""
 
 
+class LooksUpPrefixes(Protocol):
+    """Memory of the replicas of a replicaset, for a request that is bound to one of them."""
+
+    def prefix_hits(self, request: Request) -> int:
+        """Leading tokens of a request in its replica's prefix cache."""
+
+    def tier_hits(self, request: Request) -> Mapping[str, int]:
+        """Leading tokens of a request by the nearest memory tier of its replica that holds them; empty without tiers."""
+
+
 class Request(_Stated):
     """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
 
@@ -159,6 +169,7 @@ class Request(_Stated):
         "admitted_at",
         "admitted_index",
         "arrived_at",
+        "caches",
         "deadline_at",
         "detail",
         "end_epoch",
@@ -177,7 +188,6 @@ class Request(_Stated):
         "num_preemptions",
         "num_prompt_tokens",
         "preempted_index",
-        "prefix_hits",
         "program",
         "replica_id",
         "replicaset",
@@ -200,8 +210,8 @@ class Request(_Stated):
         self.admission: Admission | None = None
         self.hashes: BlockHashes | None = None
         self.program: Program | None = None
-        self.prefix_hits: Callable[[Request], int] | None = None
-        """Look-up in the prefix cache of the replica where it waits or has waited; None: it was never bound to one."""
+        self.caches: LooksUpPrefixes | None = None
+        """Look-up in the memory of the replica where it waits or has waited; None: it was never bound to one."""
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
@@ -310,8 +320,15 @@ class Request(_Stated):
 
     def prefix_hit_tokens(self) -> int:
         """Leading tokens that the prefix cache of the replica where it waits holds now."""
-        is_bound = self.prefix_hits is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
-        return self.prefix_hits(self) if is_bound and self.prefix_hits is not None else 0
+        caches = self.caches
+        is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
+        return caches.prefix_hits(self) if is_bound and caches is not None else 0
+
+    def tier_hit_tokens(self) -> Mapping[str, int]:
+        """Leading tokens by the nearest memory tier of the replica where it waits that holds them now."""
+        caches = self.caches
+        is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
+        return caches.tier_hits(self) if is_bound and caches is not None else {}
 
     def block_hashes(self) -> Sequence[Hashable]:
         """Keys of the prompt's full blocks, where others can have the same."""

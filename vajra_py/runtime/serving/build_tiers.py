@@ -100,7 +100,7 @@ class TiersOfReplicaset:
                     self._shared[level.name] = store
             stores.append(store)
         rules = [TierRules(one.write, one.after_uses, one.exclusive, one.shared) for one in config.levels]
-        return KvTiers(stores, rules, limits.block_size, replica_id)
+        return KvTiers(stores, rules, limits.block_size, replica_id, prompts_only=config.prompts_only)
 
     def _store(self, index: int, level: TierConfig, limits: ReplicaLimits, owner: str) -> TierStore:
         choice = level.retention

@@ -68,6 +68,8 @@ class _Load(Generic[R]):
     """Tokens whose KV the request's blocks hold when it has ended."""
     by_tier: Mapping[str, int]
     """Loaded tokens by the tier where they were found."""
+    began_at: int
+    """Tick."""
 
 
 class TierMoves(Generic[R]):
@@ -281,7 +283,7 @@ class TierMoves(Generic[R]):
         for block_hash in found:
             by_tier[tiers.names[level_of.get(block_hash, 0)]] += size
         content = tiers.begin_load(found, request)
-        self._loads[request] = _Load(request, one, content, num_on_device + num_tokens, by_tier), -1
+        self._loads[request] = _Load(request, one, content, num_on_device + num_tokens, by_tier, self._driver.now), -1
 
     def _begin_load(self, load: _Load[R]) -> int:
         tiers = load.one.replica.memory.tiers
@@ -300,7 +302,7 @@ class TierMoves(Generic[R]):
         one.replica.lifecycle.loaded(request, load.num_tokens, now)
         tiers.end_load(load.content)
         for observer in self._replicaset.observers:
-            observer.on_tier_hit(request, one.replica.replica_id, load.by_tier, now)
+            observer.on_tier_hit(request, one.replica.replica_id, load.by_tier, now - to_seconds(load.began_at), now)
         self._flush(one)
         self._driver.wake(one)
 

@@ -248,7 +248,10 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.WATERMARK)
         busy = self._busy_groups() if self._group_tokens else frozenset()
         if state not in _WITH_KV:
-            if self._tiers is not None and (refusal := self._from_tiers(self._tiers, request, done, to_hold)) is not None:
+            if (
+                self._tiers is not None
+                and (refusal := self._from_tiers(self._tiers, request, done, to_hold)) is not None
+            ):
                 return self._refuse(request, refusal)
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
