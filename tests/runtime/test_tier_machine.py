@@ -16,11 +16,11 @@ from vajra_py.runtime.kv.tier_store import TierBlock, TierStore
 from vajra_py.runtime.kv.tiers import KvTiers, TierFetch, TierLoad, TierRules
 
 SIZE = 2
-NUM_DEVICE, NUM_HOST, NUM_STORE = 10, 7, 9
+NUM_DEVICE, NUM_HOST, NUM_STORE = 8, 5, 6
 PROMPTS = st.builds(
     lambda length, at, token: [0] * min(length, at) + [token] * max(length - at, 0),
-    st.integers(3, 17),
-    st.sampled_from([4, 8, 12]),
+    st.integers(9, 15),
+    st.sampled_from([4, 8]),
     st.integers(0, 2),
 )
 
@@ -72,22 +72,47 @@ class Machine(RuleBasedStateMachine):
         self.under_way += [(tiers, level, one) for level, one in tiers.take_writes()]
         self.under_way += [(tiers, 0, one) for one in tiers.take_computed()]
 
-    @precondition(lambda self: len(self.requests) < 6)
-    @rule(tokens=PROMPTS, replica=st.integers(0, 1))
-    def arrive(self, tokens: list[int], replica: int) -> None:
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), replica=st.integers(0, 1), num_lost=st.integers(0, 2))
+    def serve(self, prompts: list[list[int]], replica: int, num_lost: int) -> None:
+        """Requests come and go one after another, and what they write arrives at once."""
+        for tokens in prompts:
+            one = self.come(tokens, replica)
+            self.begin_fetch(one)
+            while one.fetches:
+                fetch = one.fetches.pop()
+                self.tiers(one.memory).end_fetch(fetch, max(len(fetch.pairs) - num_lost, 0))
+                self.take_copies(one.memory)
+            self.let_in(one)
+            if one.load is not None:
+                self.end_load(one, wanted=True)
+            self.let_go(one)
+            while self.under_way:
+                self.land(0)
+
+    @precondition(lambda self: len(self.requests) < 3)
+    @rule(tokens=PROMPTS, replica=st.integers(0, 1), is_admitted=st.booleans())
+    def arrive(self, tokens: list[int], replica: int, is_admitted: bool) -> None:
+        one = self.come(tokens, replica)
+        if is_admitted:
+            self.let_in(one)
+
+    def come(self, tokens: list[int], replica: int) -> Request:
         self.time += 1.0
         one = Request(self.num_made, tokens)
         self.num_made += 1
         one.memory = self.memories[replica % self.num_replicas]
         one.memory.register(one, one.hashes)
         self.requests.append(one)
+        return one
 
     @precondition(lambda self: any(not one.memory.num_held_blocks(one) for one in self.requests))
     @rule(data=st.data())
     def prefetch(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([one for one in self.requests if not one.memory.num_held_blocks(one)]))
-        if one.fetches:
-            return
+        if not one.fetches:
+            self.begin_fetch(one)
+
+    def begin_fetch(self, one: Request) -> None:
         tiers = self.tiers(one.memory)
         start = one.memory.lookup_prefix(one.hashes, one.num_known_tokens) // SIZE
         limit = (one.num_known_tokens - 1) // SIZE
@@ -106,8 +131,10 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(not one.memory.num_held_blocks(one) for one in self.requests))
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
+        self.let_in(data.draw(st.sampled_from([one for one in self.requests if not one.memory.num_held_blocks(one)])))
+
+    def let_in(self, one: Request) -> None:
         self.time += 1.0
-        one = data.draw(st.sampled_from([one for one in self.requests if not one.memory.num_held_blocks(one)]))
         memory, tiers = one.memory, self.tiers(one.memory)
         found = memory.cached_tokens(one)
         levels = tiers.levels_of(one.hashes, found // SIZE, (one.num_known_tokens - 1) // SIZE)
@@ -126,7 +153,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(one.load for one in self.requests))
     @rule(data=st.data(), wanted=st.booleans())
     def loaded(self, data: st.DataObject, wanted: bool) -> None:
-        one = data.draw(st.sampled_from([one for one in self.requests if one.load]))
+        self.end_load(data.draw(st.sampled_from([one for one in self.requests if one.load])), wanted=wanted)
+
+    def end_load(self, one: Request, *, wanted: bool) -> None:
         tiers, load = self.tiers(one.memory), one.load
         assert load is not None
         one.load = None
@@ -142,10 +171,13 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(one.memory.num_held_blocks(one) and not one.load for one in self.requests))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        self.time += 1.0
         held = [one for one in self.requests if one.memory.num_held_blocks(one) and not one.load]
-        one = data.draw(st.sampled_from(held))
-        one.memory.free(one, one.num_known_tokens, for_good=True)
+        self.let_go(data.draw(st.sampled_from(held)))
+
+    def let_go(self, one: Request) -> None:
+        self.time += 1.0
+        if one.memory.num_held_blocks(one):
+            one.memory.free(one, one.num_known_tokens, for_good=True)
         one.memory.forget(one)
         self.requests.remove(one)
         for fetch in one.fetches:
@@ -155,8 +187,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), is_lost=st.integers(0, 9))
     def copied(self, data: st.DataObject, is_lost: int) -> None:
-        tiers, level, one = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        if is_lost:
+        self.land(data.draw(st.integers(0, len(self.under_way) - 1)), is_lost=not is_lost)
+
+    def land(self, position: int, *, is_lost: bool = False) -> None:
+        tiers, level, one = self.under_way.pop(position)
+        if not is_lost:
             tiers.written(level, one)
         else:
             tiers.called_off(level, one)
@@ -211,8 +246,8 @@ def test_tiers_under_random_use(case: str) -> None:
     run_state_machine_as_test(
         Own,
         settings=settings(
-            max_examples=25,
-            stateful_step_count=40,
+            max_examples=15,
+            stateful_step_count=30,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
