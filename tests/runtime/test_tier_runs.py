@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from vajra_py.contract import KeyMotion, PolicyConfig, RequestView, RetentionSpec
+from vajra_py.config.replica import MemoryConfig
+from vajra_py.config.tiers import TiersConfig
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicySpec,
+    QueueView,
+    ReplicaLoadView,
+    RequestView,
+    RetentionSpec,
+    SchedulerTraits,
+)
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError
+from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.testing.simulated import STEP_S, simulated_system
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.testing.simulated import simulated_system
 from vajra_py.workload import PromptContent, RequestSpec
 
 BLOCK = 16
@@ -231,3 +247,208 @@ def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler:
         assert any(watch.by_tier.values())
         known.append((watch.admitted_at, watch.hits, watch.by_tier, watch.transfers, simulator.now))
     assert known[0] == known[1]
+
+
+# What comes back by size
+
+
+def alone(prompts: Sequence[Sequence[tuple[Hashable, int]]]) -> list[RequestSpec]:
+    """Each prompt long after the one before has ended."""
+    return [asked(f"r{index}", 2.0 * index, content, num_output=1) for index, content in enumerate(prompts)]
+
+
+def zipf_prompts(count: int) -> list[list[tuple[Hashable, int]]]:
+    """Prompts of four blocks and a bit, some far more often than others, as a small generator of numbers gives them."""
+    state, prompts = 7, []
+    for _ in range(count):
+        state = (state * 1103515245 + 12345) % 2**31
+        prompts.append([(("p", int(12 * (state / 2**31) ** 2)), 4 * BLOCK), (("own", state), 1)])
+    return prompts  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("num_host", [4, 12, 20, 32])
+def test_device_and_exclusive_host_find_what_one_cache_of_both_sizes_finds(num_host: int) -> None:
+    """LRU in both, write-back, one request at a time: the host is the lower part of one LRU stack."""
+    requests = alone(zipf_prompts(60))
+    together = served(requests, None, num_blocks=9 + num_host)
+    apart = served(requests, [tier(num_blocks=num_host, exclusive=True)], num_blocks=9)
+    assert apart.hits == together.hits
+    assert sum(together.hits.values()) > 0
+
+
+def test_with_room_below_every_prefix_comes_back() -> None:
+    prompts = zipf_prompts(40)
+    for write in ("write_back", "write_through"):
+        watch = served(alone(prompts), [tier(num_blocks=10_000, write=write)], num_blocks=9)
+        seen: set[Hashable] = set()
+        for index, prompt in enumerate(prompts):
+            assert watch.hits[f"r{index}"] == (4 * BLOCK if prompt[0] in seen else 0)
+            seen.add(prompt[0])
+
+
+def test_a_larger_host_never_finds_less_under_lru() -> None:
+    requests = alone(zipf_prompts(60))
+    found = [
+        sum(served(requests, [tier(num_blocks=size, exclusive=True)], num_blocks=9).hits.values())
+        for size in (1, 8, 16, 40)
+    ]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
+# Ends before the time, and losses
+
+
+def test_a_request_that_is_called_off_while_it_loads_gives_its_content_back() -> None:
+    levels = [tier(bandwidth_gb_s=0.01, exclusive=True)]
+    requests = [*chat(100.0), asked("later", 140.0, [("chat", 8 * BLOCK), ("more", BLOCK)])]
+    controller, simulator, watch = built(levels)
+    simulator.abort_at(101.0, "again")
+    simulator.run(requests)
+    controller.check_conservation()
+    assert watch.reasons["again"] is EndReason.ABORTED
+    assert watch.hits["later"] == 8 * BLOCK
+    assert [one[1] for one in watch.transfers if one[0] == ("host", "device")][0] == 0
+
+
+def test_a_lost_replica_loses_its_own_tiers_and_not_the_shared_one() -> None:
+    for shared, hit in ((True, 8 * BLOCK), (False, 0)):
+        controller, simulator, watch = built([tier("store", write="write_through", shared=shared)])
+        failure = Failure(to_ticks(2.0), "default", 0, "test", max_reruns=1)
+        simulator.inject(failure.tick, Phase.FAILURE, failure)
+        simulator.inject(to_ticks(2.5), Phase.FAILURE, Restart(to_ticks(2.5), "default", 0))
+        simulator.run([asked("first", 0.0, [("chat", 8 * BLOCK)]), asked("again", 3.0, [("chat", 8 * BLOCK), ("x", 1)])])
+        controller.check_conservation()
+        assert watch.hits["again"] == hit
+
+
+def test_a_replica_lost_while_requests_load_serves_them_again() -> None:
+    levels = [tier(bandwidth_gb_s=0.02), tier("store", bandwidth_gb_s=0.02, shared=True, write="write_through")]
+    controller, simulator, watch = built(levels, num_replicas=2)
+    failure = Failure(to_ticks(30.5), "default", 0, "test", max_reruns=3)
+    simulator.inject(failure.tick, Phase.FAILURE, failure)
+    requests = [asked(f"r{index}", index * 1.0, [(index % 4, 9 * BLOCK), (("own", index), 20)], 30) for index in range(40)]
+    simulator.run(requests)
+    controller.check_conservation()
+    assert len(watch.reasons) == 40
+    assert EndReason.FAILED not in watch.reasons.values()
+
+
+# What policies see and hear
+
+
+class Follows:
+    """A router that keeps an index of what each tier holds, and notes what views say."""
+
+    traits = SchedulerTraits()
+
+    def __init__(self) -> None:
+        self.index: dict[str, set[Hashable]] = {}
+        self.seen: list[tuple[str, Mapping[str, int]]] = []
+        self.indexed: list[tuple[str, int]] = []
+
+    def on_tier_blocks_stored(self, replica_id: int, tier: str, hashes: Sequence[Hashable], now: float) -> None:
+        self.index.setdefault(tier, set()).update(hashes)
+
+    def on_tier_blocks_removed(self, replica_id: int, tier: str, hashes: Sequence[Hashable], now: float) -> None:
+        self.index[tier].difference_update(hashes)
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int:
+        self.seen.append((request.request_id, replicas[0].tier_hit_tokens(request)))
+        held = self.index.get("host", set())
+        self.indexed.append((request.request_id, sum(one in held for one in request.block_hashes())))
+        return 0
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Sequence[str]:
+        return ()
+
+
+def test_a_router_sees_and_hears_what_each_tier_holds() -> None:
+    made: list[Follows] = []
+
+    def build(config: PolicyConfig, context: Any) -> Follows:
+        made.append(Follows())
+        return made[-1]
+
+    spec = PolicySpec(
+        layer=Layer.REPLICASET_SCHEDULER, name="follows", config=PolicyConfig, build=build, summary="For this test.", source="test"
+    )
+    memory = {"num_blocks": 20, "tiers": {"levels": [tier()], "kv_bytes_per_token": BYTES_PER_TOKEN}}
+    replica = {"max_batch_size": 4, "max_model_len": 400, "memory": memory}
+    controller, simulator = simulated_system(spec, {"replicaset_scheduler": "follows"}, {"replica": replica})
+    watch = Watch()
+    controller.watch([watch])
+    simulator.run(chat())
+    (router,) = [one for one in made if one.seen]
+    name, hits = router.seen[-1]
+    assert name == "again"
+    assert hits["device"] + hits["host"] == watch.hits["again"]
+    assert hits["host"] == watch.by_tier["again"]["host"]
+    assert router.indexed[-1][1] * BLOCK >= hits["host"]
+    assert router.seen[0][1] == {"device": 0, "host": 0}
+
+
+def test_without_tiers_views_name_none() -> None:
+    controller, simulator, _ = built(None)
+    simulator.run(chat())
+    (load,) = controller.replicasets["default"].live_loads()
+    assert load.tier_hit_tokens(chat()[0]) == {}  # type: ignore[arg-type]
+
+
+# What does not go together
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ([{"name": "host", "num_blocks": 10}], "bandwidth_gb_s"),
+        ([tier(num_blocks=0)], "num_blocks"),
+        ([tier(bandwidth_gb_s=0.0)], "bandwidth_gb_s"),
+        ([tier(latency_s=-1.0)], "latency_s"),
+        ([], "levels"),
+        ([tier(retention="lruu")], "no installed package offers a retention policy of that name"),
+        ([tier(retention={"policy": "slru", "params": {"x": 1}})], "x"),
+        ([tier(retention="session_pin")], "pins content, which a tier does not"),
+        ([tier(retention="ttl")], "ttl"),
+        ([tier(write="through")], "write_through"),
+        ([tier(write="write_through", exclusive=True)], "exclusive does not go with write_through"),
+        ([tier(shared=True, exclusive=True)], "a shared tier cannot be exclusive"),
+        ([tier(shared=True), tier("disk")], "only the last tier may be shared"),
+        ([tier(), tier()], "two tiers have one name"),
+        ([tier("device")], "device"),
+        ([tier(shared_bandwidth_gb_s=3.0)], "shared_bandwidth_gb_s is of a shared tier"),
+        ({"levels": [tier()], "prefetch": "best_effort", "prefetch_from": "admission"}, "best_effort"),
+        ({"levels": [tier()], "preset": "lmcache"}, "preset"),
+        ({"levels": [tier()], "kv_bytes_per_token": None}, "kv_bytes_per_token"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused(tiers: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        built(tiers)
+
+
+def test_tiers_want_a_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match="keep what the prefix cache holds"):
+        built([tier()], memory={"prefix_cache": {"enabled": False}})
+
+
+@pytest.mark.parametrize("preset", ["vllm_offloading", "sglang_hicache"])
+def test_presets_fill_what_is_left_out(preset: str) -> None:
+    config = TiersConfig.model_validate({"preset": preset, "levels": [tier(), tier("disk", write="write_back")], "min_load_tokens": 3})
+    assert [one.write for one in config.levels] == ["write_through", "write_back"]
+    assert config.min_load_tokens == 3
+    assert config.prefetch == ("timeout" if preset == "sglang_hicache" else "wait_complete")
+    assert TiersConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_offloading_of_prompts_leaves_generated_tokens_out() -> None:
+    requests = [asked("first", 0.0, [("chat", 4 * BLOCK)], num_output=4 * BLOCK)]
+    requests += [asked("other", 4.0, [("other", 19 * BLOCK)])]
+    requests += [asked("again", 8.0, [("chat", 4 * BLOCK), (("out", "first"), 4 * BLOCK), ("more", BLOCK)])]
+    for prompts_only, num_found in ((False, 7), (True, 4)):
+        watch = served(requests, {"levels": [tier(write="write_through")], "prompts_only": prompts_only})
+        assert watch.hits["again"] == num_found * BLOCK
+
+
+def test_a_run_without_tiers_says_nothing_of_them() -> None:
+    assert "tiers" not in MemoryConfig().model_dump()
