@@ -51,7 +51,8 @@ class Machine(RuleBasedStateMachine):
         self.memories = []
         for replica_id in range(self.num_replicas):
             tiers = KvTiers([self.store("host", NUM_HOST), self.shared], self.rules_of, SIZE, replica_id)
-            memory = PagedKvMemory(NUM_DEVICE, SIZE, prefix_cache=PrefixCacheOptions(), tiers=tiers)
+            memory = PagedKvMemory(NUM_DEVICE, SIZE, prefix_cache=PrefixCacheOptions())
+            memory.put_above(tiers)
             memory.use_clock(lambda: self.time)
             self.memories.append(memory)
         self.under_way: list[tuple[KvTiers, int, TierBlock]] = []

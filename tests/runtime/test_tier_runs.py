@@ -22,7 +22,7 @@ from vajra_py.contract import (
     RetentionSpec,
     SchedulerTraits,
 )
-from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer, TierTransfer
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
@@ -65,22 +65,16 @@ class Watch(Observer):
     def on_admitted(self, request: RequestView, replica_id: int, now: float) -> None:
         self.admitted_at.setdefault(request.request_id, now)
 
-    def on_tier_hit(self, request: RequestView, replica_id: int, num_tokens: Mapping[str, int], load_s: float, now: float) -> None:
+    def on_tier_hit(
+        self, request: RequestView, replica_id: int, num_tokens: Mapping[str, int], load_s: float, now: float
+    ) -> None:
         self.by_tier.setdefault(request.request_id, Counter()).update(num_tokens)
         self.loaded_at[request.request_id] = now
 
-    def on_tier_transfer(
-        self,
-        replicaset: str,
-        replica_id: int,
-        ends: tuple[str, str],
-        num_blocks: int,
-        num_bytes: int,
-        started_at: float,
-        now: float,
-    ) -> None:
-        assert num_bytes == num_blocks * BLOCK * BYTES_PER_TOKEN
-        self.transfers.append((ends, num_blocks, started_at, now))
+    def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
+        assert transfer.num_bytes == transfer.num_blocks * BLOCK * BYTES_PER_TOKEN
+        ends = transfer.source, transfer.target
+        self.transfers.append((ends, transfer.num_blocks, transfer.started_at, now))
 
 
 def asked(
@@ -185,7 +179,10 @@ def test_a_busy_replica_lets_a_late_prompt_use_what_came_meanwhile() -> None:
     levels = [tier(num_blocks=16, write="write_through"), tier("disk", bandwidth_gb_s=10.0)]
     requests = [asked("first", 0.0, [("chat", 8 * BLOCK)])]
     requests += [asked(f"o{index}", 1.0 + index, [(index, 18 * BLOCK)]) for index in range(2)]
-    requests += [asked("busy", 4.99, [("busy", BLOCK)], num_output=20), asked("again", 5.0, [("chat", 8 * BLOCK), ("more", BLOCK)])]
+    requests += [
+        asked("busy", 4.99, [("busy", BLOCK)], num_output=20),
+        asked("again", 5.0, [("chat", 8 * BLOCK), ("more", BLOCK)]),
+    ]
     assert served(requests, {"levels": levels, "prefetch": "best_effort"}).hits["again"] > 0
 
 
@@ -196,7 +193,11 @@ def test_what_is_less_than_the_threshold_is_computed() -> None:
 def test_selective_writing_keeps_what_came_twice() -> None:
     def requests(times: int) -> list[RequestSpec]:
         again = [asked(f"a{index}", index * 0.3, [("chat", 8 * BLOCK), (index, BLOCK)]) for index in range(times)]
-        return [*again, asked("other", 2.0, [("other", 19 * BLOCK)]), asked("again", 4.0, [("chat", 8 * BLOCK), ("z", BLOCK)])]
+        return [
+            *again,
+            asked("other", 2.0, [("other", 19 * BLOCK)]),
+            asked("again", 4.0, [("chat", 8 * BLOCK), ("z", BLOCK)]),
+        ]
 
     levels = [tier(write="write_through_selective")]
     assert served(requests(1), levels).by_tier.get("again", Counter())["host"] == 0
@@ -228,10 +229,18 @@ def test_replicas_share_the_bandwidth_of_a_store() -> None:
 def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler: str, router: str) -> None:
     """Prompts that share prefixes, more than fit, through a slow link: all end, and steps worked out at once change nothing."""
     requests = [
-        asked(f"r{index}", 0.07 * index, [(index % 5, (4 + index % 5) * BLOCK), (("own", index), 40)], num_output=20 + index % 30)
+        asked(
+            f"r{index}",
+            0.07 * index,
+            [(index % 5, (4 + index % 5) * BLOCK), (("own", index), 40)],
+            num_output=20 + index % 30,
+        )
         for index in range(40)
     ]
-    levels = [tier(num_blocks=40, bandwidth_gb_s=0.7, exclusive=True), tier("disk", 200, bandwidth_gb_s=0.3, shared=True)]
+    levels = [
+        tier(num_blocks=40, bandwidth_gb_s=0.7, exclusive=True),
+        tier("disk", 200, bandwidth_gb_s=0.3, shared=True),
+    ]
     known = []
     for fast_forward in (True, False):
         scheduling = {"replica_scheduler": scheduler, "replicaset_scheduler": router}
@@ -308,7 +317,7 @@ def test_a_request_that_is_called_off_while_it_loads_gives_its_content_back() ->
     controller.check_conservation()
     assert watch.reasons["again"] is EndReason.ABORTED
     assert watch.hits["later"] == 8 * BLOCK
-    assert [one[1] for one in watch.transfers if one[0] == ("host", "device")][0] == 0
+    assert next(one[1] for one in watch.transfers if one[0] == ("host", "device")) == 0
 
 
 def test_a_lost_replica_loses_its_own_tiers_and_not_the_shared_one() -> None:
@@ -317,7 +326,9 @@ def test_a_lost_replica_loses_its_own_tiers_and_not_the_shared_one() -> None:
         failure = Failure(to_ticks(2.0), "default", 0, "test", max_reruns=1)
         simulator.inject(failure.tick, Phase.FAILURE, failure)
         simulator.inject(to_ticks(2.5), Phase.FAILURE, Restart(to_ticks(2.5), "default", 0))
-        simulator.run([asked("first", 0.0, [("chat", 8 * BLOCK)]), asked("again", 3.0, [("chat", 8 * BLOCK), ("x", 1)])])
+        simulator.run(
+            [asked("first", 0.0, [("chat", 8 * BLOCK)]), asked("again", 3.0, [("chat", 8 * BLOCK), ("x", 1)])]
+        )
         controller.check_conservation()
         assert watch.hits["again"] == hit
 
@@ -327,7 +338,9 @@ def test_a_replica_lost_while_requests_load_serves_them_again() -> None:
     controller, simulator, watch = built(levels, num_replicas=2)
     failure = Failure(to_ticks(30.5), "default", 0, "test", max_reruns=3)
     simulator.inject(failure.tick, Phase.FAILURE, failure)
-    requests = [asked(f"r{index}", index * 1.0, [(index % 4, 9 * BLOCK), (("own", index), 20)], 30) for index in range(40)]
+    requests = [
+        asked(f"r{index}", index * 1.0, [(index % 4, 9 * BLOCK), (("own", index), 20)], 30) for index in range(40)
+    ]
     simulator.run(requests)
     controller.check_conservation()
     assert len(watch.reasons) == 40
@@ -371,7 +384,12 @@ def test_a_router_sees_and_hears_what_each_tier_holds() -> None:
         return made[-1]
 
     spec = PolicySpec(
-        layer=Layer.REPLICASET_SCHEDULER, name="follows", config=PolicyConfig, build=build, summary="For this test.", source="test"
+        layer=Layer.REPLICASET_SCHEDULER,
+        name="follows",
+        config=PolicyConfig,
+        build=build,
+        summary="For this test.",
+        source="test",
     )
     memory = {"num_blocks": 20, "tiers": {"levels": [tier()], "kv_bytes_per_token": BYTES_PER_TOKEN}}
     replica = {"max_batch_size": 4, "max_model_len": 400, "memory": memory}
@@ -434,7 +452,9 @@ def test_tiers_want_a_prefix_cache() -> None:
 
 @pytest.mark.parametrize("preset", ["vllm_offloading", "sglang_hicache"])
 def test_presets_fill_what_is_left_out(preset: str) -> None:
-    config = TiersConfig.model_validate({"preset": preset, "levels": [tier(), tier("disk", write="write_back")], "min_load_tokens": 3})
+    config = TiersConfig.model_validate(
+        {"preset": preset, "levels": [tier(), tier("disk", write="write_back")], "min_load_tokens": 3}
+    )
     assert [one.write for one in config.levels] == ["write_through", "write_back"]
     assert config.min_load_tokens == 3
     assert config.prefetch == ("timeout" if preset == "sglang_hicache" else "wait_complete")

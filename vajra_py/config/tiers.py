@@ -93,7 +93,8 @@ class TiersConfig(Section):
     """Memory tiers below the device, nearest first, and how content comes back from them. A list is short for `levels`."""
 
     preset: Literal["vllm_offloading", "sglang_hicache"] | None = Field(
-        None, description="Rules of a system, for the keys that are left out here and in the levels; null: those of this schema."
+        None,
+        description="Rules of a system, for the keys that are left out here and in the levels; null: those of this schema.",
     )
     levels: tuple[TierConfig, ...] = Field(min_length=1, description="Tiers, nearest to the device first.")
     prefetch: Literal["wait_complete", "timeout", "best_effort"] = Field(
@@ -131,7 +132,8 @@ class TiersConfig(Section):
     def _short_form(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return {"levels": value}
-        preset = TIER_PRESETS.get(value.get("preset")) if isinstance(value, Mapping) else None
+        name = value.get("preset") if isinstance(value, Mapping) else None
+        preset = TIER_PRESETS.get(name) if isinstance(name, str) else None
         if preset is None:
             return value
         of_all, of_each = preset

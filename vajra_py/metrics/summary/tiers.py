@@ -32,7 +32,11 @@ def tiers_section(log: TierLog, requests: ArrowTable, inside: Bools, ended_at: f
     for (replicaset, source, target), flow in sorted(log.flows.items()):
         tiers = log.links[replicaset]
         order = list(tiers)
-        below = target if source == "device" or (target != "device" and order.index(target) > order.index(source)) else source
+        below = (
+            target
+            if source == "device" or (target != "device" and order.index(target) > order.index(source))
+            else source
+        )
         could = tiers[below].bandwidth * ended_at
         links.append(
             {

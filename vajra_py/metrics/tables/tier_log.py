@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vajra_py.contract import ReplicaId, RequestView
-from vajra_py.contract.observer import Observer
+from vajra_py.contract.observer import Observer, TierTransfer
 from vajra_py.metrics.definitions import Ints
 
 if TYPE_CHECKING:
@@ -79,29 +79,20 @@ class TierLog(Observer):
     ) -> None:
         """Note what a request found before its first admission."""
         if request.admitted_index == 0:
-            self._hits[request.index] = num_tokens, load_s  # type: ignore[attr-defined]  # the mechanism's requests have one
+            self._hits[request.index] = num_tokens, load_s
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
         """Forget the hits of a request that gave them up before it was admitted."""
         if request.admitted_index == 0:
-            self._hits.pop(request.index, None)  # type: ignore[attr-defined]
+            self._hits.pop(request.index, None)
 
-    def on_tier_transfer(
-        self,
-        replicaset: str,
-        replica_id: ReplicaId,
-        ends: tuple[str, str],
-        num_blocks: int,
-        num_bytes: int,
-        started_at: float,
-        now: float,
-    ) -> None:
+    def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
         """Count a transfer."""
-        flow = self.flows.setdefault((replicaset, *ends), Flow())
+        flow = self.flows.setdefault((transfer.replicaset, transfer.source, transfer.target), Flow())
         flow.num_transfers += 1
-        flow.num_blocks += num_blocks
-        flow.num_bytes += num_bytes
-        flow.seconds += now - started_at
+        flow.num_blocks += transfer.num_blocks
+        flow.num_bytes += transfer.num_bytes
+        flow.seconds += now - transfer.started_at
 
     @property
     def columns(self) -> Sequence[str]:

@@ -93,9 +93,8 @@ class PagedKvMemory:
         host_blocks: int = 0,
         records_copies: bool = False,
         retention: Retention | None = None,
-        tiers: KvTiers | None = None,
     ) -> None:
-        """`retention`: the order in which idle content is given up (None: that of `prefix_cache`); `tiers`: those below the device."""
+        """`retention`: the order in which idle content is given up (None: that of `prefix_cache`)."""
         if block_size < 1:
             raise ValueError(
                 f"PagedKvMemory: block_size is not a number of tokens ({block_size}). At least 1 is allowed."
@@ -104,9 +103,10 @@ class PagedKvMemory:
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
         self._retention = retention
-        self.tiers = tiers
+        self.tiers: KvTiers | None = None
+        """Tiers below the device; None: there are none."""
         self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
-        self.is_watched = retention is not None or tiers is not None
+        self.is_watched = retention is not None
         """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
         self.may_expire = retention is not None
         """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
@@ -125,6 +125,11 @@ class PagedKvMemory:
             pool.on_evicted = self._tell_evicted
         pool.lower = self.tiers
         return pool
+
+    def put_above(self, tiers: KvTiers) -> None:
+        """Let content of the prefix cache, which is empty and has options, go to these tiers."""
+        self.tiers = self._pool.lower = tiers
+        self.is_watched = True
 
     def now(self) -> float:
         """Present time, seconds on the run's clock; 0 without a clock."""

@@ -241,15 +241,17 @@ def build_memory(
         return KvParallelMemory(
             groups, limits.block_size, host_blocks=limits.host_blocks, records_copies=records_copies
         )
-    return PagedKvMemory(
+    memory = PagedKvMemory(
         limits.num_blocks,
         limits.block_size,
         prefix_cache=options if cache.enabled else None,
         host_blocks=limits.host_blocks,
         records_copies=records_copies,
         retention=retention,
-        tiers=tiers,
     )
+    if tiers is not None:
+        memory.put_above(tiers)
+    return memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,8 @@ class ReplicaPlan:
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
+    tiers: KvTiers | None = None
+    """Memory tiers below its device; None: there are none, or they are not built yet."""
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
@@ -346,8 +350,8 @@ def build_replicaset(
     replicaset.tiers = tier_rules([(plan.settings, plan.limits) for plan in plans])
     makes_tiers = TiersOfReplicaset(context, seeds, services.registry)
     for replica_id, plan in enumerate(plans):
-        tiers = makes_tiers.of(replica_id, plan.settings, plan.limits)
-        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services, tiers))
+        own = replace(plan, tiers=makes_tiers.of(replica_id, plan.settings, plan.limits))
+        replicaset.add_replica(partial(_build_replica, name, replica_id, own, policies, services))
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()
@@ -448,7 +452,6 @@ def _build_replica(
     plan: ReplicaPlan,
     policies: Policies,
     services: Services,
-    tiers: KvTiers | None,
     shared: SharedAccess,
 ) -> Replica:
     return Replica(
@@ -461,7 +464,7 @@ def _build_replica(
                 plan.limits,
                 services.records_copies,
                 _order_of(policies.retention[replica_id], services.registry),
-                tiers,
+                plan.tiers,
             ),
             queue=policies.new_queue(),
             shared=shared,

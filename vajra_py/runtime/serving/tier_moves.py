@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, cast
 
+from vajra_py.contract.observer import TierTransfer
 from vajra_py.runtime.kv.block_hashes import reads_cache
 from vajra_py.runtime.kv.tier_store import TierBlock
 from vajra_py.runtime.kv.tiers import DEVICE, KvTiers, TierFetch, TierLoad
@@ -366,17 +367,16 @@ class TierMoves(Generic[R]):
         below = names[transfer.level]
         above = DEVICE if not transfer.level else names[0 if transfer.is_upward else transfer.level - 1]
         ends = (below, above) if transfer.is_upward else (above, below)
-        num_blocks = transfer.num_blocks
-        times = to_seconds(transfer.started_at), to_seconds(self._driver.now)
+        told = TierTransfer(
+            self._replicaset.name,
+            transfer.one.replica.replica_id,
+            *ends,
+            transfer.num_blocks,
+            transfer.num_blocks * self._rules.bytes_per_block,
+            to_seconds(transfer.started_at),
+        )
         for observer in self._replicaset.observers:
-            observer.on_tier_transfer(
-                self._replicaset.name,
-                transfer.one.replica.replica_id,
-                ends,
-                num_blocks,
-                num_blocks * self._rules.bytes_per_block,
-                *times,
-            )
+            observer.on_tier_transfer(told, to_seconds(self._driver.now))
 
     def _schedule(self) -> None:
         ticks = [tick for network in self._networks if (tick := network.next_change()) is not None]
