@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import vajra_py.api as api
+from vajra_py.config import config_from_mapping
 from vajra_py.config.replica import MemoryConfig
 from vajra_py.config.tiers import TiersConfig
 from vajra_py.contract import (
@@ -23,6 +27,7 @@ from vajra_py.contract import (
     SchedulerTraits,
 )
 from vajra_py.contract.observer import EndReason, Observer, TierTransfer
+from vajra_py.engine.config import check_replica
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
@@ -472,3 +477,56 @@ def test_offloading_of_prompts_leaves_generated_tokens_out() -> None:
 
 def test_a_run_without_tiers_says_nothing_of_them() -> None:
     assert "tiers" not in MemoryConfig().model_dump()
+
+
+TIERED = {
+    "version": 1,
+    "name": "tiered",
+    "scheduling": {
+        "request_prioritizer": "fcfs",
+        "replicaset_scheduler": "round_robin",
+        "replica_scheduler": "fixed_chunk",
+    },
+    "num_replicas": 2,
+    "replica": {
+        "max_batch_tokens": 4096,
+        "max_model_len": 12000,
+        "memory": {
+            "num_blocks": 760,
+            "tiers": {
+                "levels": [
+                    {"name": "host", "num_blocks": 1500, "bandwidth_gb_s": 25.0, "retention": "slru"},
+                    {"name": "store", "num_blocks": 9000, "bandwidth_gb_s": 5.0, "shared": True},
+                ]
+            },
+        },
+    },
+    "workload": {"type": "profile", "profile": "mooncake_conversation_sessions", "num_requests": 40, "rate": 4.0},
+    "backend": {"simulator": {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}},
+}
+
+
+def test_results_say_where_prompts_were_found_and_are_the_same_again(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "again")]
+    runs = [api.run(api.load(TIERED), folder=folder) for folder in folders]
+    for name in ("requests.parquet", "decisions.parquet", "summary.json"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    table = runs[0].requests()
+    hits = {name: table.column(f"hit_tokens_{name}").to_numpy() for name in ("device", "host", "store")}
+    assert (sum(hits.values()) == table.column("num_cached_tokens").to_numpy()).all()
+    section = json.loads((folders[0] / "summary.json").read_text())["tiers"]
+    assert section["hit_tokens"] == {name: int(count.sum()) for name, count in hits.items()}
+    assert section["hit_tokens"]["store"] > 0
+    links = {(one["source"], one["target"]): one for one in section["links"]}
+    assert links.keys() == {("device", "host"), ("host", "device"), ("host", "store"), ("store", "host")}
+    loaded = section["hit_tokens"]["host"] + section["hit_tokens"]["store"]
+    assert links["host", "device"]["num_blocks"] * 16 >= loaded
+    assert all(0 < one["utilisation"] < 1 for one in section["links"])
+    assert section["load_s"]["count"] == ((hits["host"] + hits["store"]) > 0).sum()
+
+
+def test_the_engine_refuses_tiers_by_name() -> None:
+    replica = config_from_mapping(TIERED).replica
+    (problem,) = check_replica("replica", replica)
+    assert str(problem).startswith("replica.memory.tiers: cached content stays on the device")
+    assert "host, store" in str(problem)

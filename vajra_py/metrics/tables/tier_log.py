@@ -25,6 +25,11 @@ def hits_column(tier: str) -> str:
     return f"{_HITS}{tier}"
 
 
+def is_of_tiers(column: str) -> bool:
+    """Return True for a column of the requests table that only runs with memory tiers have."""
+    return column == LOAD_TIME or column.startswith(_HITS)
+
+
 @dataclass(frozen=True, slots=True)
 class TierLink:
     """Link of one tier in one replicaset."""
