@@ -91,24 +91,20 @@ def _bound(prioritizer: str, bound: float, cells: Cells) -> Verdict:
 
 
 def _gap_of_fcfs(prioritizer: str, cells: Cells) -> Verdict:
-    own = cells.column(f"overload {prioritizer}", "widest", partial(gaps, prioritizer))
-    fcfs = cells.column("overload fcfs", "widest", partial(gaps, "fcfs"))
-    return ordered({f"10 x {prioritizer}": [10 * one for one in own], "fcfs": fcfs})
+    columns = cells.columns("overload", "widest", gaps, (prioritizer, "fcfs"))
+    return ordered({f"10 x {prioritizer}": [10 * one for one in columns[prioritizer]], "fcfs": columns["fcfs"]})
 
 
 def _work(cells: Cells) -> Verdict:
-    own = cells.column("overload vtc", "tokens_per_s", partial(gaps, "vtc"))
-    fcfs = cells.column("overload fcfs", "tokens_per_s", partial(gaps, "fcfs"))
-    ratio = sum(own) / sum(fcfs)
+    columns = cells.columns("overload", "tokens_per_s", gaps, ("vtc", "fcfs"))
+    ratio = sum(columns["vtc"]) / sum(columns["fcfs"])
     return Verdict(abs(ratio - 1.0) <= 0.01, f"{100 * (ratio - 1):+.2f} % of fcfs")
 
 
 def _control(cells: Cells) -> Verdict:
-    name = "share of who stayed"
-    control = cells.column(f"{name}, lcf", "share", partial(share_after_return, "least_counter_first"))
-    vtc = cells.column(f"{name}, vtc", "share", partial(share_after_return, "vtc"))
-    verdict = ordered({"lcf": control, "vtc": vtc})
-    near_half = all(abs(one - 0.5) <= 0.1 for one in vtc)
+    columns = cells.columns("share of who stayed,", "share", share_after_return, ("least_counter_first", "vtc"))
+    verdict = ordered({"lcf": columns["least_counter_first"], "vtc": columns["vtc"]})
+    near_half = all(abs(one - 0.5) <= 0.1 for one in columns["vtc"])
     return verdict if near_half else Verdict(False, verdict.ours, "vtc is not near one half")
 
 

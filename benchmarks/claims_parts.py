@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ GPU_7B = AffineModel(base_s=0.015, per_token_s=0.0001, per_decode_context_token_
 """A 7B model on one GPU in round figures: 15 ms a step, 10,000 prompt tokens a second beside that."""
 
 Cell = Mapping[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,12 @@ class Cells:
     def column(self, name: str, metric: str, make: Callable[[int], Cell], seeds: Sequence[int] = SEEDS) -> list[float]:
         """One figure of a family of cells over the seeds, in their order."""
         return [self.get(f"{name}, seed {seed}", lambda seed=seed: make(seed))[metric] for seed in seeds]  # type: ignore[misc]
+
+    def columns(
+        self, name: str, metric: str, make: Callable[..., Cell], over: Iterable[T], seeds: Sequence[int] = SEEDS
+    ) -> dict[T, list[float]]:
+        """One figure of several families of cells, each made of one of these things and a seed."""
+        return {one: self.column(f"{name} {one}", metric, partial(make, one), seeds) for one in over}
 
 
 def sources_digest() -> str:
@@ -146,6 +154,17 @@ def simulate(
     return harness
 
 
+def served(
+    prioritizer: PolicySource,
+    batcher: PolicySource,
+    specs: Sequence[RequestSpec],
+    options: HarnessOptions,
+    router: PolicySource = "least_loaded",
+) -> list[Request]:
+    """The requests after such a simulation, in the order of the workload."""
+    return requests_in(simulate(prioritizer, batcher, specs, options, router), specs)
+
+
 def options_of(**settings: Any) -> HarnessOptions:
     """Options of a replica for claims: no checks after every step, which tests make elsewhere."""
     plain = HarnessOptions(latency=GPU_7B, check_conservation=False, keeps_steps=False, policy_timeout_s=None)
@@ -189,21 +208,30 @@ def poisson(stream: np.random.Generator, rate: float, until_s: float) -> list[fl
 
 
 def service_gap(
-    harness: Harness, specs: Sequence[RequestSpec], tenants: tuple[str, str], prompt_weight: float, output_weight: float
+    harness: Harness,
+    specs: Sequence[RequestSpec],
+    tenants: tuple[str, str],
+    prompt_weight: float,
+    output_weight: float,
+    *,
+    counts_cached: bool = True,
 ) -> float:
     """Largest difference of two tenants' service over every window in which both have waiting requests throughout, weighted tokens.
 
-    From a run's steps: prompts count at first admission, generated tokens at the end of their step.
+    From a run's steps: prompts count at first admission, generated tokens at the end of their step; without `counts_cached`
+    less what the prefix cache spared. Other tenants do not count.
     """
-    facts = {spec.request_id: spec for spec in specs}
+    facts = {spec.request_id: spec for spec in specs if spec.tenant in tenants}
     outputs = dict.fromkeys(facts, 0)
     waiting = dict.fromkeys(tenants, 0)
     sign = {tenants[0]: 1.0, tenants[1]: -1.0}
     events: list[tuple[float, int, int, str, str]] = [
-        (spec.arrived_at, 1, index, "arrival", spec.request_id) for index, spec in enumerate(specs)
+        (spec.arrived_at, 1, index, "arrival", name) for index, (name, spec) in enumerate(facts.items())
     ]
     for index, step in enumerate(harness.steps):
         for entry in step.entries:
+            if entry.request_id not in facts:
+                continue
             if entry.kind != "running":
                 events.append((step.formed_at, 2, index, entry.kind, entry.request_id))
             spec = facts[entry.request_id]
@@ -222,7 +250,8 @@ def service_gap(
         else:
             waiting[spec.tenant] -= 1
             if kind == "admitted":
-                gap += sign[spec.tenant] * prompt_weight * spec.num_prompt_tokens
+                num_spared = 0 if counts_cached else harness.request(request_id).num_cached_tokens
+                gap += sign[spec.tenant] * prompt_weight * (spec.num_prompt_tokens - num_spared)
         if was_backlogged:
             low, high = min(low, gap), max(high, gap)
             widest = max(widest, high - low)

@@ -1,4 +1,4 @@
-"""Claims on routing: LMetric and consistent hashing."""
+"""Claims on routing: LMetric, consistent hashing, Mooncake's conductor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, requests_in, simulate, ttft
+from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, served, ttft
 
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import PolicySource
@@ -36,9 +36,9 @@ def shared_prefixes(seed: int, rate: float) -> list[RequestSpec]:
 
 
 def routed(router: PolicySource, rate: float, seed: int) -> Cell:
-    """Mean TTFT, time per output token and cached tokens a request, and the largest replica's share of requests over the mean."""
+    """Mean TTFT and time per output token, and the largest replica's share of requests over the mean."""
     specs = shared_prefixes(seed, rate)
-    requests = requests_in(simulate("fcfs", "fixed_chunk", specs, OPTIONS, router), specs)
+    requests = served("fcfs", "fixed_chunk", specs, OPTIONS, router)
     counts = np.bincount([one.replica_id for one in requests], minlength=NUM_REPLICAS)
     later = [one for one in requests if one.num_output_tokens > 1]
     return {
@@ -46,7 +46,6 @@ def routed(router: PolicySource, rate: float, seed: int) -> Cell:
         "tpot": fmean(
             ((one.ended_at or 0.0) - (one.first_token_at or 0.0)) / (one.num_output_tokens - 1) for one in later
         ),
-        "hits": fmean(one.num_cached_tokens for one in requests),
         "imbalance": float(np.max(counts) / np.mean(counts)),
     }
 
@@ -123,5 +122,18 @@ CLAIMS = [
         "-",
         2,
         partial(_below, "ttft", " s", {"bounded": BOUNDED, "plain": AFFINITY}),
+    ),
+    Claim("mooncake_conductor", "the least predicted time to first token wins", "exact", 1, test=TEST),
+    Claim(
+        "mooncake_conductor",
+        "mean TTFT is below that of load balance by tokens, which is below random",
+        "3.07, 5.27, 19.65 s",
+        2,
+        partial(
+            _below,
+            "ttft",
+            " s",
+            {"conductor": "mooncake_conductor", "load": ("least_loaded", {"by": "tokens"}), "random": "random"},
+        ),
     ),
 ]

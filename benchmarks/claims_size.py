@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import NormalDist, fmean
 from typing import Any
@@ -19,8 +20,7 @@ from claims_parts import (
     options_of,
     ordered,
     poisson,
-    requests_in,
-    simulate,
+    served,
     time_in_system,
     ttft,
 )
@@ -31,6 +31,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.testing.harness import PolicySource
 from vajra_py.workload.request import RequestSpec
 
+TEST = "tests/policies/test_size_order.py"
 SLOTS = 8
 PAIRS = range(6)
 """Seeds of the heavy-tailed workloads, whose means differ much from one to the next."""
@@ -59,15 +60,7 @@ def long_prompts(seed: int) -> list[RequestSpec]:
     """The same, with one prompt in five of 8,000 tokens."""
     specs = heavy_tailed(seed, num_requests=600, load=0.4)
     stream = np.random.default_rng([282, seed])
-    return [
-        RequestSpec(
-            one.request_id,
-            one.arrived_at,
-            8000 if stream.random() < 0.2 else one.num_prompt_tokens,
-            one.num_output_tokens,
-        )
-        for one in specs
-    ]
+    return [replace(one, num_prompt_tokens=8000) if stream.random() < 0.2 else one for one in specs]
 
 
 def serve(
@@ -81,21 +74,21 @@ def serve(
 ) -> Cell:
     """Mean and extreme times of one workload, with the truth or a noisy estimate of it."""
     specs = long_prompts(seed) if prompts == "long" else heavy_tailed(seed, load=0.75 if tight else 0.9)
-    base = TIGHT if tight else AMPLE
-    options = options_of(
-        num_blocks=base.num_blocks, max_batch_size=base.max_batch_size, output_lengths=lengths_of(specs, sigma, seed)
-    )
-    requests = requests_in(simulate(prioritizer, batcher, specs, options), specs)
+    options = replace(TIGHT if tight else AMPLE, output_lengths=lengths_of(specs, sigma, seed))
+    requests = served(prioritizer, batcher, specs, options)
     times = [time_in_system(one) for one in requests]
     alone = [0.0172 * spec.num_output_tokens + 0.0001 * spec.num_prompt_tokens for spec in specs]
     return {
         "mean": fmean(times),
         "max_ttft": max(ttft(one) for one in requests),
         "longest_wait": max(_longest_wait(one) for one in requests),
-        "mean_ttft": fmean(ttft(one) for one in requests),
         "slowdown": fmean(time / one for time, one in zip(times, alone, strict=True)),
         "preemptions": float(sum(one.num_preemptions for one in requests)),
     }
+
+
+def _one(prioritizer: PolicySource, **settings: Any) -> dict[str, Any]:
+    return {"prioritizer": prioritizer, **settings}
 
 
 def _longest_wait(request: Request) -> float:
@@ -133,12 +126,10 @@ def one_server(seed: int, num_requests: int = 6000) -> list[RequestSpec]:
 
 
 def mean_of_srpt(seed: int) -> Cell:
-    """Mean time in system under SRPT, seconds, and the mean by the closed form for the same rate."""
+    """Mean time in system under SRPT, seconds."""
     specs = one_server(seed)
-    options = options_of(
-        num_blocks=ONE_SLOT.num_blocks, max_batch_size=1, latency=ONE_SLOT.latency, output_lengths=lengths_of(specs)
-    )
-    requests = requests_in(simulate("srpt", "preemptive", specs, options), specs)
+    options = replace(ONE_SLOT, output_lengths=lengths_of(specs))
+    requests = served("srpt", "preemptive", specs, options)
     return {"mean": fmean(time_in_system(one) for one in requests)}
 
 
@@ -178,10 +169,8 @@ SIGMAS = (0.0, 0.5, 1.0, 2.0)
 
 
 def _by_quality(prioritizer: str, sigmas: Sequence[float], cells: Cells) -> Verdict:
-    runs: dict[str, dict[str, Any]] = {
-        f"sigma {sigma}": {"prioritizer": prioritizer, "sigma": sigma} for sigma in sigmas
-    }
-    runs["fcfs"] = {"prioritizer": "fcfs"}
+    runs = {f"sigma {sigma}": _one(prioritizer, sigma=sigma) for sigma in sigmas}
+    runs["fcfs"] = _one("fcfs")
     return _ordered("mean", " s", runs, cells)
 
 
@@ -190,18 +179,17 @@ def _by_quality(prioritizer: str, sigmas: Sequence[float], cells: Cells) -> Verd
 FRACTIONS = (0.0, 0.2, 0.5, 0.8, 1.0)
 
 
-def _trail(fraction: float) -> PolicySource:
-    return ("trail", {"preemptible_fraction": fraction})
+def _trail(fraction: float, **settings: Any) -> dict[str, Any]:
+    return _one(("trail", {"preemptible_fraction": fraction}), **settings)
 
 
 def _preemptions_rise_with_c(cells: Cells) -> Verdict:
-    runs = {f"C = {one}": {"prioritizer": _trail(one), "tight": True} for one in FRACTIONS[1:]}
+    runs = {f"C = {one}": _trail(one, tight=True) for one in FRACTIONS[1:]}
     return _ordered("preemptions", "", runs, cells)
 
 
 def _best_c(cells: Cells) -> Verdict:
-    runs = {one: {"prioritizer": _trail(one), "tight": True} for one in FRACTIONS}
-    columns = _columns(cells, "mean", {str(one): how for one, how in runs.items()})
+    columns = _columns(cells, "mean", {str(one): _trail(one, tight=True) for one in FRACTIONS})
     means = {name: fmean(values) for name, values in columns.items()}
     best = min(means, key=lambda name: means[name])
     text = ", ".join(f"C = {name} {mean:.3g} s" for name, mean in means.items())
@@ -213,31 +201,20 @@ def _best_c(cells: Cells) -> Verdict:
 
 
 def _free_preemption(cells: Cells) -> Verdict:
-    runs = {f"C = {one}": {"prioritizer": _trail(one)} for one in (1.0, 0.5, 0.0)}
+    runs = {f"C = {one}": _trail(one) for one in (1.0, 0.5, 0.0)}
     return _ordered("mean", " s", runs, cells)
 
 
 def _skips(cells: Cells) -> Verdict:
     plain: PolicySource = ("skip_join_mlfq", {"skips": False})
-    runs: dict[str, dict[str, Any]] = {
-        "skip-join": {"prioritizer": "skip_join_mlfq", "prompts": "long"},
-        "plain": {"prioritizer": plain, "prompts": "long"},
-    }
+    runs = {"skip-join": _one("skip_join_mlfq", prompts="long"), "plain": _one(plain, prompts="long")}
     return _ordered("mean", " s", runs, cells)
 
 
 def _ratio(cells: Cells) -> Verdict:
-    columns = _columns(
-        cells,
-        "mean",
-        {"trail": {"prioritizer": "trail", "tight": True}, "fcfs": {"prioritizer": "fcfs", "tight": True}},
-    )
+    columns = _columns(cells, "mean", {one: _one(one, tight=True) for one in ("trail", "fcfs")})
     ratio = fmean(columns["fcfs"]) / fmean(columns["trail"])
     return Verdict(1.66 / 2 <= ratio <= 2.01 * 2, f"{ratio:.2f} times")
-
-
-def _one(prioritizer: str, **settings: Any) -> dict[str, Any]:
-    return {"prioritizer": prioritizer, **settings}
 
 
 _NON_PREEMPTIVE: Sequence[str] = ("sjf", "hrrn", "fcfs")
@@ -247,7 +224,7 @@ CLAIMS = [
         "each request ends when it does in a step-by-step model of one server",
         "exact",
         1,
-        test="tests/policies/test_size_order.py",
+        test=TEST,
     ),
     Claim("srpt", "mean time in system of M/M/1 is Schrage and Miller's", "closed form", 1, _closed_form),
     Claim(
@@ -286,7 +263,7 @@ CLAIMS = [
         "with exact ranks, decisions are those of SJF while nobody starves",
         "equal",
         1,
-        test="tests/policies/test_size_order.py",
+        test=TEST,
     ),
     Claim(
         "ltr", "mean latency rises as ranks get worse", "by Kendall's tau", 2, partial(_by_quality, "ltr", SIGMAS[::3])
@@ -301,8 +278,8 @@ CLAIMS = [
             "longest_wait",
             " s",
             {
-                "boost": {"prioritizer": ("ltr", {"starvation_s": 5.0, "boost_steps": 50})},
-                "none": {"prioritizer": ("ltr", {"starvation_s": 1e6})},
+                "boost": _one(("ltr", {"starvation_s": 5.0, "boost_steps": 50})),
+                "none": _one(("ltr", {"starvation_s": 1e6})),
             },
         ),
     ),
@@ -332,7 +309,7 @@ CLAIMS = [
         "a prompt joins below the levels that it would pass",
         "exact",
         1,
-        test="tests/policies/test_size_order.py",
+        test=TEST,
     ),
     Claim("skip_join_mlfq", "skipping levels beats the plain queue where prompts are long", "-", 2, _skips),
 ]

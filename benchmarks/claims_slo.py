@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from claims_parts import (
-    GPU_7B,
     Cell,
     Cells,
     Claim,
@@ -22,6 +21,7 @@ from claims_parts import (
     ordered,
     poisson,
     requests_in,
+    served,
     simulate,
     time_in_system,
     ttft,
@@ -68,7 +68,7 @@ def missed(system: str, rate: float, seed: int) -> Cell:
     specs = tiers(seed, rate)
     prioritizer, batcher = SYSTEMS[system]
     options = options_of(num_blocks=20_000, max_batch_size=256)
-    requests = requests_in(simulate(prioritizer, batcher, specs, options), specs)
+    requests = served(prioritizer, batcher, specs, options)
     late = 0
     for spec, request in zip(specs, requests, strict=True):
         if spec.deadline_s is not None:
@@ -88,7 +88,7 @@ MOST_MISSED = 0.1
 def _capacity(system: str, cells: Cells) -> list[float]:
     """Highest rate at which at most a tenth miss, of each seed, interpolated between the rates that were tried."""
     found = []
-    shares = {rate: cells.column(f"{system} at {rate}", "missed", partial(missed, system, rate)) for rate in RATES}
+    shares = cells.columns(f"{system} at", "missed", partial(missed, system), RATES)
     for seed in range(len(shares[RATES[0]])):
         best = RATES[0]
         for low, high in pairwise(RATES):
@@ -113,8 +113,9 @@ def _goodput_ratio(cells: Cells) -> Verdict:
 
 def _overload(cells: Cells) -> Verdict:
     at = RATES[-1]
-    columns = {one: cells.column(f"{one} at {at}", "missed", partial(missed, one, at)) for one in ("qoserve", "edf")}
-    return ordered(columns)
+    return ordered(
+        {one: cells.columns(f"{one} at", "missed", partial(missed, one), [at])[at] for one in ("qoserve", "edf")}
+    )
 
 
 # Past-Future
@@ -154,7 +155,6 @@ def admitted(how: str, seed: int) -> Cell:
         "evictions": sum(one.num_preemptions for one in requests) / len(requests),
         "held": fmean(1.0 - step.free_blocks / 500 for step in busy) if busy else 0.0,
         "goodput": good / end,
-        "seconds": end,
     }
 
 
@@ -164,11 +164,11 @@ def _slowest_gap(request: Any) -> float:
 
 
 def _admission(metric: str, order: tuple[str, ...], cells: Cells) -> Verdict:
-    return ordered({how: cells.column(f"admission {how}", metric, partial(admitted, how)) for how in order})
+    return ordered(cells.columns("admission", metric, admitted, order))
 
 
 def _evictions(cells: Cells) -> Verdict:
-    columns = {how: cells.column(f"admission {how}", "evictions", partial(admitted, how)) for how in ADMISSION}
+    columns = cells.columns("admission", "evictions", admitted, ADMISSION)
     verdict = ordered({how: columns[how] for how in ("past_future", "aggressive")}, " a request")
     none = not any(columns["conservative"])
     few = fmean(columns["past_future"]) <= 0.1 * fmean(columns["aggressive"])
@@ -206,12 +206,8 @@ def hygen(budget_s: float, seed: int) -> Cell:
     return {"p99_tbt": float(np.quantile(gaps, 0.99)), "tokens_per_s": num_tokens / HYGEN_SECONDS}
 
 
-def _hygen_columns(metric: str, cells: Cells) -> dict[float, list[float]]:
-    return {one: cells.column(f"hygen {one}", metric, partial(hygen, one)) for one in (0.0, *BUDGETS)}
-
-
 def _budget_is_kept(cells: Cells) -> Verdict:
-    columns = _hygen_columns("p99_tbt", cells)
+    columns = cells.columns("hygen", "p99_tbt", hygen, (0.0, *BUDGETS))
     worst = {budget: max(columns[budget]) for budget in BUDGETS}
     alone = max(columns[0.0])
     text = ", ".join(f"{1e3 * p99:.1f} of {1e3 * budget:.0f} ms" for budget, p99 in worst.items())
@@ -221,7 +217,7 @@ def _budget_is_kept(cells: Cells) -> Verdict:
 
 
 def _throughput(cells: Cells) -> Verdict:
-    columns = _hygen_columns("tokens_per_s", cells)
+    columns = cells.columns("hygen", "tokens_per_s", hygen, (0.0, *BUDGETS))
     ratio = fmean(columns[BUDGETS[-1]]) / fmean(columns[0.0])
     verdict = ordered(
         {"alone": columns[0.0], **{f"{1e3 * one:.0f} ms": columns[one] for one in BUDGETS}}, " tokens/s", 4
@@ -250,12 +246,12 @@ def mixed_promises(seed: int, load: float) -> list[RequestSpec]:
     ]
 
 
-def attained(how: str, load: float, seed: int) -> Cell:
+def attained(load: float, how: str, seed: int) -> Cell:
     """Share of requests with both promises kept; steps of at most 128 tokens, which the tightest promise allows."""
     specs = mixed_promises(seed, load)
     prioritizer, batcher = (EDF, "scorpio") if how == "scorpio" else ("fcfs", "fixed_chunk")
     options = options_of(num_blocks=4000, max_batch_size=128, output_lengths=lengths_of(specs))
-    requests = requests_in(simulate(prioritizer, (batcher, {"chunk_size": 128}), specs, options), specs)
+    requests = served(prioritizer, (batcher, {"chunk_size": 128}), specs, options)
     kept = 0
     for spec, one in zip(specs, requests, strict=True):
         times = token_times(one)
@@ -265,24 +261,21 @@ def attained(how: str, load: float, seed: int) -> Cell:
     return {"attained": kept / len(specs)}
 
 
-def _attainment(load: float, cells: Cells) -> Verdict:
-    columns = {
-        how: cells.column(f"{how} at {load}", "attained", partial(attained, how, load)) for how in ("fcfs", "scorpio")
-    }
-    return ordered(columns)
+def _attainment(load: float, cells: Cells) -> dict[str, list[float]]:
+    return cells.columns(f"at {load}", "attained", partial(attained, load), ("fcfs", "scorpio"))
+
+
+def _at_high_load(cells: Cells) -> Verdict:
+    return ordered(_attainment(1.5, cells))
 
 
 def _at_low_load(cells: Cells) -> Verdict:
-    load = 0.3
-    columns = {
-        how: cells.column(f"{how} at {load}", "attained", partial(attained, how, load)) for how in ("fcfs", "scorpio")
-    }
+    columns = _attainment(0.3, cells)
     worse = difference(columns["fcfs"], columns["scorpio"])
     text = ", ".join(f"{how} {fmean(values):.3f}" for how, values in columns.items())
     return Verdict(worse.mean <= 0.02, text, "" if worse.mean <= 0.02 else "more than 2 % worse")
 
 
-assert GPU_7B.base_s < min(CLASSES)
 CLAIMS = [
     Claim("qoserve", "alpha = 0 is EDF, a large alpha shortest remaining prompt first", "exact", 1, test=TEST),
     Claim("qoserve", "highest load with at most 10 % missed: above EDF, which is above FCFS", "above", 2, _goodput),
@@ -338,7 +331,7 @@ CLAIMS = [
         "at 1.5 times the load more keep both promises than under FCFS",
         "up to +46.5 %",
         2,
-        partial(_attainment, 1.5),
+        _at_high_load,
     ),
     Claim("scorpio", "at low load as many, within 2 %", "slightly worse", 2, _at_low_load),
 ]

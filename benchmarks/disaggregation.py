@@ -1,4 +1,4 @@
-"""Where published results about split pools hold in the simulator: paired seeds, with a margin of two standard errors.
+"""Published results about split pools, held against the simulator: paired seeds, with a margin of two standard errors.
 
 - DistServe (OSDI'24): with tight promises of TTFT and TPOT both, split pools keep more of them than chunked prefill on the same GPUs; with a
   loose TPOT they do not.
@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
+from claims_parts import Difference, difference
 
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import RequestView
@@ -30,11 +30,15 @@ from vajra_py.workload import build_workload
 
 NUM_SEEDS = 5
 LAYERS = {"request_prioritizer": "fcfs", "replicaset_scheduler": "least_loaded"}
+MODEL: Mapping[str, Any] = {
+    "replica": {"max_batch_size": 256},
+    "backend": {"simulator": {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}},
+}
 
 
 @dataclass
 class Served(Observer):
-    """When each request had its first token, came to a decode replica and ended, seconds."""
+    """Record of when each request had its first token, came to a decode replica and ended, seconds."""
 
     rows: list[tuple[float, float, int]] = field(default_factory=list)
     """TTFT, TPOT and output tokens of those that finished."""
@@ -76,6 +80,15 @@ class Served(Observer):
         return float(there.std() / there.mean())
 
 
+def requests(num: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int]) -> dict[str, Any]:
+    """Poisson arrivals a second, with tokens between these bounds."""
+    lengths = {
+        name: {"type": "uniform", "min": low, "max": high}
+        for name, (low, high) in {"prompt_tokens": prompts, "output_tokens": outputs}.items()
+    }
+    return {"type": "synthetic", "num_requests": num, "arrivals": {"type": "poisson", "rate": rate}, **lengths}
+
+
 def simulated(mapping: Mapping[str, Any], seed: int) -> Served:
     """Run once."""
     config = config_from_mapping({"version": 1, "seed": seed, **mapping})
@@ -104,16 +117,9 @@ def of_distserve(*, is_split: bool) -> dict[str, Any]:
         }
     return {
         "scheduling": {**LAYERS, "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 1024}}},
-        "replica": {"max_batch_size": 256},
+        **MODEL,
         **replicas,
-        "workload": {
-            "type": "synthetic",
-            "arrivals": {"type": "poisson", "rate": 24.0},
-            "num_requests": 1500,
-            "prompt_tokens": {"type": "uniform", "min": 500, "max": 1500},
-            "output_tokens": {"type": "uniform", "min": 50, "max": 250},
-        },
-        "backend": {"simulator": {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}},
+        "workload": requests(1500, rate=24.0, prompts=(500, 1500), outputs=(50, 250)),
     }
 
 
@@ -129,18 +135,11 @@ def of_mooncake(rule: str) -> dict[str, Any]:
             "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 4096}},
             "admission": {"policy": "mooncake", "params": params},
         },
-        "replica": {"max_batch_size": 256},
+        **MODEL,
         "pools": {"prefill": {"num_replicas": 48}, "decode": {"num_replicas": 4}},
         "hand_off": "distserve",
         "links": {"bandwidth_gb_s": 100},
-        "workload": {
-            "type": "synthetic",
-            "arrivals": {"type": "poisson", "rate": 9.0},
-            "num_requests": 1600,
-            "prompt_tokens": {"type": "uniform", "min": 24_000, "max": 40_000},
-            "output_tokens": {"type": "uniform", "min": 100, "max": 200},
-        },
-        "backend": {"simulator": {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}},
+        "workload": requests(1600, rate=9.0, prompts=(24_000, 40_000), outputs=(100, 200)),
     }
 
 
@@ -158,24 +157,15 @@ class Claim:
     smaller: Sequence[float]
 
     @property
-    def difference(self) -> tuple[float, float]:
-        """Mean of the paired differences, and its standard error."""
-        differences = [one - other for one, other in zip(self.larger, self.smaller, strict=True)]
-        return mean(differences), stdev(differences) / math.sqrt(len(differences))
-
-    @property
-    def holds(self) -> bool:
-        """True if the difference is above zero by more than two standard errors."""
-        found, error = self.difference
-        return found > 2 * error
+    def difference(self) -> Difference:
+        """The paired differences."""
+        return difference(self.larger, self.smaller)
 
     def __str__(self) -> str:
         """The claim with its figures."""
-        found, error = self.difference
-        verdict = "holds" if self.holds else "DOES NOT HOLD"
-        return (
-            f"{self.text:76} {mean(self.larger):8.3f} {mean(self.smaller):8.3f}  {found:+.3f} ± {error:.3f}  {verdict}"
-        )
+        verdict = "holds" if self.difference.is_positive else "DOES NOT HOLD"
+        means = f"{mean(self.larger):8.3f} {mean(self.smaller):8.3f}"
+        return f"{self.text:76} {means}  {self.difference.mean:+.3f} ± {self.difference.error:.3f}  {verdict}"
 
 
 def distserve_claims(seeds: Sequence[int]) -> list[Claim]:
@@ -218,7 +208,7 @@ def main() -> int:
         for claim in measure(seeds):
             print(claim, flush=True)
             claims.append(claim)
-    return 0 if all(claim.holds for claim in claims) else 1
+    return 0 if all(claim.difference.is_positive for claim in claims) else 1
 
 
 if __name__ == "__main__":

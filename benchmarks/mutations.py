@@ -43,7 +43,7 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/class_shares.py::ClassShares.__init__ self.start() -> pass #0": (
         "Each step calls `start` before anything is read."
     ),
-    "vajra_py/runtime/records/admission_log.py::AdmissionLog.__init__ 0 -> 1 #0": (
+    "vajra_py/runtime/records/json_lines.py::JsonLinesFile.__init__ 0 -> 1 #0": (
         "Another constant for the time in the head of a gzip file, which nothing reads."
     ),
     "policies/vajra_policies/scaling/device_budget.py::PairBudget.fit wanted[0] >= self.least[0] -> "

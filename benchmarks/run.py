@@ -32,6 +32,10 @@ TARGETS: Mapping[str, tuple[float, str]] = {
     "step_waiting_100000_x_empty": (1.1, "steady step with 100,000 waiting, over none"),
     "step_lrs_x_fcfs_waiting_100000": (2.0, "100,000 waiting behind a full batch: LRS over FCFS"),
     "step_admitting_lrs_x_fcfs_waiting_100000": (2.0, "100,000 waiting, one admitted a step: LRS over FCFS"),
+    "step_admitting_vtc_x_fcfs_waiting_10000_of_1000_tenants": (
+        2.0,
+        "10,000 waiting of 1,000 tenants, one admitted a step: VTC over FCFS",
+    ),
     "abort_us_waiting_100000": (20.0, "abort one of 100,000 waiting, microseconds"),
     "placement_us_four_scorers_1000_replicas": (500.0, "placement by four scorers among 1,000 replicas, microseconds"),
     "sim_1_replica_2000_cpu_s": (0.15, "2,000 requests on 1 replica, CPU seconds"),

@@ -43,6 +43,7 @@ class Case:
     admits: bool = False
     """True if every step admits one request, which ends with its prompt; else no request is admitted."""
     prioritizer: str = "edf"
+    num_tenants: int = 1
     scheduler: str = "fixed_chunk"
     params: tuple[tuple[str, Any], ...] = (("chunk_size", 2048),)
 
@@ -89,23 +90,24 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
     replica = controller.replicas()[0]
     now = 0
     for number in range(case.num_running):
-        submit(controller, executor, f"run-{number}", PROMPT_TOKENS + number % 37, now, 900_000)
+        tenant = f"tenant-{number % case.num_tenants}"
+        facts = RequestFacts(f"run-{number}", PROMPT_TOKENS + number % 37, max_tokens=900_000, tenant=tenant)
+        submit(controller, executor, facts, now)
     while len(replica.running_set.pool) < case.num_running:
         now += STEP_TICKS
         step(replica, now)
     num_outputs = 1 if case.admits else 100
     for number in range(case.num_waiting):
-        submit(controller, executor, f"wait-{number}", PROMPT_TOKENS + number % 1499, now + number, num_outputs)
+        tenant = f"tenant-{number % case.num_tenants}"
+        facts = RequestFacts(f"wait-{number}", PROMPT_TOKENS + number % 1499, max_tokens=num_outputs, tenant=tenant)
+        submit(controller, executor, facts, now + number)
     return controller, replica, executor
 
 
-def submit(
-    controller: Controller, executor: SimulatedExecutor, request_id: str, num_tokens: int, now: int, num_outputs: int
-) -> None:
+def submit(controller: Controller, executor: SimulatedExecutor, facts: RequestFacts, now: int) -> None:
     """Submit one request that generates its maximum number of tokens."""
-    facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
     replicaset = controller.replicaset_for(facts)
-    request, _ = controller.submit(facts, replicaset, lambda size: PrivateBlockHashes(request_id), now)
+    request, _ = controller.submit(facts, replicaset, lambda size: PrivateBlockHashes(facts.request_id), now)
     executor.expect(request, 900_000)
 
 
@@ -189,7 +191,8 @@ def measure_queue(num_waiting: int, prioritizer: str = "edf", repeats: int = 400
     started = time.process_time_ns()
     for number in range(repeats):
         request_id = f"late-{number}"
-        submit(controller, executor, request_id, PROMPT_TOKENS + number % 911, now + number, 100)
+        facts = RequestFacts(request_id, PROMPT_TOKENS + number % 911, max_tokens=100)
+        submit(controller, executor, facts, now + number)
         added.append(request_id)
     add_us = (time.process_time_ns() - started) / repeats / 1000
     victims = [f"wait-{number}" for number in range(0, num_waiting, max(1, num_waiting // repeats))][:repeats]
@@ -217,6 +220,10 @@ def measure() -> dict[str, float]:
         figures[key] = lrs / fcfs
         if admits:
             figures["step_us_admitting_fcfs_waiting_100000"] = fcfs
+    cases = [Case(256, 10_000, True, name, num_tenants=1_000) for name in ("fcfs", "vtc")]
+    fcfs_of_tenants, vtc = _alternating([_stepping(build(case)[1]) for case in cases])
+    figures["step_us_admitting_vtc_waiting_10000_of_1000_tenants"] = median(vtc) / 1000
+    figures["step_admitting_vtc_x_fcfs_waiting_10000_of_1000_tenants"] = _ratio(vtc, fcfs_of_tenants)
     one_by_one, _ = measure_case(Case(256), OneByOne(2048))
     figures["step_us_one_by_one_running_256"] = one_by_one
     figures["step_one_by_one_x_bulk_running_256"] = one_by_one / figures["step_us_running_256"]

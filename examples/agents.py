@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import vajra_py as vajra
-from vajra_py.cli.main import main
 from vajra_py.metrics.comparison.metrics import BY_KEY, metric_text
 
 HERE = Path(__file__).parent
@@ -36,22 +35,16 @@ def table(comparison: vajra.Comparison) -> list[str]:
     return lines
 
 
-def show(folder: Path) -> None:
-    """Print what the finished runs show, and draw the picture."""
-    runs = vajra.open_runs([folder / "agents"])
+def main() -> None:
+    """Run, print, draw."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
+    config = vajra.load(HERE / "agents.yaml", {"output.dir": str(folder)})
+    runs = list(vajra.sweep(config).runs)
     print("\n".join(table(vajra.compare(runs))))
     vajra.plots.program_makespans(runs).savefig(folder / "agents.png", dpi=110)
     print(f"picture: {folder / 'agents.png'}")
+    print(f"report: {vajra.report(runs, folder / 'agents.html')}")
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
-    target.mkdir(parents=True, exist_ok=True)
-    report = target / "agents.html"
-    arguments = ["run", str(HERE / "agents.yaml"), "--set", f"output.dir={target}", "--report", str(report), "--quiet"]
-    try:
-        main(arguments)
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    show(target)
+    main()

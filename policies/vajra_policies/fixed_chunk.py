@@ -52,10 +52,11 @@ class FixedChunk:
         return min(self._chunk_size, num_remaining_tokens)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
-        room = min(self._chunk_size - batch.num_tokens, batch.tokens_left)
-        if room <= 0:
-            return None
-        return min(batch.max_chunk(request), room)
+        room = self._room(batch)
+        return min(batch.max_chunk(request), room) if room > 0 else None
+
+    def _room(self, batch: BatchBuilder) -> int:
+        return min(self._chunk_size - batch.num_tokens, batch.tokens_left)
 
 
 def _build(config: FixedChunkConfig, context: PolicyContext) -> FixedChunk:

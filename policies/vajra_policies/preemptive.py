@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from vajra_policies.preemption import PreemptionConfig, preemption_mode
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     Refusal,
     RequestView,
     SchedulerTraits,
@@ -24,15 +22,11 @@ _PASSED_OVER = frozenset({Refusal.JUST_PREEMPTED, Refusal.LOADING, Refusal.NOT_A
 """Refusals of one waiting request that say nothing about the next."""
 
 
-class PreemptiveConfig(PreemptionConfig):
+class PreemptiveConfig(FixedChunkConfig):
     """Parameters of `preemptive`."""
 
-    chunk_size: int = Field(
-        2048, ge=1, description="Query tokens of one step, decodes included.", json_schema_extra={"unit": "tokens"}
-    )
 
-
-class Preemptive:
+class Preemptive(FixedChunk):
     """Running and waiting requests stand in one line by urgency, and a step takes them from its head while there are slots.
 
     - A running request that the slots do not reach is paused: it keeps its KV, and goes on when it is among the first again.
@@ -51,10 +45,6 @@ class Preemptive:
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
     """While requests wait their keys may overtake those that run; without any, all that run fit in and go on."""
-
-    def __init__(self, config: PreemptiveConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        self._chunk_size = config.chunk_size
-        self._mode = mode
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """The most urgent requests, as far as slots, tokens and blocks reach."""
@@ -77,21 +67,10 @@ class Preemptive:
             if len(running) == replica.num_running:  # nobody is in flight who may free enough
                 self._free_the_earliest(running, batch)
 
-    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the whole budget."""
-        return min(self._chunk_size, num_remaining_tokens)
-
     def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
         """Return True if all have a turn in any order: nobody waits, and no decode lacks slot, token or block."""
         limit = min(batch.slots_left, batch.free_blocks, self._room(batch))
         return not replica.num_waiting and replica.num_running <= limit
-
-    def _room(self, batch: BatchBuilder) -> int:
-        return min(self._chunk_size - batch.num_tokens, batch.tokens_left)
-
-    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
-        room = self._room(batch)
-        return min(batch.max_chunk(request), room) if room > 0 else None
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
         """Tokens of the request in this step: what it has left, without those of the decodes behind it that slots are left for."""

@@ -26,7 +26,7 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import load_workload, run_experiment
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.json_lines import read_rows
 
 FAMILIES = ["llama", "qwen3", "gemma2", "mixtral"]
 NUM_SCHEDULES = 52

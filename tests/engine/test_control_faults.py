@@ -25,7 +25,7 @@ from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
-from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.json_lines import read_rows
 
 POISON = 77
 DEADLY = 501

@@ -17,10 +17,10 @@ import pytest
 from tests.engine.fake_runner import (
     FakeRunner,
     SteppedWorld,
-    expected_output,
     runner_that_dies_exporting,
     runner_that_dies_importing,
 )
+from tests.engine.test_control_recovery import check_nothing_is_left, check_outputs
 from tests.engine.test_control_replay import SINGLES, layers, settings
 from vajra_py.config import config_from_mapping
 from vajra_py.config.hand_off import PRESETS
@@ -48,7 +48,8 @@ from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import Abandonment, Failure, TransferEnd, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import Abandonment, Failure, TransferEnd, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.serving.build import ModelFacts
 
 POOLS = {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2}}
@@ -159,21 +160,8 @@ def run_it(
 
 def check(made: EngineRun, folder: Path) -> Counter[str]:
     """Compare every token, block and decision with what it has to be; returns what happened."""
-    happened: Counter[str] = Counter()
-    prompts, specs = made._prompts, {spec.request_id: spec for spec in made._run.workload}
-    rows = list(read_rows(folder / "outputs.jsonl.gz"))
-    assert len(rows) == len(specs)
-    for row in rows:
-        spec = specs[row["request_id"]]
-        expected = expected_output(prompts.prompt(spec).token_ids, spec.num_output_tokens)
-        assert row["token_ids"] == expected[: len(row["token_ids"])], row["request_id"]
-        assert row["reason"] != "stop" or row["token_ids"] == expected
-        happened[row["reason"]] += 1
-    made.controller.check_conservation()
-    assert made.controller.num_alive == 0
-    for replica in made.controller.replicas():
-        assert replica.memory.free_blocks == replica.memory.num_blocks
-        assert not replica.lifecycle.held
+    happened = check_outputs(made, folder)
+    check_nothing_is_left(made)
     happened.update(type(one).__name__ for one in read_inputs(folder / "inputs.jsonl.gz"))
     for step in read_decisions(folder / "decisions.parquet"):
         happened.update(chunk[3] for chunk in step["chunks"])
@@ -414,6 +402,17 @@ def test_a_backend_that_keeps_its_kv_refuses_schedulers_that_move_it(hollow_mode
     with pytest.raises(ConfigError) as error:
         _check_transfers(controller, Stays(**config.backend.settings.model_dump()))
     assert "scheduling.replicaset_scheduler: wanderer moves requests with their KV" in str(error.value)
+
+
+def test_kv_that_is_sent_beside_computing_is_refused(hollow_model: Path) -> None:
+    mapping = mixed(hollow_model, "wanderer", hand_off={"reserve": "before_prompt", "overlap": "by_chunk"})
+    config = config_from_mapping(mapping, registry=registry())
+    services = engine_services(config, registry(), {})
+    controller = _dry_controller(config, services, {"default": {"default": ModelFacts(lambda size, fraction: 40)}})
+    with pytest.raises(
+        ConfigError, match=r"hand_off\.overlap: the engine sends KV when its prompt is computed .got by_chunk"
+    ):
+        _check_transfers(controller, config.backend.settings)
 
 
 class Stays(EngineConfig):

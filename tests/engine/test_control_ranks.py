@@ -30,7 +30,8 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import load_workload, run_experiment
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import Failure, Restart, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import Failure, Restart, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 
 pytest.importorskip("torch")
 BLOCK_SIZE = 8

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from vajra_py.cli.main import _run
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.json_lines import read_rows
 
 EXPERIMENT = """
 version: 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
@@ -83,8 +85,8 @@ def run_it(mapping: dict[str, Any], lives: dict[int, list[int]], folder: Path) -
     return run, world.made[0]
 
 
-def check_outputs(made: EngineRun, folder: Path) -> None:
-    """Every output is what the request would have got alone on a replica that never fails."""
+def check_outputs(made: EngineRun, folder: Path) -> Counter[str]:
+    """Every output is what the request would have got alone on a replica that never fails. Returns how many ended for each reason."""
     prompts, specs = made._prompts, {spec.request_id: spec for spec in made._run.workload}
     rows = list(read_rows(folder / "outputs.jsonl.gz"))
     assert len(rows) == len(specs)
@@ -93,6 +95,7 @@ def check_outputs(made: EngineRun, folder: Path) -> None:
         expected = expected_output(prompts.prompt(spec).token_ids, spec.num_output_tokens)
         assert row["token_ids"] == expected[: len(row["token_ids"])]
         assert row["reason"] != "stop" or row["token_ids"] == expected
+    return Counter(row["reason"] for row in rows)
 
 
 def check_nothing_is_left(made: EngineRun) -> None:
@@ -100,6 +103,7 @@ def check_nothing_is_left(made: EngineRun) -> None:
     assert made.controller.num_alive == 0
     for replica in made.controller.replicas():
         assert replica.memory.free_blocks == replica.memory.num_blocks
+        assert not replica.lifecycle.held
 
 
 @pytest.mark.parametrize("chooser", CHOOSERS)

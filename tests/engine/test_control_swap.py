@@ -23,12 +23,16 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.serving.policy_swap import Swapped
 
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}
 OTHERS: dict[Layer, list[Any]] = {
-    Layer.REQUEST_PRIORITIZER: ["lrs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "priority", "fcfs"],
+    Layer.REQUEST_PRIORITIZER: [
+        *("lrs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "priority", "vtc", "fcfs"),
+        {"policy": "deficit_round_robin", "params": {"quantum": 40}},
+    ],
     Layer.REPLICASET_SCHEDULER: ["pull", "least_loaded", "random", "prefix_affinity", "round_robin", "power_of_two"],
     Layer.REPLICA_SCHEDULER: [
         {"policy": "fixed_chunk", "params": {"chunk_size": 20}},
@@ -63,6 +67,7 @@ def experiment(model: Path, seed: int = 3) -> dict[str, Any]:
             "num_requests": 40,
             "prompt_tokens": {"type": "uniform", "min": 1, "max": 100},
             "output_tokens": {"type": "uniform", "min": 4, "max": 60},
+            "tenants": {"count": 5},
             "slo_classes": [{"name": "gold", "deadline_s": 0.4, "priority": -1}, {"name": "iron", "share": 2.0}],
         },
         "backend": {"engine": {"model": str(model), "random_weights": True, "latency": LATENCY, "time_scale": 0.5}},

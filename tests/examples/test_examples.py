@@ -83,7 +83,7 @@ def test_what_the_demo_shows_is_there_at_a_small_size(tmp_path: Path) -> None:
 
 
 def test_pools_in_the_right_ratio_keep_slos_longer_than_one_pool(tmp_path: Path) -> None:
-    """What `examples/disaggregation.py` shows, at the load at which the ways part, for fewer requests."""
+    """Repeat what `examples/disaggregation.py` shows, at the load at which the ways part, for fewer requests."""
     config = load_example("disaggregation.yaml", tmp_path, workload__num_requests=150)
     points = [one for _, one in expand_sweep(config)]
     assert len({one.workload.arrivals.rate for one in points}) >= 4

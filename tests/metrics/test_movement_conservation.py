@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim.split_pools import prepared
+from tests.sim.split_pools import inject_faults, prepared
 from tests.sim.split_pools import settings as split_settings
 from tests.sim.test_sim_hand_off_machine import FAULTS, HAND_OFF, LINKS, requests
 from tests.sim.test_sim_migration import mixed, registry_of
@@ -22,10 +22,8 @@ from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.tables.transfers import MOVE, Stays
 from vajra_py.plugins import Registry
-from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.support.clock import to_seconds, to_ticks
+from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.workload import RequestSpec
 
 AWAY = (RequestState.HELD, RequestState.REMOTE)
@@ -43,24 +41,6 @@ class Observed:
         controller.watch((self._recorder, self._log))
         self.spent: dict[int, dict[RequestState, float]] = defaultdict(lambda: defaultdict(float))
         self._since: dict[int, float] = {}
-
-    def inject_faults(self, faults: Iterable[tuple[str, float, int]], num_replicas: int) -> None:
-        lost: set[int] = set()
-        for kind, at, number in sorted(faults, key=lambda one: one[1]):
-            tick, replica_id = to_ticks(at), number % num_replicas
-            if kind == "abort":
-                self.simulator.inject(tick, Phase.ABORT, f"r{number}")
-            elif kind == "fail" and replica_id not in lost:
-                lost.add(replica_id)
-                self._fail(tick, Failure(tick, "default", replica_id, "lost", max_reruns=3))
-            elif kind == "restart" and replica_id in lost:
-                lost.discard(replica_id)
-                self._fail(tick, Restart(tick, "default", replica_id))
-        for replica_id in lost:  # all come back, so that nothing waits for ever
-            self._fail(to_ticks(2.0), Restart(to_ticks(2.0), "default", replica_id))
-
-    def _fail(self, tick: int, what: Failure | Restart) -> None:
-        self.simulator.inject(tick, Phase.FAILURE, what)
 
     def go(self, specs: Sequence[RequestSpec]) -> None:
         move_to = Request.move_to
@@ -102,8 +82,12 @@ class Observed:
                 assert known(request[name]) == pytest.approx(float(np.nansum(own)), abs=1e-9)
         for row in rows:
             ticks = [row[name] for name in ("held_at", "start_at", "end_at", "arrived_at", "over_at")]
-            present = [one for one in ticks if one == one]
-            assert present == sorted(present)
+            for each in (
+                ticks[1:],
+                [ticks[0], *ticks[2:]],
+            ):  # what is sent while it is computed leaves before it is held
+                present = [one for one in each if one == one]
+                assert present == sorted(present)
             assert row["source_replica_id"] != row["target_replica_id"] or row["kind"] == MOVE
             assert (row["outcome"] == "done") <= (row["end_at"] == row["end_at"])
         begins = [min(one for one in (row["held_at"], row["start_at"], row["over_at"]) if one == one) for row in rows]
@@ -133,7 +117,7 @@ def test_held_transfer_and_wait_add_up_with_arrival_to_end_over_random_runs(
     decode = {"num_replicas": 2, "replica": {"memory": {"num_blocks": num_blocks}}}
     pools = {"prefill": {"num_replicas": 2}, "decode": decode}
     observed = Observed(split_settings(pools=pools, hand_off=hand_off, links=links))
-    observed.inject_faults(faults, 4)
+    inject_faults(observed.simulator, faults, 4)
     observed.go(specs)
     observed.check()
     for row in observed.transfers.to_pylist():
@@ -161,7 +145,7 @@ def test_migrations_and_moves_add_up_too(seed: int) -> None:
     mapping = mixed(migration={"last_stage_max_blocks": 2, "max_per_replica": 3})
     observed = Observed(mapping, registry_of(times, choose))
     faults = [(draw.choice(["abort", "fail"]), round(draw.uniform(0, 2), 3), draw.randrange(12)) for _ in range(4)]
-    observed.inject_faults(faults, 2)
+    inject_faults(observed.simulator, faults, 2)
     observed.go(sorted(specs, key=lambda one: one.arrived_at))
     observed.check()
     rows = observed.transfers.to_pylist()

@@ -1,4 +1,4 @@
-"""What tables, summary, comparison, report and timeline of a run say of requests that move, and of its pools."""
+"""Requests that move, and pools, in the tables, summary, comparison, report and timeline of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, TRANSFERS_FILE
 
 TIMES = ("held_s", "transfer_s", "target_wait_s")
 PRICE = 3.6
-"""Of an hour of a device: a thousandth of a dollar a second."""
+"""Price of an hour of a device: a thousandth of a dollar a second."""
 
 
 def mapping(**keys: Any) -> dict[str, Any]:

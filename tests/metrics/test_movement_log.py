@@ -17,6 +17,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.tables.movement_log import GIVEN_UP, MovementLog, Paths
 from vajra_py.metrics.tables.transfers import TransfersBuilder, movement_columns
 from vajra_py.runtime.records.input_log import Failure
+from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED
 from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import RequestSpec
@@ -186,7 +187,7 @@ def test_a_target_that_fails_before_it_takes_the_kv_is_seen() -> None:
     assert there_at < way.arrived  # a step of the target was in flight
     observed = Observed(mapping)
     tick = to_ticks((there_at + way.arrived) / 2)
-    observed._fail(tick, Failure(tick, "default", way.target, "lost", max_reruns=3))
+    observed.simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", way.target, "lost", max_reruns=3))
     observed.go(specs)
     observed.check()
     rows = [row for row in observed.transfers.to_pylist() if row["request_id"] == "a"]

@@ -155,7 +155,11 @@ def test_wrong_parameters_say_where(site: Any) -> None:
             PRIORITIZER,
             "asks for 'on_arrival'. Did you mean 'on_arrivals'",
         ),
-        (GOOD + "    def on_token(self, request): pass\n", PRIORITIZER, "asks for 'on_token'.*Allowed: key,"),
+        (
+            GOOD + "    def on_token(self, request): pass\n",
+            PRIORITIZER,
+            "asks for 'on_token'.*Allowed: fallen_groups, group, group_key, key,",
+        ),
         (
             SCHEDULES + "    trait = SchedulerTraits()\n",
             SCHEDULER,
@@ -166,6 +170,10 @@ def test_wrong_parameters_say_where(site: Any) -> None:
             PRIORITIZER,
             "'refuses' is never asked of a request prioritizer. It is for a replica scheduler",
         ),
+        (GOOD + "    def group(self, request): return 'a'\n", PRIORITIZER, "group and group_key belong together"),
+        (GOOD + "    def group_keys(self, group): return 0\n", PRIORITIZER, "Did you mean 'group_key'"),
+        (GOOD + "    fallen_groups = []\n", PRIORITIZER, r"fallen_groups is \[\]; expected a FallenGroups"),
+        (GOOD + "    fallen_groups = FallenGroups()\n", PRIORITIZER, "for a policy with group and group_key"),
         (GOOD + "    def assign(self, request, replicas, now): return 0\n", ROUTER, "no method 'pull'"),
         (GOOD, SCHEDULER, "no method 'schedule'"),
     ],

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vajra_py.errors import ConfigError
-from vajra_py.plugins import write_plugin
-from vajra_py.plugins.scaffold import KINDS, plugin_names, render_plugin
+from vajra_py.contract import Layer
+from vajra_py.errors import ConfigError, UnknownNameError
+from vajra_py.plugins import load_registry, write_plugin
+from vajra_py.plugins.scaffold import KINDS, plugin_names, render_copy, render_plugin
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin_template"
@@ -90,6 +91,80 @@ def test_a_package_of_another_kind_passes_its_own_tests(kind: str, tmp_path: Pat
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     ran = subprocess.run(tests, cwd=folder, env=_finds(folder), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+def test_every_policy_of_the_library_can_be_copied() -> None:
+    registry = load_registry()
+    names = [(None, name) for layer in Layer for name in registry.policies(layer)]
+    names += [("admission", name) for name in registry.admission_policies]
+    names += [("scaler", name) for name in registry.scalers]
+    names += [("retention", name) for name in registry.retention_policies]
+    for kind, name in names:
+        files = render_copy("my-lab", name, kind)
+        assert f"[my_lab_{name}, {name}]" in files["experiment.yaml"]
+        source = "".join(
+            text for path, text in files.items() if path.startswith("src/my_lab/") and "__init__" not in path
+        )
+        compile(source, name, "exec")
+        assert f'name="my_lab_{name}"' in source
+        assert f'name="{name}"' not in source
+        assert "aliases=" not in source
+
+
+COPIES = [
+    (None, "vtc"),
+    (None, "space_sharing"),
+    (None, "least_loaded"),
+    ("retention", "lru"),
+    ("scaler", "target_utilization"),
+]
+
+
+COMPARED = """
+import importlib, json, sys
+import vajra_py
+for folder in sys.argv[1:]:
+    package = importlib.import_module(folder.rpartition("/")[2].replace("-", "_"))
+    specs = [one for hook in package.__all__ for one in getattr(package, hook)()]
+    text, swept = open(folder + "/experiment.yaml").read().split("sweep:")
+    open(folder + "/one.yaml", "w").write(text)
+    key, names = swept.split("scheduling.")[1].split(":")
+    copy, original = names.strip(" []\\n").split(", ")
+    runs = []
+    for name in (copy, original):
+        overrides = {f"scheduling.{key}": name, "workload.num_requests": 60, "workload.rate": 30}
+        config = vajra_py.load(folder + "/one.yaml", overrides, policies=specs)
+        done = vajra_py.run(config, policies=specs, folder=folder + "/" + name)
+        runs.append(repr(done.requests().to_pylist()))  # NaN is unlike itself
+    print(json.dumps([copy, original, runs[0].count("request_id"), runs[0] == runs[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_copy_decides_as_its_original(tmp_path: Path) -> None:
+    folders = [write_plugin(f"my-{name}", tmp_path, kind, name) for kind, name in COPIES]
+    paths = os.pathsep.join([*(str(one / "src") for one in folders), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", COMPARED, *map(str, folders)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compared = [json.loads(line) for line in done.stdout.splitlines()]
+    assert compared == [[f"my_{name}_{name}", name, 60, True] for _, name in COPIES]
+
+
+def test_a_copy_passes_its_own_tests(tmp_path: Path) -> None:
+    folder = write_plugin("my-lab", tmp_path, original="vtc")
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    ran = subprocess.run(tests, cwd=folder, env=_finds(folder), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "1 passed" in ran.stdout
+
+
+def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match=r"'vtcc'.*vtc"):
+        write_plugin("my-lab", tmp_path, original="vtcc")
+    with pytest.raises(UnknownNameError, match="'vtc'"):
+        write_plugin("my-lab", tmp_path, "retention", "vtc")
+    assert not list(tmp_path.iterdir())
 
 
 def _finds(folder: Path) -> dict[str, str]:

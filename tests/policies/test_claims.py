@@ -1,4 +1,4 @@
-"""Do the claims name policies and tests that exist, and is a simulation that was done never done again?"""
+"""Claims of the library: their policies and tests exist, and a simulation that was done is never done again."""
 
 from __future__ import annotations
 

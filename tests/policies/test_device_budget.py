@@ -43,7 +43,7 @@ pairs = st.builds(
 
 
 def nearest(pair: PairBudget, current: Counts, wanted: Counts) -> Counts:
-    """What `fit` says that it returns, found by trying every pair of counts."""
+    """The counts that `fit` says it returns, found by trying every pair."""
     ranges = [range(min(ends), max(ends) + 1) for ends in zip(current, wanted, strict=True)]
     is_exchange = (wanted[0] - current[0]) * (wanted[1] - current[1]) < 0
     asked = [abs(wanted[pool] - current[pool]) for pool in (0, 1)]

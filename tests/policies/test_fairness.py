@@ -1,7 +1,8 @@
-"""Do tenants get the shares that VTC, deficit round robin and the control promise, in every window?"""
+"""Shares of tenants in every window, as VTC, deficit round robin and the control promise them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ from claims_parts import service_gap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.policies.plain_fairness import PlainDrr, PlainVtc
+from vajra_policies.fairness.deficit_round_robin import DeficitRoundRobinConfig
+from vajra_policies.fairness.least_counter_first import LeastCounterFirstConfig
+from vajra_policies.fairness.vtc import VtcConfig
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
 
@@ -71,7 +76,7 @@ def test_prompts_computed_again_are_not_charged_again() -> None:
     one.steps_until_idle()
     assert sum(one.request(f"a{index}").num_preemptions for index in range(4)) > 0
     probe = one.submit("probe", 1, 1, tenant="a")
-    assert one.prioritizer.key(probe, one.now) == 4 * (24 * 1.0 + 30 * 2.0)
+    assert one.prioritizer.group_key(probe.tenant) == 4 * (24 * 1.0 + 30 * 2.0)
 
 
 def test_a_turn_lasts_for_a_quantum_and_debts_are_paid() -> None:
@@ -105,3 +110,86 @@ def test_backlogged_tenants_differ_by_less_than_the_bound_in_every_window(
     if prioritizer == "drr":
         bound += 2 * BLOCKS * BLOCK / 20
     assert service_gap(one, specs, ("a", "b"), 1.0, 2.0) <= bound
+
+
+CONFIGS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
+    "vtc": (VtcConfig, PlainVtc),
+    "least_counter_first": (LeastCounterFirstConfig, lambda config: PlainVtc(config, lifts=False)),
+    "drr": (DeficitRoundRobinConfig, PlainDrr),
+}
+
+
+@st.composite
+def params_of(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    weights = st.sampled_from([1.0, 2.0, 3.0, 0.1, 7.3])
+    params: dict[str, Any] = {
+        "prompt_weight": draw(st.sampled_from([1.0, 0.0, 0.37])),
+        "output_weight": draw(st.sampled_from([2.0, 0.3])),
+        "tenant_weights": {tenant: draw(weights) for tenant in "abc"},
+    }
+    return params if name != "drr" else {**params, "quantum": draw(st.sampled_from([3.3, 50.0, 1000.0]))}
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> list[RequestSpec]:
+    """Bursts and lulls of up to a dozen tenants; some requests are aborted by their deadline."""
+    gaps = st.sampled_from([0.0, 0.0, 0.0, 0.01, 0.1, 3.0])
+    ask = st.tuples(gaps, st.sampled_from("aaabbcdefghi"), st.integers(1, 90), st.integers(1, 40), st.integers(0, 9))
+    at, specs = 0.0, []
+    for index, (gap, tenant, prompt, output, expiry) in enumerate(draw(st.lists(ask, min_size=1, max_size=60))):
+        at += gap
+        late = 0.05 if expiry == 0 else None
+        specs.append(RequestSpec(f"{tenant}{index}", at, prompt, output, tenant=tenant, expires_after_s=late))
+    return specs
+
+
+def decisions(prioritizer: Any, specs: list[RequestSpec], others: tuple[str, str], options: HarnessOptions) -> Any:
+    one = Harness(prioritizer, *others, options)
+    one.run(specs)
+    return [(step.replica_id, step.formed_at, step.entries, step.preempted, step.num_waiting) for step in one.steps]
+
+
+OTHERS = [("pull", "fixed_chunk"), ("round_robin", "vllm_v1"), ("round_robin", "preemptive")]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=60, deadline=None)
+@given(st.data(), loads(), st.sampled_from(OTHERS), st.sampled_from([14, 64]), st.integers(1, 2))
+def test_decisions_are_those_of_the_plain_definitions(
+    name: str, data: Any, specs: list[RequestSpec], others: tuple[str, str], num_blocks: int, num_replicas: int
+) -> None:
+    """Keys by group, counters that are brought up to date late, and what is forgotten make no difference."""
+    kind, plain = CONFIGS[name]
+    params = data.draw(params_of(name))
+    options = HarnessOptions(num_blocks=num_blocks, max_batch_size=4, num_replicas=num_replicas)
+    reference = plain(kind(**params))
+    assert decisions((name, params), specs, others, options) == decisions(reference, specs, others, options)
+
+
+def test_a_counter_is_kept_while_it_matters_and_no_longer() -> None:
+    one = Harness("vtc", "pull", "fixed_chunk", HarnessOptions(max_batch_size=2))
+    counters = one.prioritizer._counters
+    for index in range(300):
+        one.submit(f"r{index}", 10, 5, tenant=f"t{index}")
+        one.submit(f"s{index}", 10, 5, tenant="steady")
+    for _ in range(900):
+        one.step()
+    waiting = one.waiting()
+    assert len(counters) <= len(waiting) + 6
+    one.steps_until_idle()
+    assert len(counters) <= 2, "the tenant that waited last, and one that was served beyond it"
+    heavy = one.submit("heavy", 900, 5, tenant="heavy")
+    one.submit("light", 10, 5, tenant="light")
+    one.steps_until_idle()
+    assert one.prioritizer.group_key("heavy") >= 900, "it has had more than others: a later lift would not reach so far"
+    assert heavy.end_reason is not None
+
+
+def test_deficit_round_robin_keeps_nothing_but_debts() -> None:
+    one = Harness(("drr", {"output_weight": 0.0}), "pull", "fixed_chunk", HarnessOptions(max_batch_size=2))
+    for index in range(100):
+        one.submit(f"r{index}", 10, 5, tenant=f"t{index}")
+    one.steps_until_idle()
+    debts = one.prioritizer._credit
+    assert all(debt < 0 for debt in debts.values())
+    assert not one.prioritizer._circle

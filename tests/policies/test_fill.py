@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -368,90 +368,71 @@ def test_a_victim_that_cannot_give_way_ends_the_step() -> None:
     assert len(batch.stops) == 1, "it does not ask again and again"
 
 
+class ListedReplica(CountingReplica):
+    """A replica with these requests, all as urgent as each other."""
+
+    def __init__(self, partial: Sequence[Any] = (), waiting: Sequence[Any] = ()) -> None:
+        self._partial, self._waiting = partial, waiting
+        self.num_partial_prefills, self.num_waiting = len(partial), len(waiting)
+
+    def partial_prefills(self) -> Any:
+        return list(self._partial)
+
+    def waiting(self) -> Iterator[Any]:
+        return iter(self._waiting)
+
+    def urgency(self, request: Any) -> tuple[int]:
+        return (0,)
+
+
+class PromptBatch(FakeBatch):
+    """A batch that asks a function about each chunk, and notes who is preempted."""
+
+    def __init__(self, add: Callable[[Any, Any, int], Refusal | None], **figures: int) -> None:
+        super().__init__()
+        self.__dict__.update(figures)
+        self._add = add
+
+    def __contains__(self, request: object) -> bool:
+        return False
+
+    def add(self, request: Any, num_tokens: int) -> Refusal | None:
+        return self._add(self, request, num_tokens)
+
+    def preempt(self, request: Any, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
+        self.preempted.append(request)
+        return None
+
+
+def filled(replica: Any, batch: Any, num_tokens: int) -> None:
+    fill(replica, batch, lambda request, batch, replica: min(num_tokens, batch.tokens_left))
+
+
 def test_partial_prefills_wait_for_steps_in_flight_before_they_take_memory_from_each_other() -> None:
-    class Replica(CountingReplica):
-        num_partial_prefills = 2
-
-        def partial_prefills(self) -> Any:
-            return [SimpleNamespace(is_resident=True), SimpleNamespace(is_resident=True)]
-
-        def waiting(self) -> Iterator[Any]:
-            return iter(())
-
-    class Batch(FakeBatch):
-        num_requests = 0
-
-        def __contains__(self, request: object) -> bool:
-            return False
-
-        def add(self, request: Any, num_tokens: int) -> Refusal:
-            return Refusal.KV_BLOCKS
-
     for num_running, num_preempted in ((3, 0), (2, 1)):
-        batch: Any = Batch()
-        batch.num_requests = 0
-        batch.preempt = lambda request, mode=None, batch=batch: batch.preempted.append(request)
-        replica: Any = Replica()
+        batch = PromptBatch(lambda *about: Refusal.KV_BLOCKS, num_requests=0)
+        replica = ListedReplica([SimpleNamespace(is_resident=True), SimpleNamespace(is_resident=True)])
         replica.num_running = num_running
-        fill(replica, batch, lambda request, batch, replica: 5)
+        filled(replica, batch, 5)
         assert len(batch.preempted) == num_preempted
 
 
 def test_chunks_of_one_token_are_chunks() -> None:
-    class Replica(CountingReplica):
-        num_waiting = 2
-
-        def waiting(self) -> Iterator[Any]:
-            return iter([SimpleNamespace(name="a"), SimpleNamespace(name="b")])
-
-        def partial_prefills(self) -> Any:
-            return []
-
-        def urgency(self, request: Any) -> tuple[int]:
-            return (0,)
-
-    class Batch(FakeBatch):
-        def __contains__(self, request: object) -> bool:
-            return False
-
-        def add(self, request: Any, num_tokens: int) -> Refusal | None:
-            added.append((request.name, num_tokens))
-            return None
-
     added: list[tuple[str, int]] = []
-    batch: Any = Batch()
-    batch.free_blocks = 9
-    replica: Any = Replica()
-    fill(replica, batch, lambda request, batch, replica: 1)
+    batch = PromptBatch(lambda batch, request, num_tokens: added.append((request, num_tokens)), free_blocks=9)
+    filled(ListedReplica(waiting="ab"), batch, 1)
     assert added == [("a", 1), ("b", 1)]
 
 
 def test_partial_prefills_give_way_until_the_most_urgent_has_room() -> None:
     urgent, *others = [SimpleNamespace(is_resident=True) for _ in range(4)]
 
-    class Replica(CountingReplica):
-        num_partial_prefills = num_running = 4
+    def add(batch: Any, request: Any, num_tokens: int) -> Refusal | None:
+        return None if len(batch.preempted) == 2 else Refusal.KV_BLOCKS
 
-        def partial_prefills(self) -> Any:
-            return [urgent, *others]
-
-        def waiting(self) -> Iterator[Any]:
-            return iter(())
-
-    class Batch(FakeBatch):
-        num_requests = 0
-
-        def __contains__(self, request: object) -> bool:
-            return False
-
-        def add(self, request: Any, num_tokens: int) -> Refusal | None:
-            return None if len(self.preempted) == 2 else Refusal.KV_BLOCKS
-
-    batch: Any = Batch()
-    batch.num_requests = 0
-    batch.preempt = lambda request, mode=None: batch.preempted.append(request)
-    replica: Any = Replica()
-    fill(replica, batch, lambda request, batch, replica: 5)
+    batch, replica = PromptBatch(add, num_requests=0), ListedReplica([urgent, *others])
+    replica.num_running = 4
+    filled(replica, batch, 5)
     assert batch.preempted == [others[2], others[1]]
 
 
@@ -461,37 +442,13 @@ def test_wrong_parameters_are_refused(params: dict[str, Any]) -> None:
         Harness("fcfs", "round_robin", ("fixed_chunk", params))
 
 
-def test_the_last_place_and_the_last_token_are_given() -> None:
-    class Replica(CountingReplica):
-        num_waiting = 4
+@pytest.mark.parametrize(("slots", "tokens", "expected"), [(3, 100, "abc"), (10, 5, "abc"), (10, 1, "a")])
+def test_the_last_place_and_the_last_token_are_given(slots: int, tokens: int, expected: str) -> None:
+    def add(batch: Any, request: Any, num_tokens: int) -> None:
+        added.append(request)
+        batch.slots_left -= 1
+        batch.tokens_left -= num_tokens
 
-        def waiting(self) -> Iterator[Any]:
-            return iter([SimpleNamespace(name=name) for name in "abcd"])
-
-        def partial_prefills(self) -> Any:
-            return []
-
-        def urgency(self, request: Any) -> tuple[int]:
-            return (0,)
-
-    class Batch(FakeBatch):
-        def __contains__(self, request: object) -> bool:
-            return False
-
-        def add(self, request: Any, num_tokens: int) -> Refusal | None:
-            added.append(request.name)
-            self.slots_left -= 1
-            self.tokens_left -= num_tokens
-            return None
-
-    replica: Any = Replica()
-    for slots, tokens in ((3, 100), (10, 5)):
-        added: list[str] = []
-        batch: Any = Batch(slots_left=slots)
-        batch.free_blocks, batch.tokens_left = 9, tokens
-        fill(replica, batch, lambda request, batch, replica: min(2, batch.tokens_left))
-        assert added == ["a", "b", "c"]
-        added.clear()
-        batch.slots_left, batch.tokens_left = slots, 1 if tokens == 5 else tokens
-        fill(replica, batch, lambda request, batch, replica: min(2, batch.tokens_left))
-        assert added == (["a"] if tokens == 5 else ["a", "b", "c"])
+    added: list[str] = []
+    filled(ListedReplica(waiting="abcd"), PromptBatch(add, free_blocks=9, slots_left=slots, tokens_left=tokens), 2)
+    assert "".join(added) == expected

@@ -30,7 +30,7 @@ def found_classes() -> dict[str, type[PolicyConfig]]:
 
 
 def facts_of(config: type[PolicyConfig]) -> dict[str, dict[str, Any]]:
-    """What each parameter's schema says of its default and of its limits, those of alternatives joined."""
+    """Default and limits of each parameter, by its schema; those of alternatives joined."""
     found = {}
     for name, schema in config.model_json_schema()["properties"].items():
         every = [schema, *schema.get("anyOf", ())]

@@ -17,6 +17,8 @@ OWN = {
     Layer.REQUEST_PRIORITIZER: {
         *("fcfs", "edf", "lrs", "priority", "vtc", "least_counter_first", "deficit_round_robin"),
         *("sjf", "srpt", "trail", "ltr", "hrrn", "skip_join_mlfq", "qoserve"),
+        *("lpm", "preflow", "residual_sjf", "dlpm", "least_attained_service", "justitia", "continuum", "parrot"),
+        *("jitserve", "andes"),
     },
     Layer.REPLICASET_SCHEDULER: {
         "round_robin",
@@ -31,10 +33,14 @@ OWN = {
         "preble_e2",
         "lmetric",
         "consistent_hashing",
+        "mooncake_conductor",
+        "d2lpm",
+        "polyserve",
     },
     Layer.REPLICA_SCHEDULER: {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
+        *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)
@@ -109,3 +115,19 @@ def test_the_page_describes_every_parameter_of_an_admission_policy(name: str, re
         assert row, f"{name} has a parameter {parameter.name}, which the page does not mention"
         default = "none" if parameter.default is None else str(parameter.default)
         assert row[1].strip().strip("`") == default, (name, parameter.name)
+
+
+def test_the_readme_names_every_policy(repository_root: Path) -> None:
+    table = (
+        (repository_root / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Policies\n")[2]
+        .partition("\n## ")[0]
+    )
+    registry = load_registry()
+    offers = [*map(registry.policies, Layer), *registry.beside_layers.values()]
+    names = {name for kind in offers for name, offer in kind.items() if offer.package == "vajra-py"}
+    named = re.findall(r"`(\w+)`", table)
+    assert sorted(named) == sorted([*names, "priority"]), "`priority` is a prioritizer and a retention policy"
+    assert all(link.endswith(f"#{name}") for name, link in re.findall(r"\[`(\w+)`\]\(([^)]*)\)", table))
+    assert table.count("\n|") <= 24, "fits one screen"

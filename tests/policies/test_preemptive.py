@@ -1,4 +1,4 @@
-"""Who runs, who is paused and who is preempted under `preemptive`, step by step?"""
+"""Requests that run, are paused and are preempted under `preemptive`, step by step."""
 
 from __future__ import annotations
 

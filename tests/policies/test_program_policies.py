@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vajra_policies.atlas import Atlas, AtlasConfig
-from vajra_policies.plas import Plas, PlasConfig
+from vajra_policies.attained_service import Atlas, AttainedServiceConfig, Plas
 from vajra_py.contract import EndReason, KeyMotion, RequestPrioritizer, RequestView
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError
@@ -69,10 +68,10 @@ def served(specs: Sequence[RequestSpec], prioritizer: Any, router: Any = "round_
 
 
 def test_both_are_prioritizers() -> None:
-    policies: list[RequestPrioritizer] = [Plas(PlasConfig()), Atlas(AtlasConfig())]
+    policies: list[RequestPrioritizer] = [Plas(AttainedServiceConfig()), Atlas(AttainedServiceConfig())]
     assert {one.key_motion for one in policies} == {KeyMotion.STATIC}
-    assert Plas(PlasConfig(queue_bounds_s=(1.0,))).key_motion is KeyMotion.PROGRESS
-    assert Atlas(AtlasConfig(starvation_ratio=3.0)).key_motion is KeyMotion.ARBITRARY
+    assert Plas(AttainedServiceConfig(queue_bounds_s=(1.0,))).key_motion is KeyMotion.PROGRESS
+    assert Atlas(AttainedServiceConfig(starvation_ratio=3.0)).key_motion is KeyMotion.ARBITRARY
 
 
 def test_the_example_of_four_programs_waits_18_under_fcfs_and_at_most_14_under_plas() -> None:
@@ -102,7 +101,7 @@ def test_atlas_counts_calls_side_by_side_once_and_plas_all_of_them() -> None:
 
 
 def test_a_call_that_runs_beyond_its_bound_goes_to_the_next_queue() -> None:
-    policy = Plas(PlasConfig(queue_bounds_s=(5.0, 20.0)))
+    policy = Plas(AttainedServiceConfig(queue_bounds_s=(5.0, 20.0)))
     request: Any = type("R", (), {"program": None, "arrived_at": 0.0})()
     policy.on_arrivals([request], 0.0)
     policy.on_admission(request, 0, 1.0)
@@ -115,7 +114,7 @@ def test_a_call_that_runs_beyond_its_bound_goes_to_the_next_queue() -> None:
 def test_a_call_that_starves_goes_first() -> None:
     program: Any = type("P", (), {"run_s": 10.0, "wait_s": 5.0})()
     request: Any = type("R", (), {"program": program, "arrived_at": 100.0})()
-    policy = Plas(PlasConfig(starvation_ratio=2.0))
+    policy = Plas(AttainedServiceConfig(starvation_ratio=2.0))
     policy.on_arrivals([request], 100.0)
     assert [policy.key(request, now) for now in (100.0, 114.9, 115.0)] == [10.0, 10.0, -1.0]
 

@@ -33,7 +33,7 @@ def test_replicas_that_are_down_get_nothing(name: str) -> None:
     assert list(made.pull(Replica(1, is_up=False), queue, 0.0)) == []
 
 
-# Dynamo: recorded selections are in tests/golden/test_golden_router.py
+# Dynamo: recorded selections are in tests/golden/test_golden_decisions.py
 
 
 def test_fractions_of_blocks_to_compute_count() -> None:

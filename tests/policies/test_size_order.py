@@ -1,4 +1,4 @@
-"""Who goes first where requests are ordered by size, and does SRPT do what a model of one server does?"""
+"""Order by size: who goes first, and SRPT against a model of one server."""
 
 from __future__ import annotations
 

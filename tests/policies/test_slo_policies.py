@@ -1,4 +1,4 @@
-"""Do QoServe, Past-Future, HyGen and SCORPIO do what their formulas say, step by step?"""
+"""QoServe, Past-Future, HyGen and SCORPIO against their formulas, step by step."""
 
 from __future__ import annotations
 

@@ -223,3 +223,77 @@ def test_the_declared_motion_chooses_the_queue() -> None:
 
     with pytest.raises(PolicyError, match=r"policy NoLine: .* no method line"):
         make_queue(NoLine())
+
+
+class OfGroups(Quirky):
+    """One group for each text; the groups' keys are what a test says."""
+
+    def __init__(self, motion: KeyMotion = KeyMotion.STATIC) -> None:
+        super().__init__(motion)
+        self.keys: dict[Any, Any] = {"a": 1.0, "b": 2.0}
+
+    def group(self, request: Any) -> Any:
+        return request.group() if callable(request.group) else request.group
+
+    def group_key(self, group: str) -> Any:
+        answer = self.keys[group]
+        return answer() if callable(answer) else answer
+
+
+def of_group(index: int, group: Any, answer: Any = 0.0) -> Any:
+    waiting: Any = Waiting(index, answer)
+    waiting.group = group
+    return waiting
+
+
+@pytest.mark.parametrize("group", [None, 3, ("a",), b"a", boom])
+def test_a_group_without_a_name_is_refused_and_nothing_changes(group: Any) -> None:
+    queue: Any = make_queue(OfGroups())
+    queue.add(of_group(0, "a"), 0.0)
+    for act in (queue.add, queue.urgency):
+        with pytest.raises(PolicyError, match="request req-1: group") as caught:
+            act(of_group(1, group), 0.0)
+        assert caught.value.policy == "OfGroups"
+    assert (len(queue), ids(queue, 0.0)) == (1, ["req-0"])
+
+
+@pytest.mark.parametrize("key", [math.nan, -math.inf, None, "3", (), (1.0, 2.0), boom])
+def test_a_bad_key_of_a_group_is_refused_and_nothing_changes(key: Any) -> None:
+    policy = OfGroups()
+    queue: Any = make_queue(policy)
+    queue.add(of_group(0, "a"), 0.0)
+    policy.keys["bad"] = key
+    for act in (queue.add, queue.urgency):
+        with pytest.raises(PolicyError, match=r"group_key\('bad'\)"):
+            act(of_group(1, "bad"), 0.0)
+    policy.keys["a"] = key
+    with pytest.raises(PolicyError, match=r"group_key\('a'\)"):
+        ids(queue, 0.0)
+    policy.keys["a"] = 1.0
+    queue.add(of_group(2, "b"), 0.0)
+    assert (len(queue), ids(queue, 0.0)) == (2, ["req-0", "req-2"])
+
+
+def test_a_fall_that_nobody_named_breaks_the_contract() -> None:
+    policy = OfGroups()
+    queue: Any = make_queue(policy)
+    queue.add(of_group(0, "a"), 0.0)
+    queue.add(of_group(1, "b"), 0.0)
+    policy.keys["a"] = 0.5
+    with pytest.raises(PolicyError, match=r"group_key\('a'\) has fallen, and nobody said so \(was 1.0, got 0.5\)"):
+        queue.peek(0.0)
+
+
+@pytest.mark.parametrize("motion", [KeyMotion.TIME_LINEAR, KeyMotion.ARBITRARY, KeyMotion.VOLATILE])
+def test_keys_that_move_by_themselves_are_ordered_within_groups_too(motion: KeyMotion) -> None:
+    policy = OfGroups(motion)
+    queue: Any = make_queue(policy)
+    rising, fixed, other = of_group(0, "a", lambda now: now), of_group(1, "a", 5.0), of_group(2, "b", -9.0)
+    for request in (rising, fixed, other):
+        queue.add(request, 0.0)
+    assert ids(queue, 0.0) == ["req-0", "req-1", "req-2"]
+    assert ids(queue, 7.0) == ["req-1", "req-0", "req-2"]
+    policy.keys["a"] = 3.0
+    queue.begin_step()
+    assert ids(queue, 7.0) == ["req-2", "req-1", "req-0"]
+    assert queue.urgency(rising, 7.0) == ((3.0, 7.0), rising.arrived_at, 0)

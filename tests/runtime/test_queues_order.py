@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vajra_py.contract import KeyMotion
-from vajra_py.runtime.queues import RequestQueue, make_queue, ranks
+from vajra_py.contract import FallenGroups, KeyMotion
+from vajra_py.runtime.queues import GroupedQueue, RequestQueue, make_queue, ranks
 
 
 @dataclass(eq=False)
@@ -26,6 +26,7 @@ class Waiting:
     line: tuple[float, float] = (0.0, 0.0)
     num_known_tokens: int = 1
     num_computed_tokens: int = 0
+    tenant: str = "a"
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,8 +232,134 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.num_tokens == sum(self.tokens.values())
 
 
-def machine(motion: KeyMotion, **attributes: Any) -> Any:
-    case = type(f"{motion.name}{attributes}", (QueueMachine,), {"motion": motion, **attributes}).TestCase
+class ByTenant(Prioritizer):
+    """The same keys within groups, whose own keys a test moves."""
+
+    def __init__(self, motion: KeyMotion) -> None:
+        super().__init__(motion)
+        self.keys = dict.fromkeys("abcdefgh", 0)
+
+    def group(self, request: Any) -> str:
+        return str(request.tenant)
+
+    def group_key(self, group: str) -> tuple[float, float]:
+        return (self.keys[group] // 2, self.keys[group])
+
+
+class ByFallingTenant(ByTenant):
+    """Keys that may fall as well; the fall is named."""
+
+    def __init__(self, motion: KeyMotion) -> None:
+        super().__init__(motion)
+        self.fallen_groups = FallenGroups()
+
+
+class GroupMachine(QueueMachine):
+    """The same life with the requests in groups, whose keys move while readers are half-way."""
+
+    kind: type[ByTenant] = ByTenant
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prioritizer: Any = self.kind(self.motion)
+        self.queue = make_queue(self.prioritizer)
+        assert isinstance(self.queue, GroupedQueue)
+
+    def order(self, requests: Any) -> list[Waiting]:
+        def key(request: Any) -> tuple[Any, ...]:
+            own = self.prioritizer.key(request, self.now)
+            return (self.prioritizer.group_key(request.tenant), own, request.arrived_at, request.index)
+
+        return sorted(requests, key=key)
+
+    @rule(
+        tenants=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8),
+        arrived_at=st.sampled_from([0.0, 1.0]),
+        slope=st.sampled_from([0.0, 1.0]),
+    )
+    def add_to_groups(self, tenants: list[str], arrived_at: float, slope: float) -> None:
+        for tenant in tenants:
+            request = Waiting(next(self.indices), arrived_at, (0.0, slope), tenant=tenant)
+            self.queue.add(request, self.now)
+            self.waiting.append(request)
+            self.tokens[request] = 1
+
+    @rule(tenant=st.sampled_from("abcdefgh"), by=st.integers(1, 3))
+    def raise_group(self, tenant: str, by: int) -> None:
+        self.prioritizer.keys[tenant] += by
+
+    @precondition(lambda self: self.kind is ByFallingTenant)
+    @rule(tenant=st.sampled_from("abcdefgh"), by=st.integers(0, 3), times=st.sampled_from([1, 1, 1, 3000]))
+    def lower_group(self, tenant: str, by: int, times: int) -> None:
+        self.prioritizer.keys[tenant] -= by
+        for _ in range(times):
+            self.prioritizer.fallen_groups.add(tenant)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), num_read=st.integers(1, 8))
+    def go_on_reading(self, data: st.DataObject, num_read: int) -> None:
+        """What is left of it comes out in the order of the moment."""
+        reader, _, todo, _ = data.draw(st.sampled_from(self.readers))
+        for _ in range(num_read):
+            first = self.order(todo)[0] if todo else None
+            assert next(reader, None) is first
+            if first is not None:
+                todo.remove(first)
+
+    @rule(num_read=st.integers(0, 8))
+    def start_reading(self, num_read: int) -> None:
+        todo = self.order(self.waiting)
+        reader = iter(self.queue.ordered(self.now))
+        for _ in range(min(num_read, len(todo))):
+            assert next(reader) is todo.pop(0)
+        self.readers.append((reader, self.now, todo, num_read))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def pop(self) -> None:
+        request = self.queue.peek(self.now)
+        assert request is self.order(self.waiting)[0]
+        self.take(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def admit_while_reading(self, data: st.DataObject) -> None:
+        """Take some, pass over others, and let the keys of groups move at each."""
+        todo = list(self.waiting)
+        for request in self.queue.ordered(self.now):
+            assert request is self.order(todo)[0]
+            todo.remove(request)
+            action = data.draw(st.integers(0, 5))
+            if action <= 2:
+                self.take(request)
+                self.prioritizer.keys[request.tenant] += data.draw(st.integers(0, 3))
+            if action == 2:
+                self.queue.add(request, self.now)
+                self.waiting.append(request)
+                self.tokens[request] = request.num_known_tokens - request.num_computed_tokens
+            if action == 3:
+                self.raise_group(data.draw(st.sampled_from("abcdefgh")), 1)
+            if action == 4 and self.kind is ByFallingTenant:
+                self.lower_group(data.draw(st.sampled_from("abcdefgh")), 1, 1)
+            if action == 5 and len(todo) < 5:
+                return
+        assert not todo
+
+    @rule()
+    def same_as_a_plain_sort(self) -> None:
+        order = self.order(self.waiting)
+        assert self.queue.peek(self.now) is (order[0] if order else None)
+        assert [r.request_id for r in self.queue.ordered(self.now)] == [r.request_id for r in order]
+        urgencies = [self.queue.urgency(request, self.now) for request in order]
+        assert urgencies == sorted(urgencies)
+        stranger: Any = Waiting(next(self.indices), 0.5, (0.0, 0.0), tenant="b")
+        assert self.order([*order[:3], stranger]) == sorted(
+            [*order[:3], stranger], key=lambda one: self.queue.urgency(one, self.now)
+        )
+
+
+def machine(motion: KeyMotion, of: type[QueueMachine] = QueueMachine, **attributes: Any) -> Any:
+    case = type(f"{motion.name}{attributes}", (of,), {"motion": motion, **attributes}).TestCase
     case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
     return case
 
@@ -242,6 +369,9 @@ TestProgress = machine(KeyMotion.PROGRESS, block=2)
 TestTimeLinear = machine(KeyMotion.TIME_LINEAR)
 TestTimeLinearForward = machine(KeyMotion.TIME_LINEAR, forward=True, block=2)
 TestArbitrary = machine(KeyMotion.ARBITRARY)
+TestGroups = machine(KeyMotion.STATIC, GroupMachine, block=2)
+TestFallingGroups = machine(KeyMotion.PROGRESS, GroupMachine, kind=ByFallingTenant)
+TestFallingGroupsInBlocks = machine(KeyMotion.PROGRESS, GroupMachine, kind=ByFallingTenant, block=2)
 
 
 @pytest.mark.parametrize("motion", [KeyMotion.STATIC, KeyMotion.ARBITRARY])

@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.resident: list[Request] = []
         self.written: dict[int, tuple[int, ...]] = {}
-        """What each block really holds: all tokens up to its end."""
+        """True content of each block: all tokens up to its end."""
         self.pinned: dict[int, list[Hashable]] = {}
         self.num_made = 0
 
@@ -194,9 +194,9 @@ class Machine(RuleBasedStateMachine):
 
     def pin(self, request: Request, seconds: float) -> None:
         name = int(request.request_id[1:]) % 3
-        before = self.memory.num_pinned_blocks, self.memory.free_blocks
+        before = self.memory._pool.num_pinned, self.memory.free_blocks
         if not self.memory.pin(name, request, self.time + seconds):
-            assert (self.memory.num_pinned_blocks, self.memory.free_blocks) == before
+            assert (self.memory._pool.num_pinned, self.memory.free_blocks) == before
             return
         self.pinned.pop(name, None)
         if request in self.resident:
@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.memory.check()
         assert self.memory.policy_error is None
-        assert self.memory.num_pinned_blocks <= NUM_BLOCKS // 2
+        assert self.memory._pool.num_pinned <= NUM_BLOCKS // 2
         found = [self.memory.lookup_prefix(one.hashes, len(one.tokens)) for one in self.requests]
         self.hear()  # what a lookup finds expired is gone
         for request, hit in zip(self.requests, found, strict=True):

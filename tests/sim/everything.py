@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.sim.split_pools import Ways, settings
-from vajra_py.config import config_from_mapping
+from tests.sim.split_pools import Ways, inject_faults, nothing_is_left, prepared, settings
 from vajra_py.contract import (
     ACCEPT,
     Accept,
@@ -35,15 +34,9 @@ from vajra_py.contract import (
     RequestView,
     ScalerSpec,
 )
-from vajra_py.experiment.runs.backend import Run
-from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.plugins import Registry, load_registry
-from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.support.clock import to_ticks
-from vajra_py.runtime.support.seeds import SeedTree
-from vajra_py.workload import PromptContent, RequestSpec, Workload
+from vajra_py.workload import PromptContent, RequestSpec
 
 LAST_WAKE_S = 4.0
 """Policies do not ask to be woken after this time."""
@@ -93,7 +86,7 @@ class Restless:
         return up[choice].replica_id if choice < len(up) else None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Whatever waits, for replicas that compute prompts."""
+        """Requests that wait, for replicas that compute prompts."""
         return () if replica.role == "decode" else (one.request_id for one in queued)
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
@@ -142,7 +135,7 @@ class Moody:
         self._asked: dict[str, int] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Mostly yes, and in the end always one way or the other."""
+        """Accept most, and defer nobody for ever."""
         times = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
         choice = self._chance(12, "admit", request.request_id, times)
         if times < 4 and choice < 2:
@@ -185,7 +178,7 @@ class World:
     seed: int
     mapping: Mapping[str, Any]
     requests: Sequence[RequestSpec]
-    accidents: Sequence[tuple[float, str, str | int]]
+    accidents: Sequence[tuple[str, float, int]]
     places: bool
     most: Mapping[str, int]
 
@@ -215,8 +208,8 @@ class World:
         )
 
 
-def drawn_world(seed: int, num_requests: int = 40) -> World:
-    """The world of a seed."""
+def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) -> World:
+    """The world of a seed. `overlaps`: KV is sent while its prompt is computed, and prompts are computed in chunks."""
     draw = random.Random(seed)
     elastic = draw.random() < 0.5
     names = draw.choice([("prefill", "decode"), ("prefill", "decode", "mixed"), ("mixed",)])
@@ -260,6 +253,16 @@ def drawn_world(seed: int, num_requests: int = 40) -> World:
             "contention": draw.choice(["max_min", "none", "fixed_share", "exclusive"]),
         },
     )
+    if overlaps:
+        more = random.Random(f"overlap {seed}")
+        mapping["hand_off"] |= {
+            "reserve": "before_prompt",
+            "overlap": more.choice(["by_chunk", "by_layer"]),
+            "overlap_min_tokens": more.choice([0, 0, 60]),
+            "num_layers": more.choice([1, 3, 32]),
+        }
+        mapping["replica"]["max_batch_tokens"] = more.choice([64, 512])
+        mapping["replica"]["memory"]["reservation"] = more.choice(["prompt", "incremental"])
     requests, at = [], 0.0
     for index in range(num_requests):
         at += draw.expovariate(num_requests / 2.0)
@@ -267,57 +270,32 @@ def drawn_world(seed: int, num_requests: int = 40) -> World:
         shared = draw.randint(0, prompt)
         parts = tuple(part for part in (("shared", shared), (f"own-{index}", prompt - shared)) if part[1])
         expires = draw.uniform(0.01, 0.8) if draw.random() < 0.15 else None
-        more = {"priority": draw.randint(0, 2), "expires_after_s": expires, "content": PromptContent(parts)}
-        requests.append(RequestSpec(f"r{index}", at, prompt, draw.randint(1, 60), **more))
-    accidents: list[tuple[float, str, str | int]] = []
+        facts = {"priority": draw.randint(0, 2), "expires_after_s": expires, "content": PromptContent(parts)}
+        requests.append(RequestSpec(f"r{index}", at, prompt, draw.randint(1, 60), **facts))
+    accidents: list[tuple[str, float, int]] = []
     for _ in range(draw.randint(0, num_requests // 3)):
         kind = draw.choice(["abort", "fail", "restart"])
-        which: str | int = f"r{draw.randrange(num_requests)}" if kind == "abort" else draw.randrange(sum(most.values()))
-        accidents.append((draw.uniform(0.0, 3.5), kind, which))
-    return World(seed, mapping, requests, sorted(accidents, key=lambda one: one[0]), draw.random() < 0.5, most)
+        number = draw.randrange(num_requests if kind == "abort" else sum(most.values()))
+        accidents.append((kind, draw.uniform(0.0, 3.5), number))
+    return World(seed, mapping, requests, accidents, draw.random() < 0.5, most)
 
 
 def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) -> tuple[Ways, int]:
     """Run to the end, and check that every request has ended and every block is free. Returns what happened, and the number of steps."""
-    registry = world.registry()
-    config = config_from_mapping(world.mapping, registry=registry)
-    run = SimulatedRun(Run(config, registry, Workload.from_requests([]), SeedTree(world.seed)))
-    ways = Ways(wants_steps=steps_alone)
-    run.controller.watch((ways,))
-    simulator = run._simulator
+    run, simulator, ways = prepared(world.mapping, wants_steps=steps_alone, registry=world.registry(), seed=world.seed)
     simulator._driver._every = check_every_steps
-    lost: set[int] = set()
-    for at, kind, which in world.accidents:
-        tick = to_ticks(at)
-        if isinstance(which, str):
-            simulator.inject(tick, Phase.ABORT, which)
-        elif kind == "fail" and which not in lost:
-            lost.add(which)
-            simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", which, "lost", max_reruns=3))
-        elif kind == "restart" and which in lost:
-            lost.discard(which)
-            simulator.inject(tick, Phase.FAILURE, Restart(tick, "default", which))
-    back = to_ticks(LAST_WAKE_S - 0.2)
-    for which in sorted(lost):  # all come back, so that nothing waits for ever
-        simulator.inject(back, Phase.FAILURE, Restart(back, "default", which))
+    inject_faults(simulator, world.accidents, world.num_replicas, LAST_WAKE_S - 0.2)
     simulator.run(world.requests)
+    nothing_is_left(run)
     controller = run.controller
-    controller.check_conservation()
-    assert controller.num_alive == 0
     assert sum(controller.num_ended.values()) == controller.num_submitted == len(world.requests)
-    for replica in controller.replicas():
-        replica.memory.check()
-        assert replica.memory.free_blocks == replica.memory.num_blocks
-        assert not replica.lifecycle.held
-        assert not replica.running_set.arrived
-        assert not replica.running_set.loading
     assert all(ways.of[one.request_id].reason is not None for one in world.requests)
     return ways, simulator.num_steps
 
 
-def check_world(seed: int, num_requests: int = 40) -> int:
+def check_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) -> int:
     """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
-    world = drawn_world(seed, num_requests)
+    world = drawn_world(seed, num_requests, overlaps=overlaps)
     runs = [
         run_world(world, steps_alone=alone, check_every_steps=every)
         for alone, every in ((False, 1), (True, 1), (True, 7))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.experiment.runs.backend import Run
 from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.records.input_log import Failure, Restart
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.simulator import Simulator
 from vajra_py.workload import RequestSpec, Workload
@@ -124,6 +127,40 @@ def prepared(
     return run, run._simulator, ways
 
 
+def inject_faults(
+    simulator: Simulator, faults: Iterable[tuple[str, float, int]], num_replicas: int, back_at: float = 2.0
+) -> None:
+    """Let requests be aborted, and replicas fail and come back: (abort, fail or restart, seconds, number of the request or replica).
+
+    At `back_at` the last ones come back, so that nothing waits for ever.
+    """
+    lost: set[int] = set()
+    for kind, at, number in sorted(faults, key=lambda one: one[1]):
+        tick, replica_id = to_ticks(at), number % num_replicas
+        if kind == "abort":
+            simulator.inject(tick, Phase.ABORT, f"r{number}")
+        elif kind == "fail" and replica_id not in lost:
+            lost.add(replica_id)
+            simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", replica_id, "lost", max_reruns=3))
+        elif kind == "restart" and replica_id in lost:
+            lost.discard(replica_id)
+            simulator.inject(tick, Phase.FAILURE, Restart(tick, "default", replica_id))
+    for replica_id in sorted(lost):
+        simulator.inject(to_ticks(back_at), Phase.FAILURE, Restart(to_ticks(back_at), "default", replica_id))
+
+
+def nothing_is_left(run: SimulatedRun) -> None:
+    """Check that every request has ended and every block is free."""
+    run.controller.check_conservation()
+    assert run.controller.num_alive == 0
+    for replica in run.controller.replicas():
+        replica.memory.check()
+        assert replica.memory.free_blocks == replica.memory.num_blocks
+        assert not replica.lifecycle.held
+        assert not replica.running_set.arrived
+        assert not replica.running_set.loading
+
+
 def simulate(
     mapping: Mapping[str, Any],
     requests: Sequence[RequestSpec],
@@ -134,9 +171,5 @@ def simulate(
     """Run to the end and check that nothing is left anywhere."""
     run, simulator, ways = prepared(mapping, wants_steps=wants_steps, registry=registry)
     simulator.run(requests)
-    run.controller.check_conservation()
-    assert run.controller.num_alive == 0
-    for replica in run.controller.replicas():
-        assert replica.memory.free_blocks == replica.memory.num_blocks
-        assert not replica.lifecycle.held
+    nothing_is_left(run)
     return Finished(simulator, ways.of, ways.order)

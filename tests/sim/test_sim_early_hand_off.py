@@ -167,12 +167,16 @@ class HalfOf(PlainChunks):
     def __init__(self, *, loses: bool = False) -> None:
         super().__init__(num_tokens=16)
         self._loses = loses
+        self._lost: set[str] = set()
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         for request in replica.partial_prefills():
             if at_half(request):
                 batch.hand_off(request)
-        if self._loses and any(not one.is_resident and one.num_computed_tokens for one in replica.waiting()):
+        waiting = list(replica.waiting())
+        if self._loses:
+            self._lost.update(one.request_id for one in waiting if not one.is_resident and one.num_computed_tokens)
+        if any(one.request_id in self._lost for one in waiting):
             return
         super().schedule(replica, batch, now)
 

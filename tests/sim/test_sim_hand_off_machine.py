@@ -7,12 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sim.split_pools import prepared, settings
+from tests.sim.split_pools import inject_faults, nothing_is_left, prepared, settings
 from vajra_py.contract.observer import EndReason
 from vajra_py.plugins import Registry
-from vajra_py.runtime.records.input_log import Failure, Restart
-from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import PromptContent, RequestSpec
 
 TIMES = st.floats(0.0, 1.5)
@@ -40,7 +37,12 @@ def requests(draw: st.DrawFn) -> list[RequestSpec]:
     return sorted(specs, key=lambda one: one.arrived_at)
 
 
-HAND_OFF = st.fixed_dictionaries(
+def _goes_together(rules: dict[str, Any]) -> dict[str, Any]:
+    """The rules, without overlap where blocks are not taken before the prompt."""
+    return rules if rules["reserve"] == "before_prompt" else rules | {"overlap": "none"}
+
+
+_RULES = st.fixed_dictionaries(
     {
         "kv_bytes_per_token": st.just(1_000_000),
         "reserve": st.sampled_from(["before_prompt", "after_prompt", "at_admission"]),
@@ -51,8 +53,12 @@ HAND_OFF = st.fixed_dictionaries(
         "first_token": st.sampled_from(["source", "recompute"]),
         "takes_effect": st.sampled_from(["at_once", "at_step_boundary"]),
         "moves": st.sampled_from(["missing", "whole_prompt"]),
+        "overlap": st.sampled_from(["none", "by_layer", "by_chunk", "by_layer"]),
+        "overlap_min_tokens": st.sampled_from([0, 60]),
+        "num_layers": st.sampled_from([3, 32]),
     }
-).filter(
+)
+HAND_OFF = _RULES.map(_goes_together).filter(
     lambda one: one["when_full"] != "retry" or (one["takes_effect"], one["reservations"]) == ("at_once", "all_that_fit")
 )
 LINKS = st.fixed_dictionaries(
@@ -80,6 +86,8 @@ def pools_of(router: str, num_blocks: int) -> dict[str, Any]:
     num_blocks=st.sampled_from([20, 30, 200]),
     scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
     router=st.sampled_from(["round_robin", "round_robin", "splitwise_mixed_pool"]),
+    batch_tokens=st.sampled_from([2048, 2048, 70]),
+    reservation=st.sampled_from(["prompt", "incremental"]),
     faults=FAULTS,
 )
 def test_every_request_ends_once_and_every_block_is_free_in_the_end(
@@ -89,9 +97,15 @@ def test_every_request_ends_once_and_every_block_is_free_in_the_end(
     num_blocks: int,
     scheduler: str,
     router: str,
+    batch_tokens: int,
+    reservation: str,
     faults: list[tuple[str, float, int]],
 ) -> None:
     mapping = settings(
+        replica={
+            "memory": {"num_blocks": 100, "watermark_fraction": 0.0, "reservation": reservation},
+            "max_batch_tokens": batch_tokens,
+        },
         scheduling={
             "request_prioritizer": "priority",
             "replicaset_scheduler": router,
@@ -116,27 +130,9 @@ def loses_nothing(
     for wants_steps in (False, True):
         run, simulator, ways = prepared(mapping, wants_steps=wants_steps, registry=registry)
         simulator._driver._options = type(simulator._driver._options)(check_every_steps=1)
-        lost: set[int] = set()
-        for kind, at, number in sorted(faults, key=lambda one: one[1]):
-            tick, replica_id = to_ticks(at), number % num_replicas
-            if kind == "abort":
-                simulator.inject(tick, Phase.ABORT, f"r{number}")
-            elif kind == "fail" and replica_id not in lost:
-                lost.add(replica_id)
-                simulator.inject(tick, Phase.FAILURE, Failure(tick, "default", replica_id, "lost", max_reruns=3))
-            elif kind == "restart" and replica_id in lost:
-                lost.discard(replica_id)
-                simulator.inject(tick, Phase.FAILURE, Restart(tick, "default", replica_id))
-        for replica_id in lost:  # all come back, so that nothing waits for ever
-            simulator.inject(to_ticks(2.0), Phase.FAILURE, Restart(to_ticks(2.0), "default", replica_id))
+        inject_faults(simulator, faults, num_replicas)
         simulator.run(specs)
-        assert run.controller.num_alive == 0
-        run.controller.check_conservation()
-        for replica in run.controller.replicas():
-            replica.memory.check()
-            assert replica.memory.free_blocks == replica.memory.num_blocks
-            assert not replica.lifecycle.held
-            assert not replica.running_set.arrived
+        nothing_is_left(run)
         assert {way.reason for way in ways.of.values()} <= set(EndReason)
         assert all(way.reason is not None for way in ways.of.values())
         results.append((ways.of, ways.order))

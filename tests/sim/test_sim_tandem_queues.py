@@ -72,7 +72,7 @@ class Tandem:
 
     arrived: np.ndarray
     computed: np.ndarray
-    """When prompts were computed, and requests left the first station."""
+    """Times at which prompts were computed, and requests left the first station."""
     ended: np.ndarray
     prompts: np.ndarray
     """Time that each prompt takes."""

@@ -160,9 +160,43 @@ class Writing(ByArrival):
         return float(request.arrived_at)
 
 
+class Returning(ByArrival):
+    """Tenants whose keys fall again, and nobody is told."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+
+    def group(self, request: Any) -> str:
+        return str(request.tenant)
+
+    def group_key(self, group: str) -> float:
+        return float(self._served.get(group, 0) % 3)
+
+    def on_admission(self, request: Any, replica_id: int, now: float) -> None:
+        self._served[request.tenant] = self._served.get(request.tenant, 0) + 1
+
+
+class Wandering(Returning):
+    def group(self, request: Any) -> str:
+        return str(request.num_computed_tokens > 0)
+
+    def group_key(self, group: str) -> float:
+        return 0.0
+
+
+class Impatient(Returning):
+    def group_key(self, group: str) -> float:
+        self._served[group] = self._served.get(group, 0) + 1
+        return float(self._served[group])
+
+
 @pytest.mark.parametrize(
     ("policy", "check", "found"),
     [
+        (Returning, MOVES, "and its fall was not named in fallen_groups"),
+        (Returning, SERVES, "has fallen, and nobody said so"),
+        (Wandering, MOVES, "a request stays in its group"),
+        (Impatient, MOVES, "and asked again"),
         (Drifting, MOVES, "is STATIC and moved since arrival"),
         (Shortening, MOVES, "is STATIC and moved since arrival"),
         (Restless, MOVES, "is PROGRESS and moved without progress"),

@@ -57,9 +57,9 @@ PARAMS: dict[str, Any] = {
     "space_sharing": {"target_batch_time_s": 0.02, "long_seq_kv_cache_len_threshold": 64},
 }
 PREEMPTS_NEVER = {"orca", "past_future"}
-"""They set memory aside at admission."""
+"""Policies that set memory aside at admission."""
 DROPS = {"scorpio"}
-"""It rejects requests that cannot meet their objectives."""
+"""Policies that reject requests that cannot meet their objectives."""
 MOVES_KV = {"llumnix", "splitwise_mixed_pool"}
 
 

@@ -18,7 +18,8 @@ import httpx
 from vajra_py.config import load_config
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.runtime.records.input_log import INPUTS_FILE, read_rows
+from vajra_py.runtime.records.input_log import INPUTS_FILE
+from vajra_py.runtime.records.json_lines import read_rows
 
 STARTUP_S = 400.0
 """Loading vLLM on a busy machine."""

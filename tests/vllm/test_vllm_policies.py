@@ -93,7 +93,7 @@ def asked(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     found = []
     for index in range(16):
         tokens = common[: rng.choice((0, 33, 66))] + [rng.randrange(3, 1000) for _ in range(rng.randint(1, 90))]
-        extra = {"vajra_ttft_slo_s": 0.1 * (1 + index % 4), "vajra_tbt_slo_s": 0.05}
+        extra = {"vajra_ttft_slo_s": 0.1 * (1 + index % 4), "vajra_tbt_slo_s": 0.05, "vajra_tenant": f"t{index % 3}"}
         number = rng.randint(1, 60)
         found.append((tokens, SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True, extra_args=extra)))
     return found

@@ -19,7 +19,8 @@ from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
-from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs, read_rows
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.vllm import Scheduler
 from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, SAVE_RUN_VARIABLE, vajra_options_of
 

@@ -13,17 +13,17 @@ import click
 @click.option(
     "--kind",
     type=click.Choice(["policies", "admission", "scaler", "retention", "scorer", "filter", "picker", "decider"]),
-    default="policies",
-    show_default=True,
-    help="What it offers: a policy for each layer, an admission policy, a scaler, a retention policy, or a part of composable routers.",
+    help="What it offers: a policy for each layer (the default), an admission policy, a scaler, a retention policy, or a part of "
+    "composable routers.",
 )
-def new_plugin(name: str, directory: Path, kind: str) -> None:
+@click.option("--from", "original", metavar="POLICY", help="Start from a copy of this policy of the library instead.")
+def new_plugin(name: str, directory: Path, kind: str | None, original: str | None) -> None:
     """Write package NAME: one working policy for each layer, or another kind, with parameters and tests.
 
     Install it with `pip install -e NAME`; what it offers can then be selected by name in YAML.
     """
     from vajra_py.plugins import write_plugin
 
-    path = write_plugin(name, directory, kind)
+    path = write_plugin(name, directory, kind, original)
     click.echo(f"package: {path}")
     click.echo(f"next: pip install -e {path} && vajra policies")

@@ -18,6 +18,7 @@ from vajra_py.contract.admission import (
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState, WakeUps
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
+from vajra_py.contract.groups import FallenGroups
 from vajra_py.contract.hookspecs import (
     AdmissionSpec,
     AnyPolicySpec,
@@ -31,10 +32,12 @@ from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
     EndedStep,
+    GroupsRequests,
     HandlesWakes,
     KeyMotion,
     Layer,
     ListensToRequests,
+    LowersGroups,
     Move,
     MovesRequests,
     PlacesAfterPrompt,
@@ -114,7 +117,9 @@ __all__ = [
     "EndReason",
     "EndedStep",
     "ExpiresContent",
+    "FallenGroups",
     "FilterChoice",
+    "GroupsRequests",
     "HandlesWakes",
     "InFlightLoads",
     "Key",
@@ -127,6 +132,7 @@ __all__ = [
     "ListensToRequests",
     "LoadColumns",
     "LocalReplicaView",
+    "LowersGroups",
     "Move",
     "MovesRequests",
     "PickerChoice",

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
+from vajra_py.contract.groups import FallenGroups
 from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
@@ -40,7 +41,8 @@ class KeyMotion(Enum):
     VOLATILE = "volatile"
     """May change with anything, also while a step is formed: re-read after each admission and preemption too.
 
-    For keys that `on_admission` or `on_preemption` moves, such as a tenant's share; costs as much as `ARBITRARY` each time.
+    For keys that `on_admission` or `on_preemption` moves; costs as much as `ARBITRARY` each time. Counters that requests have in
+    common, such as a tenant's share, are keys of groups (`GroupsRequests`), which cost far less.
     """
 
 
@@ -62,6 +64,35 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 
     def line(self, request: RequestView) -> tuple[float, float]:
         """(intercept, slope), with key(request, now) = intercept + slope * now until the request's next progress."""
+
+
+@runtime_checkable
+class GroupsRequests(RequestPrioritizer, Protocol):
+    """Optional methods of a prioritizer that ranks by group first: by tenant, program, session or adapter.
+
+    The order is (key of the group, key of the request, arrival, index), with the group's key as it is at that moment.
+    `key_motion` is that of the requests' keys within their groups. With `STATIC` or `PROGRESS` a counter moves its whole group
+    in O(log groups); with other motions everything that waits is read again, as for `VOLATILE`.
+    """
+
+    def group(self, request: RequestView) -> str:
+        """Name of the request's group, the same as long as the request lives."""
+
+    def group_key(self, group: str) -> Key:
+        """The group's key now; lower is more urgent.
+
+        It may rise with anything, at any time: it is read again when the group would be next. While something of the group
+        waits, it falls only if the policy says so (`LowersGroups`).
+        """
+
+
+@runtime_checkable
+class LowersGroups(GroupsRequests, Protocol):
+    """Optional attribute of a prioritizer whose groups' keys may fall as well."""
+
+    @property
+    def fallen_groups(self) -> FallenGroups:
+        """Names of the groups whose keys have fallen; read once. Name a group as soon as its key has."""
 
 
 @runtime_checkable

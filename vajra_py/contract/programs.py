@@ -20,7 +20,7 @@ class ProgramEnd(Enum):
     LAST_CALL = "last call"
     """A call with `is_last_call` has arrived, and every call has ended."""
     ALL_CALLS = "all calls"
-    """As many calls have ended as `num_program_calls` says."""
+    """The number of ended calls is `num_program_calls`."""
     IDLE = "idle"
     """No call came for so long (`programs.idle_s` of the settings)."""
 
@@ -70,7 +70,7 @@ class ProgramView(Protocol):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those of them that the prefix cache spared."""
+        """Prompt tokens of the same calls that the prefix cache spared."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -185,7 +185,7 @@ class RequestView(Protocol):
 
     @property
     def program(self) -> ProgramView | None:
-        """Its program, as far as it is known now; None for a request without one."""
+        """Program of the request, as far as it is known now; None for a request without one."""
 
     def block_hashes(self) -> Sequence[Hashable]:
         """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.

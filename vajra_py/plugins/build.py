@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from vajra_py.contract import (
     AdmissionPolicy,
+    FallenGroups,
     KeyMotion,
     Layer,
     PolicyContext,
@@ -39,7 +40,7 @@ from vajra_py.errors import (
     did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Offer, OfferBeside, Registry, kind_of
+from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Kind, Offer, OfferBeside, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -80,7 +81,7 @@ PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
 """Methods required of each kind of routing part, with the number of arguments of each call."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
+    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2, "group": 1, "group_key": 1},
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
@@ -110,7 +111,7 @@ RETENTION_OPTIONS: Mapping[str, int] = {
 """Optional methods of a retention policy about the content that it ranks."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
-    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
+    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups"}),
     Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
     Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
 }
@@ -158,8 +159,7 @@ def build_admission_policy(
 ) -> AdmissionPolicy:
     """Build the admission policy of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).admission_policy(name)
-    policy: AdmissionPolicy = _built_beside(ADMISSION.key, offer, params, context)
-    check_admission_shape(policy, f"{ADMISSION.noun} {offer.spec.name!r}", str(offer.source))
+    policy: AdmissionPolicy = _built_beside(ADMISSION, offer, params, context, check_admission_shape)
     return policy
 
 
@@ -168,8 +168,7 @@ def build_scaler(
 ) -> Scaler:
     """Build the scaler of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).scaler(name)
-    scaler: Scaler = _built_beside(SCALER.key, offer, params, context)
-    check_scaler_shape(scaler, f"{SCALER.noun} {offer.spec.name!r}", str(offer.source))
+    scaler: Scaler = _built_beside(SCALER, offer, params, context, check_scaler_shape)
     return scaler
 
 
@@ -178,20 +177,22 @@ def build_retention(
 ) -> RetentionPolicy:
     """Build the retention policy of this name and check its methods; raises like `build_policy`."""
     offer = (registry or load_registry()).retention_policy(name)
-    policy: RetentionPolicy = _built_beside(RETENTION.key, offer, params, context)
-    check_retention_shape(policy, f"{RETENTION.noun} {offer.spec.name!r}", str(offer.source))
+    policy: RetentionPolicy = _built_beside(RETENTION, offer, params, context, check_retention_shape)
     return policy
 
 
 def _built_beside(
-    key: str,
+    kind: Kind[Any],
     offer: OfferBeside,
     params: Mapping[str, Any] | BaseModel,
     context: PolicyContext,
+    check_shape: Callable[[object, str, str], None],
 ) -> Any:
-    where = f"scheduling.{key}"
+    where = f"scheduling.{kind.key}"
     config = _validated(offer.spec.config, params, f"{where}.params")
-    return _built(offer, where, lambda: offer.spec.build(config, context))
+    policy = _built(offer, where, lambda: offer.spec.build(config, context))
+    check_shape(policy, f"{kind.noun} {offer.spec.name!r}", str(offer.source))
+    return policy
 
 
 def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:
@@ -301,6 +302,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
+        _check_groups(policy, what, plugin)
 
 
 def check_admission_shape(policy: object, what: str, plugin: str) -> None:
@@ -403,6 +405,18 @@ def _check_key_motion(policy: object, what: str, plugin: str) -> None:
         raise PluginError(plugin, f"{what}: key_motion is {motion!r}; expected one of {choices}")
     if motion is KeyMotion.TIME_LINEAR:
         _check_methods(policy, {"line": 1}, f"{what} (KeyMotion.TIME_LINEAR)", plugin)
+
+
+def _check_groups(policy: object, what: str, plugin: str) -> None:
+    if _has(policy, "group") != _has(policy, "group_key"):
+        raise PluginError(plugin, f"{what}: group and group_key belong together, and it has one of them")
+    fallen = getattr(policy, "fallen_groups", None)
+    if fallen is None:
+        return
+    if not isinstance(fallen, FallenGroups):
+        raise PluginError(plugin, f"{what}: fallen_groups is {fallen!r}; expected a FallenGroups")
+    if not _has(policy, "group"):
+        raise PluginError(plugin, f"{what}: fallen_groups is for a policy with group and group_key, and it has neither")
 
 
 def _check_methods(target: object, methods: Mapping[str, int], what: str, plugin: str) -> None:

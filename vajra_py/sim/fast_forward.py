@@ -74,7 +74,8 @@ class DecodeFastForward:
 
     def interrupt(self, replica: SimReplica, *, up_to_now: bool = True) -> None:
         """See `FastForward`."""
-        self._sync(replica, goes_on=False, up_to_now=up_to_now)
+        if replica.run_ends is not None:
+            self._sync(replica, goes_on=False, up_to_now=up_to_now)
 
     def interrupt_all(self, replicaset: str) -> None:
         """See `FastForward`."""

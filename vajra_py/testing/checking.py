@@ -1,36 +1,48 @@
-"""What the conformance suites of all kinds of policies have in common."""
+"""Common parts of the conformance suites of all kinds of policies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
+from vajra_py.contract import AnyPolicySpec
 from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.testing.purity import ImpureError
+from vajra_py.testing.purity import ImpureError, only_pure
 from vajra_py.testing.scenarios import Outcome, StuckError
 
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A check that failed."""
-
-    text: str
-    is_endless: bool = False
-    """True if a call did not return: every further call would take as long."""
+POLICY_TIMEOUT_S = 30.0
+"""Time limit of a policy for one call under test, seconds of real time."""
 
 
-def failure_of(check: Callable[[], object], policy_timeout_s: float) -> Failure | None:
-    """Run a check, in which each call may take this long (seconds of real time); None if it passes."""
-    try:
-        with no_endless_calls(policy_timeout_s):
-            check()
-    except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError, DidNotReturn) as error:
-        return Failure(str(error), _is_from_endless_call(error))
-    except Exception as error:  # raised by the policy while it was built
-        return Failure(f"{type(error).__name__}: {error}")
-    return None
+def run_checks(
+    what: str,
+    checks: Mapping[str, Callable[[], object]],
+    policy_timeout_s: float = POLICY_TIMEOUT_S,
+    needed: Collection[str] = (),
+) -> None:
+    """Run checks by name, in which each call may take this long (seconds of real time).
+
+    Raises `AssertionError` that names the policy (`what`) and, one to a line, every check that failed and what was found. None follows a
+    check that failed and is `needed` by the others, or in which a call did not return: every further call would take as long.
+    """
+    failures = []
+    for name, check in checks.items():
+        is_endless = False
+        try:
+            with no_endless_calls(policy_timeout_s):
+                check()
+            continue
+        except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError, DidNotReturn) as error:
+            text, is_endless = str(error), _is_from_endless_call(error)
+        except Exception as error:  # raised by the policy while it was built
+            text = f"{type(error).__name__}: {error}"
+        failures.append(f"  {name}: {text}")
+        if is_endless or name in needed:
+            break
+    if failures:
+        raise AssertionError("\n".join([f"{what} breaks the contract:", *failures]))
 
 
 def _is_from_endless_call(error: BaseException | None) -> bool:
@@ -72,3 +84,34 @@ def require_all_end(outcome: Outcome, where: str = "") -> None:
 def packages_of(*parts: object) -> set[str]:
     """Names of the packages that define these functions and classes, this one aside."""
     return {str(getattr(one, "__module__", "")).partition(".")[0] for one in parts} - {"vajra_py"}
+
+
+def check_situations(
+    what: str,
+    spec: AnyPolicySpec,
+    run: Callable[[Mapping[str, Any]], object],
+    situations: Mapping[str, Mapping[str, Any]],
+    otherwise: str,
+    policy_timeout_s: float,
+) -> None:
+    """Run a policy twice with the settings of each situation; raises like `run_checks`, with `otherwise` where the second run differs."""
+    packages = packages_of(spec.config, spec.build)
+    checks = {
+        name: partial(_require_same_again, partial(run, settings), packages, otherwise)
+        for name, settings in situations.items()
+    }
+    run_checks(what, checks, policy_timeout_s)
+
+
+def _require_same_again(run: Callable[[], object], packages: set[str], otherwise: str) -> None:
+    """Raise `AssertionError` unless a second run, in which clocks and unseeded random numbers raise, returns the same."""
+    first = run()
+    violations: list[str] = []
+    try:
+        with only_pure(packages, violations):
+            again = run()
+    except VajraError:
+        if violations:
+            raise AssertionError(violations[0]) from None
+        raise
+    require(first == again, otherwise)

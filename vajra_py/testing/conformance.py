@@ -17,26 +17,32 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from vajra_py.contract import (
-    Key,
     KeyMotion,
     Layer,
     PolicySpec,
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
-    RequestView,
 )
 from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.build import hooks_of
 from vajra_py.testing import scenarios
-from vajra_py.testing.checking import failure_of, packages_of, require, require_all_end, require_built
+from vajra_py.testing.checking import (
+    POLICY_TIMEOUT_S,
+    packages_of,
+    require,
+    require_all_end,
+    require_built,
+    run_checks,
+)
 from vajra_py.testing.habits import (
     attributes_read_in,
     futile_preemptions,
@@ -46,6 +52,7 @@ from vajra_py.testing.habits import (
 )
 from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import first_difference, rows_by_hash_seed
+from vajra_py.testing.key_watch import KeyWatch
 from vajra_py.testing.purity import only_pure
 from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn, PassedOn
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, simulate
@@ -66,10 +73,6 @@ class ConformanceWarning(UserWarning):
     """A policy does something that the contract allows but its author hardly intended."""
 
 
-POLICY_TIMEOUT_S = 30.0
-"""Time limit of a policy for one call under test, seconds of real time."""
-
-
 def check_policy(
     spec: PolicySpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
@@ -79,15 +82,9 @@ def check_policy(
     `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
     """
     subject = Subject(spec, params or {})
-    failures = []
-    for check in conformance_checks(spec.layer):
-        failure = check.failure(subject, policy_timeout_s)
-        if failure is not None:
-            failures.append(f"  {check.name}: {failure}")
-            if check.is_needed_by_all or subject.is_endless:
-                break
-    if failures:
-        raise AssertionError("\n".join([f"{subject} breaks the contract:", *failures]))
+    checks = conformance_checks(spec.layer)
+    needed = [check.name for check in checks if check.is_needed_by_all]
+    run_checks(str(subject), {check.name: partial(check.run, subject) for check in checks}, policy_timeout_s, needed)
 
 
 def conformance_checks(layer: Layer) -> list[Check]:
@@ -114,17 +111,7 @@ class Check:
     def __call__(self, spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
         """Check one policy. Raises `AssertionError`."""
         subject = Subject(spec, params or {})
-        failure = self.failure(subject)
-        if failure is not None:
-            raise AssertionError(f"{subject} breaks the contract:\n  {self.name}: {failure}")
-
-    def failure(self, subject: Subject, policy_timeout_s: float = POLICY_TIMEOUT_S) -> str | None:
-        """Run the check; returns the failure, or None if there is none."""
-        failure = failure_of(lambda: self.run(subject), policy_timeout_s)
-        if failure is None:
-            return None
-        subject.is_endless = failure.is_endless
-        return failure.text
+        run_checks(str(subject), {self.name: partial(self.run, subject)})
 
 
 # For every layer
@@ -234,69 +221,9 @@ def _reads_the_contract_only(subject: Subject) -> None:
 # Prioritizers
 
 
-@dataclass(eq=False)
-class _KeyWatch:
-    """Reads a prioritizer's keys more often than the mechanism does, and holds them to what it declares."""
-
-    policy: Any
-    stream: np.random.Generator
-    seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
-    shapes: set[int] = field(default_factory=set)
-
-    def interposed(self) -> Any:
-        """The policy under watch."""
-        return interpose(self.policy, {"key": self.key, "line": self.line})
-
-    def line(self, request: RequestView) -> tuple[float, float]:
-        """The policy's line, watched."""
-        self.look(request, 0.0)
-        line: tuple[float, float] = self.policy.line(request)
-        return line
-
-    def key(self, request: RequestView, now: float) -> Key:
-        """The policy's key, watched."""
-        self.look(request, now)
-        key: Key = self.policy.key(request, now)
-        return key
-
-    def look(self, request: RequestView, now: float) -> None:
-        """Ask at two times what the key is, and compare with what was declared and seen before."""
-        later = now + float(self.stream.exponential(2.0))
-        name = request.request_id
-        for at in (now, later):
-            key = self.policy.key(request, at)
-            again = self.policy.key(request, at)
-            require(key == again, f"key({name}, {at!r}) is {key!r}, and asked again {again!r}")
-            parts = key if isinstance(key, tuple) else (key,)
-            numbers = all(isinstance(part, int | float | np.number) and math.isfinite(part) for part in parts)
-            require(bool(parts) and numbers, f"key({name}, {at!r}) is not finite numbers: {key!r}")
-            self.shapes.add(len(parts) if isinstance(key, tuple) else 0)
-            require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
-            self._compare(request, at, key)
-
-    def _compare(self, request: RequestView, at: float, key: Key) -> None:
-        motion = self.policy.key_motion
-        if motion is KeyMotion.TIME_LINEAR:
-            intercept, slope = self.policy.line(request)
-            require(isinstance(key, float | int), f"a TIME_LINEAR key is a number, not {key!r}")
-            scale = max(1.0, abs(intercept), abs(slope * at))
-            on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
-            text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
-            require(on_line, text)
-        elif motion in (KeyMotion.STATIC, KeyMotion.PROGRESS):
-            progress = (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)
-            state = None if motion is KeyMotion.STATIC else progress
-            before = self.seen.get(request)
-            if before is not None and before[0] == state:
-                since = "since arrival" if state is None else f"without progress (computed, output, preempted: {state})"
-                text = f"key of {request.request_id} is {motion.name} and moved {since}: {before[1]!r}, now {key!r}"
-                require(before[1] == key, text)
-            self.seen[request] = (state, key)
-
-
 def _keys_move_as_declared(subject: Subject) -> None:
     def watched(policy: Any) -> Any:
-        return _KeyWatch(policy, np.random.default_rng(3)).interposed()
+        return KeyWatch(policy, np.random.default_rng(3)).interposed()
 
     _decides_again(subject, "when keys are read more often", watched)
 

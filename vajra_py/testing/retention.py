@@ -17,17 +17,13 @@ from typing import Any
 
 from vajra_py.contract import CachedBlock, EndReason, KeyMotion, PolicyContext, RequestView, RetentionSpec
 from vajra_py.contract.observer import Observer
-from vajra_py.errors import VajraError
 from vajra_py.plugins import check_retention_shape
 from vajra_py.plugins.build import LISTENING_METHODS, RETENTION_OPTIONS
 from vajra_py.runtime.kv.retention_order import CachedEntry
-from vajra_py.testing.checking import failure_of, packages_of, require
-from vajra_py.testing.purity import only_pure
-from vajra_py.testing.simulated import simulated_system
+from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
+from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import PromptContent, RequestSpec
 
-TIMEOUT_S = 30.0
-"""Seconds of real time that a retention policy may take for one answer under test."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "short memory": {"replica": {"max_batch_size": 4, "max_model_len": 400, "memory": {"num_blocks": 40}}},
     "two replicas": {
@@ -45,7 +41,7 @@ Gone = tuple[str, int]
 
 
 def check_retention(
-    spec: RetentionSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = TIMEOUT_S
+    spec: RetentionSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
     """Run a retention policy with its default parameters, or these, in every situation.
 
@@ -53,20 +49,8 @@ def check_retention(
     whatever it pins, that it leaves what it is shown as it is, reads no clock and no global random numbers, gives up the same blocks in
     equal runs, and in order of release if it says so. Raises `AssertionError` that names the policy and what was found.
     """
-    failures = []
-    for name, settings in SITUATIONS.items():
-        failure = failure_of(partial(_gives_up_again, spec, params or {}, settings), policy_timeout_s)
-        if failure is not None:
-            failures.append(f"  {name}: {failure.text}")
-            if failure.is_endless:
-                break
-    if failures:
-        raise AssertionError("\n".join([f"retention policy {spec.name!r} breaks the contract:", *failures]))
-
-
-def _gives_up_again(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    first = _run(spec, params, settings)
-    require(first == _purely(spec, params, settings), "two equal runs kept different content")
+    what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
+    check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 
 
 @dataclass
@@ -76,18 +60,6 @@ class Kept:
     gone: list[Gone] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)
     """Cached tokens of each request, by submission."""
-
-
-def _purely(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> Kept:
-    """Run it once more where clocks and unseeded random numbers raise."""
-    violations: list[str] = []
-    try:
-        with only_pure(packages_of(spec.config, spec.build), violations):
-            return _run(spec, params, settings)
-    except VajraError:
-        if violations:
-            raise AssertionError(violations[0]) from None
-        raise
 
 
 class _Watched:
@@ -174,9 +146,7 @@ def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, 
     controller, simulator = simulated_system(own, scheduling, settings)
     seen = _Seen()
     controller.watch((seen,))
-    simulator.run(_conversations())
-    controller.check_conservation()
-    require(controller.num_alive == 0, f"{controller.num_alive} requests are left")
+    serve(controller, simulator, _conversations())
     return Kept(seen.gone, [seen.hits[index] for index in sorted(seen.hits)])
 
 

@@ -29,8 +29,8 @@ from vajra_py.contract import (
 )
 from vajra_py.plugins import check_part_shape, load_registry
 from vajra_py.plugins.build import LISTENING_METHODS
-from vajra_py.testing.checking import require
-from vajra_py.testing.conformance import POLICY_TIMEOUT_S, check_policy
+from vajra_py.testing.checking import POLICY_TIMEOUT_S, require
+from vajra_py.testing.conformance import check_policy
 
 
 def check_routing_part(

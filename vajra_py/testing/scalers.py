@@ -10,20 +10,16 @@ In a package's own tests:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
-from vajra_py.errors import VajraError
 from vajra_py.plugins import check_scaler_shape
-from vajra_py.testing.checking import failure_of, packages_of, require
-from vajra_py.testing.purity import only_pure
-from vajra_py.testing.simulated import simulated_system
+from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
+from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import RequestSpec
 
-TIMEOUT_S = 30.0
-"""Seconds of real time that a scaler may take for one answer under test."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "one pool": {"num_replicas": 2, "elastic": {"max_replicas": 5, "startup_s": 3.0}},
     "down to nothing": {"num_replicas": 1, "elastic": {"min_replicas": 0, "max_replicas": 3, "startup_s": 0.5}},
@@ -40,7 +36,7 @@ Asked = tuple[float, Mapping[str, int]]
 
 
 def check_scaler(
-    spec: ScalerSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = TIMEOUT_S
+    spec: ScalerSpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
 ) -> None:
     """Run a scaler with its default parameters, or these, in every situation.
 
@@ -48,20 +44,8 @@ def check_scaler(
     shown as it is, reads no clock and no global random numbers, and answers the same in equal runs. Raises `AssertionError` that names the
     scaler and what was found.
     """
-    failures = []
-    for name, settings in SITUATIONS.items():
-        failure = failure_of(partial(_answers_again, spec, params or {}, settings), policy_timeout_s)
-        if failure is not None:
-            failures.append(f"  {name}: {failure.text}")
-            if failure.is_endless:
-                break
-    if failures:
-        raise AssertionError("\n".join([f"scaler {spec.name!r} breaks the contract:", *failures]))
-
-
-def _answers_again(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    first = _run(spec, params, settings)
-    require(first == _purely(spec, params, settings), "two equal runs asked for different numbers")
+    what, otherwise = f"scaler {spec.name!r}", "two equal runs asked for different numbers"
+    check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 
 
 @dataclass
@@ -74,25 +58,12 @@ class _Watched:
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
         before = _figures(pools)
         answer: Mapping[str, int] = self.inner.targets(pools, now)
-        if _figures(pools) != before:
-            raise AssertionError("targets changed what it was shown")
+        require(_figures(pools) == before, "targets changed what it was shown")
         self.asked.append((now, dict(answer)))
         return answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-def _purely(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Asked]:
-    """Run it once more where clocks and unseeded random numbers raise."""
-    violations: list[str] = []
-    try:
-        with only_pure(packages_of(spec.config, spec.build), violations):
-            return _run(spec, params, settings)
-    except VajraError:
-        if violations:
-            raise AssertionError(violations[0]) from None
-        raise
 
 
 def _figures(pools: Sequence[PoolView]) -> list[Any]:
@@ -116,13 +87,10 @@ def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any
         made.append(_Watched(scaler))
         return made[-1]
 
-    own = ScalerSpec("under_test", spec.config, build, spec.summary)
+    own = replace(spec, name="under_test", build=build)
     scheduling = {"scaling": {"policy": own.name, "params": dict(params)}}
     controller, simulator = simulated_system(own, scheduling, settings)
-    simulator.run(_load())
-    controller.check_conservation()
-    if controller.num_alive:
-        raise AssertionError(f"{controller.num_alive} requests are left")
+    serve(controller, simulator, _load())
     return made[-1].asked
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vajra_py.config import config_from_mapping
@@ -15,6 +15,8 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.testing.checking import require
+from vajra_py.workload import RequestSpec
 
 STEP_S = 0.02
 _ONE_REQUEST = {
@@ -60,3 +62,10 @@ def simulated_system(
     controller = build_controller(config, services)
     timers: Callable[[Any], Any] = predicted_timers(latency, seeds.child("steps"))
     return controller, Simulator(controller, executor, timers, SimulationOptions(check_every_steps=1))
+
+
+def serve(controller: Controller, simulator: Simulator, specs: Sequence[RequestSpec]) -> None:
+    """Serve these requests to the end. Raises `AssertionError` if any is left or miscounted."""
+    simulator.run(specs)
+    controller.check_conservation()
+    require(controller.num_alive == 0, f"{controller.num_alive} requests are left")

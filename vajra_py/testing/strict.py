@@ -26,10 +26,12 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.policies import traits_of
 
-_DECLARATIONS = ("key_motion", "traits")
+_DECLARATIONS = ("key_motion", "fallen_groups", "traits")
 _METHODS = (
     "key",
     "line",
+    "group",
+    "group_key",
     "slack_s",
     "slack_fraction",
     "admit",
@@ -140,6 +142,7 @@ class StrictViews:
             {
                 "key": lambda request, now: policy.key(self.request(request), now),
                 "line": lambda request: policy.line(self.request(request)),
+                "group": lambda request: policy.group(self.request(request)),
                 "slack_s": lambda request, now: policy.slack_s(self.request(request), now),
                 "slack_fraction": lambda request, now: policy.slack_fraction(self.request(request), now),
                 "admit": admit,

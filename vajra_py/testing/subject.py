@@ -28,8 +28,6 @@ class Subject:
     spec: PolicySpec
     params: Mapping[str, Any]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    is_endless: bool = False
-    """True once a call did not return: every further call would take as long."""
 
     def __str__(self) -> str:
         """Name of the policy in failures."""

@@ -191,7 +191,7 @@ def nominal_arrivals(graph: CallGraph, starts: F64, delay_s: F64) -> tuple[F64, 
 
 
 def stated_of(graph: CallGraph, programs: StringColumn) -> dict[str, FactColumn]:
-    """What every call states: its program, which is its session too, and its stage."""
+    """Facts that every call states: its program, which is its session too, and its stage."""
     stated: dict[str, FactColumn] = {"session_id": programs, "program_id": programs}
     return stated | ({"stage": StringColumn.of(graph.stages)} if any(graph.stages) else {})
 

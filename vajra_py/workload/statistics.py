@@ -106,7 +106,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """For each node, the first node with the same tokens after the same tokens; and all segment ids."""
+    """The first node with the same tokens after the same tokens, for each node; and all segment ids."""
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]

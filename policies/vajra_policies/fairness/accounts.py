@@ -1,14 +1,19 @@
-"""Accounts of tenants: tokens that each is charged for, and requests of each that wait."""
+"""Accounts of tenants: tokens that each is charged for, and requests of each that wait or run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from vajra_py.contract import EndedStep, PolicyConfig, RequestView
+from vajra_py.contract import PolicyConfig, RequestView
+
+_EXACT = 2.0**53
+"""Whole numbers up to this one are added without rounding."""
+_QUANTA_IN_MEMORY = 20
+"""Quanta that the KV memory holds, by default; as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):
@@ -23,11 +28,24 @@ class TokenCostConfig(PolicyConfig):
     )
 
 
+class QuantumConfig(TokenCostConfig):
+    """Parameters of policies that give tenants a quantum at a time."""
+
+    quantum: float | None = Field(
+        None,
+        gt=0,
+        description="Charge that a tenant may run up in one turn (Q), weighted tokens; null: a twentieth of the KV memory's tokens.",
+    )
+
+    def quantum_for(self, num_kv_tokens: int) -> float:
+        """The quantum of replicas with room for so many tokens."""
+        return self.quantum if self.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
+
+
 @dataclass(slots=True)
 class _Charged:
-    """What one live request has been charged for."""
+    """Charges of one live request so far."""
 
-    waits: bool
     was_admitted: bool
     num_output_tokens: int
 
@@ -35,74 +53,129 @@ class _Charged:
 class Accounts:
     """Charges tenants for tokens: w_p for each of a prompt at its first admission, w_q for each generated one, over f_u.
 
-    A prompt is charged in full, cached or not, and once: what is computed again after a preemption is not. `charge` is called
-    with (tenant, cost), at once where a request is admitted, and when a step has ended. The policy hands its callbacks on.
+    A prompt is charged in full, or without what the prefix cache spared, and once: what is computed again after a preemption is
+    not. `charge` is called with (tenant, cost, times): for a prompt when it is admitted, for generated tokens when they are
+    collected, before another prompt of the tenant is charged, a request waits again, or one leaves at the latest. The policy hands
+    its callbacks on.
     """
 
-    def __init__(self, config: TokenCostConfig, charge: Callable[[str, float], None]) -> None:
+    def __init__(
+        self, config: TokenCostConfig, charge: Callable[[str, float, int], None], *, charges_cached: bool = True
+    ) -> None:
+        self._charges_cached = charges_cached
         self._prompt_weight = config.prompt_weight
         self._output_weight = config.output_weight
         self._weights = config.tenant_weights
         self._charge = charge
-        self._live: dict[RequestView, _Charged] = {}
+        self._waiting: dict[RequestView, _Charged] = {}
+        self._admitted: dict[str, dict[RequestView, _Charged]] = {}
+        """By tenant, its living requests that do not wait; tenants that have any."""
         self.num_waiting: dict[str, int] = {}
         """Waiting requests of each tenant that has any, in the order in which tenants began to wait."""
 
-    def arrive(self, request: RequestView) -> None:
-        """A request waits for the first time; one that runs already, or ran before this policy was in force, has paid."""
-        waits = not request.is_resident
-        self._live[request] = _Charged(waits, request.admitted_index > 0, request.num_output_tokens)
-        if waits:
-            self._wait(request.tenant)
+    def is_live(self, tenant: str) -> bool:
+        """Return True if a request of the tenant waits or runs."""
+        return tenant in self.num_waiting or tenant in self._admitted
 
-    def admit(self, request: RequestView) -> None:
-        """A waiting request has got its memory; its prompt is charged for the first time."""
-        charged = self._live[request]
-        if charged.waits:
-            charged.waits = False
-            self._leave(request.tenant)
+    def arrive(self, request: RequestView) -> bool:
+        """A request waits for the first time; one that runs already, or ran before this policy was in force, has paid.
+
+        True if its tenant begins to wait.
+        """
+        charged = _Charged(request.admitted_index > 0, request.num_output_tokens)
+        if not request.is_resident:
+            return self._wait(request, charged)
+        self._admitted.setdefault(request.tenant, {})[request] = charged
+        return False
+
+    def admit(self, request: RequestView) -> bool:
+        """A waiting request has got its memory; its prompt is charged for the first time. True if its tenant waits no more."""
+        tenant = request.tenant
+        charged = self._waiting.pop(request, None)
+        stops = charged is not None and self._leave(tenant)
+        admitted = self._admitted.setdefault(tenant, {})
+        if charged is None:  # it came with its KV
+            charged = admitted[request]
+        admitted[request] = charged
         if not charged.was_admitted:
             charged.was_admitted = True
-            self._cost(request.tenant, self._prompt_weight * request.num_prompt_tokens)
+            self.collect(tenant)
+            num_spared = 0 if self._charges_cached else request.num_cached_tokens
+            self._cost(tenant, self._prompt_weight * (request.num_prompt_tokens - num_spared), 1)
+        return stops
 
-    def preempt(self, request: RequestView) -> None:
-        """A running request waits again."""
-        charged = self._live[request]
-        if not charged.waits:
-            charged.waits = True
-            self._wait(request.tenant)
+    def preempt(self, request: RequestView) -> bool:
+        """A running request waits again. True if its tenant begins to wait."""
+        charged = self._take_admitted(request)
+        return charged is not None and self._wait(request, charged)
 
-    def end_step(self, step: EndedStep) -> None:
-        """Charge for the tokens that a step has generated."""
-        for request in step.requests:
-            charged = self._live.get(request)
-            if charged is not None:
-                self._settle(request, charged)
-
-    def depart(self, requests: Iterable[RequestView]) -> None:
-        """Requests have left; they are charged for their last tokens and forgotten."""
+    def depart(self, requests: Iterable[RequestView]) -> list[str]:
+        """Requests have left; they are charged for their last tokens and forgotten. Returns the tenants that wait no more."""
+        stopped = []
         for request in requests:
-            charged = self._live.pop(request, None)
+            charged = None if self._take_admitted(request) is not None else self._waiting.pop(request, None)
             if charged is not None:
-                self._settle(request, charged)
-                if charged.waits:
-                    self._leave(request.tenant)
+                self._collect(request.tenant, {request: charged})
+                if self._leave(request.tenant):
+                    stopped.append(request.tenant)
+        return stopped
 
-    def _settle(self, request: RequestView, charged: _Charged) -> None:
-        num_new = request.num_output_tokens - charged.num_output_tokens
+    def collect(self, tenant: str) -> None:
+        """Charge for what the tenant's requests have generated since this was last done."""
+        admitted = self._admitted.get(tenant)
+        if admitted:
+            self._collect(tenant, admitted)
+
+    def collect_all(self) -> None:
+        """Charge every tenant for what its requests have generated since this was last done."""
+        for tenant, admitted in self._admitted.items():
+            self._collect(tenant, admitted)
+
+    def _collect(self, tenant: str, living: Mapping[RequestView, _Charged]) -> None:
+        num_new = 0
+        for request, charged in living.items():
+            num_output_tokens = request.num_output_tokens
+            num_new += num_output_tokens - charged.num_output_tokens
+            charged.num_output_tokens = num_output_tokens
         if num_new:
-            charged.num_output_tokens += num_new
-            self._cost(request.tenant, self._output_weight * num_new)
+            self._cost(tenant, self._output_weight, num_new)
 
-    def _cost(self, tenant: str, cost: float) -> None:
-        self._charge(tenant, cost / self._weights.get(tenant, 1.0))
+    def _take_admitted(self, request: RequestView) -> _Charged | None:
+        tenant = request.tenant
+        admitted = self._admitted.get(tenant)
+        charged = None if admitted is None else admitted.get(request)
+        if admitted is None or charged is None:
+            return None
+        self._collect(tenant, {request: charged})
+        del admitted[request]
+        if not admitted:
+            del self._admitted[tenant]
+        return charged
 
-    def _wait(self, tenant: str) -> None:
-        self.num_waiting[tenant] = self.num_waiting.get(tenant, 0) + 1
+    def _cost(self, tenant: str, cost: float, times: int) -> None:
+        if cost:
+            self._charge(tenant, cost / self._weights.get(tenant, 1.0), times)
 
-    def _leave(self, tenant: str) -> None:
+    def _wait(self, request: RequestView, charged: _Charged) -> bool:
+        tenant = request.tenant
+        self._waiting[request] = charged
+        num_before = self.num_waiting.get(tenant, 0)
+        self.num_waiting[tenant] = num_before + 1
+        return not num_before
+
+    def _leave(self, tenant: str) -> bool:
         left = self.num_waiting[tenant] - 1
         if left:
             self.num_waiting[tenant] = left
         else:
             del self.num_waiting[tenant]
+        return not left
+
+
+def added(total: float, cost: float, times: int) -> float:
+    """`total` with a cost added so many times, one after the other: the same to the last bit, whenever tokens are collected."""
+    if times > 1 and total.is_integer() and cost.is_integer() and abs(total) + times * abs(cost) <= _EXACT:
+        return total + times * cost
+    for _ in range(times):
+        total += cost
+    return total

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from pydantic import Field
-
-from vajra_policies.fairness.accounts import Accounts, TokenCostConfig
+from vajra_policies.fairness.accounts import Accounts, QuantumConfig, added
 from vajra_py.contract import (
     EndedStep,
     KeyMotion,
@@ -17,112 +16,119 @@ from vajra_py.contract import (
     RequestView,
 )
 
-_QUANTA_IN_MEMORY = 20
-"""Quanta that the KV memory holds, by default; as in the artifact of VTC."""
 
-
-class DeficitRoundRobinConfig(TokenCostConfig):
+class DeficitRoundRobinConfig(QuantumConfig):
     """Parameters of `deficit_round_robin`."""
-
-    quantum: float | None = Field(
-        None,
-        gt=0,
-        description="Charge that a tenant may run up in one turn (Q), weighted tokens; null: a twentieth of the KV memory's tokens.",
-    )
 
 
 class DeficitRoundRobin:
-    """Key = turns until the request's tenant has its own, 0 for the tenant whose turn it is.
+    """Key of a tenant = its place in the circle; its requests go in order of arrival.
 
     Tenants that wait stand in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u > 0 and the
     tenant waits; admitted prompts and generated tokens are subtracted, so that D_u falls below 0 (a debt, since costs are known
     afterwards only), and a tenant in debt is passed over until its turns have paid it. Credit that is left is lost when
-    a tenant waits no more; a debt stays.
+    a tenant waits no more; a debt stays for as long as it is owed, and nothing else is kept of a tenant that has left.
 
     Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round-robin", SIGCOMM'95; with debt, and with this
     quantum, the baseline of VTC (OSDI'24).
     """
 
-    key_motion = KeyMotion.VOLATILE
+    key_motion = KeyMotion.STATIC
 
     def __init__(self, config: DeficitRoundRobinConfig, num_kv_tokens: int) -> None:
-        self._quantum = config.quantum if config.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
+        self._quantum = config.quantum_for(num_kv_tokens)
         self._accounts = Accounts(config, self._charge)
         self._credit: dict[str, float] = {}
-        self._circle: dict[str, None] = {}
-        """Tenants that wait; the turn is the first one's."""
+        self._circle: OrderedDict[str, int] = OrderedDict()
+        """Tenants that wait, each with its place; the turn is the first one's. Places are numbered in the order of entering."""
         self._current: str | None = None
         """Tenant whose turn it is."""
-        self._places: dict[str, int] = {}
+        self._num_places = 0
 
     def key(self, request: RequestView, now: float) -> float:
-        """The tenant's place in the circle."""
-        return float(self._places.get(request.tenant, len(self._places)))
+        """The same for all of a tenant."""
+        return 0.0
+
+    def group(self, request: RequestView) -> str:
+        """The tenant."""
+        return request.tenant
+
+    def group_key(self, group: str) -> float:
+        """The tenant's place in the circle; behind all others if it is not there."""
+        return float(self._circle.get(group, self._num_places))
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """A tenant that begins to wait goes to the end of the circle."""
         for request in requests:
-            self._accounts.arrive(request)
+            if self._accounts.arrive(request):
+                self._enter(request.tenant)
         self._turn()
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Charge for the prompt."""
-        self._accounts.admit(request)
+        if self._accounts.admit(request):
+            self._leave(request.tenant)
         self._turn()
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Count it among the waiting; nothing is given back."""
-        self._accounts.preempt(request)
+        if self._accounts.preempt(request):
+            self._enter(request.tenant)
         self._turn()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Charge for generated tokens."""
-        self._accounts.end_step(step)
+        """The turn may have ended with the tokens that were generated."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Charge for the last tokens."""
-        self._accounts.depart(requests)
+        for tenant in self._accounts.depart(requests):
+            self._leave(tenant)
         self._turn()
 
-    def _charge(self, tenant: str, cost: float) -> None:
-        self._credit[tenant] = self._credit.get(tenant, 0.0) - cost
+    def _charge(self, tenant: str, cost: float, times: int) -> None:
+        self._credit[tenant] = added(self._credit.get(tenant, 0.0), -cost, times)
+
+    def _enter(self, tenant: str) -> None:
+        self._to_the_end(tenant)
+        self._credit.setdefault(tenant, 0.0)
+
+    def _leave(self, tenant: str) -> None:
+        del self._circle[tenant]
+        if self._credit_of(tenant) >= 0:
+            del self._credit[tenant]
+        if tenant == self._current:
+            self._current = None
+
+    def _credit_of(self, tenant: str) -> float:
+        self._accounts.collect(tenant)
+        return self._credit[tenant]
 
     def _turn(self) -> None:
-        """Let those that wait no more leave the circle and others enter it, and pass the turn on until somebody has credit."""
-        waiting, circle, credit = self._accounts.num_waiting, self._circle, self._credit
-        for tenant in [one for one in circle if one not in waiting]:
-            del circle[tenant]
-            credit[tenant] = min(credit[tenant], 0.0)
-            if tenant == self._current:
-                self._current = None
-        for tenant in waiting:
-            if tenant not in circle:
-                circle[tenant] = None
-                credit.setdefault(tenant, 0.0)
-        if circle and (self._current is None or credit[self._current] <= 0):
+        """Pass the turn on until somebody has credit, unless the tenant that has it waits and has credit left."""
+        if self._circle and (self._current is None or self._credit_of(self._current) <= 0):
             self._pass_on()
-        self._places = {tenant: place for place, tenant in enumerate(circle)}
 
     def _pass_on(self) -> None:
         """Give the next tenant its turn, and so on until one has credit; rounds that nobody could use are given at once."""
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)
-        num_rounds = int(-max(credit[tenant] for tenant in circle) // quantum)
-        if num_rounds > 0:
+        if all(-self._credit_of(tenant) // quantum > 0 for tenant in circle):
+            num_rounds = int(-max(credit[tenant] for tenant in circle) // quantum)
             for tenant in circle:
                 credit[tenant] += num_rounds * quantum
         while True:
             self._current = first = next(iter(circle))
-            credit[first] += quantum
+            credit[first] = self._credit_of(first) + quantum
             if credit[first] > 0:
                 return
             self._to_the_end(first)
 
     def _to_the_end(self, tenant: str) -> None:
-        del self._circle[tenant]
-        self._circle[tenant] = None
+        self._circle[tenant] = self._num_places
+        self._circle.move_to_end(tenant)
+        self._num_places += 1
 
 
 def _build(config: DeficitRoundRobinConfig, context: PolicyContext) -> DeficitRoundRobin:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush, heapreplace
 
-from vajra_policies.fairness.accounts import Accounts, TokenCostConfig
+from vajra_policies.fairness.accounts import Accounts, TokenCostConfig, added
 from vajra_py.contract import (
-    EndedStep,
     KeyMotion,
     Layer,
     PolicyContext,
@@ -21,7 +21,7 @@ class VtcConfig(TokenCostConfig):
 
 
 class Vtc:
-    """Key = c_u, the counter of the request's tenant u: tokens served to it so far, weighted, over its share f_u.
+    """Key of tenant u = c_u, its counter: tokens served to it so far, weighted, over its share f_u.
 
     - A request's admission adds w_p * prompt / f_u to c_u; each token that it generates adds w_q / f_u.
     - Lift: when u begins to wait, c_u rises to the least counter of those that wait; where nobody waits, to the counter of
@@ -30,56 +30,131 @@ class Vtc:
 
     Of two tenants that wait throughout, none is served more than 2 U beyond the other, in any interval, where requests are not
     preempted: U = max(w_p * longest prompt, w_q * M), with M the most tokens in a running batch. Tenants that wait share
-    evenly; who asks for less than its share gets it. Counters move while a step is formed, so keys are `VOLATILE`.
+    evenly; who asks for less than its share gets it.
 
-    Left out: predicted lengths that are charged in advance, and cost functions other than weighted tokens. A tenant's counter
-    stays for good, as the paper's does. Cached prompt tokens are charged in full.
+    A counter is brought up to date when it is read, so a tenant costs nothing while it is not next. It is forgotten when nothing of
+    its tenant waits or runs and every later lift would reach at least as far: above the least counter of those that wait or run,
+    and of the tenant that waited last, no lift ever falls.
+
+    Left out: predicted lengths that are charged in advance, and cost functions other than weighted tokens. Cached prompt tokens are
+    charged in full.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI'24 (arXiv:2401.00588), algorithms 2 and 4.
     """
 
-    key_motion = KeyMotion.VOLATILE
+    key_motion = KeyMotion.STATIC
 
     def __init__(self, config: TokenCostConfig, *, lifts: bool = True) -> None:
         self._lifts = lifts
         self._accounts = Accounts(config, self._charge)
         self._counters: dict[str, float] = {}
         self._last_waiting = ""
+        self._least_waiting = _LeastCounter(self.group_key, lambda tenant: tenant in self._accounts.num_waiting)
+        self._least_live = _LeastCounter(self.group_key, self._accounts.is_live)
+        self._left: list[tuple[float, str]] = []
+        """A heap of (counter, tenant) of tenants that have left; some of them may have come back, or have been forgotten."""
 
     def key(self, request: RequestView, now: float) -> float:
+        """The same for all of a tenant."""
+        return 0.0
+
+    def group(self, request: RequestView) -> str:
+        """The tenant."""
+        return request.tenant
+
+    def group_key(self, group: str) -> float:
         """The tenant's counter, weighted tokens."""
-        return self._counters.get(request.tenant, 0.0)
+        self._accounts.collect(group)
+        return self._counters.get(group, 0.0)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Lift the counters of tenants that begin to wait."""
-        waiting = self._accounts.num_waiting
         for request in requests:
             tenant = request.tenant
-            if self._lifts and tenant not in waiting:
-                others = waiting or (self._last_waiting,)
-                level = min(self._counters.get(other, 0.0) for other in others)
-                self._counters[tenant] = max(self._counters.get(tenant, 0.0), level)
-            self._accounts.arrive(request)
+            if self._lifts and tenant not in self._accounts.num_waiting:
+                level = self._level()
+                if self.group_key(tenant) < level:
+                    self._counters[tenant] = level
+            begins = self._accounts.arrive(request)
+            if self._lifts:
+                self._least_live.add(tenant)
+                if begins:
+                    self._least_waiting.add(tenant)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Charge for the prompt."""
-        self._last_waiting = request.tenant
+        tenant, before = request.tenant, self._last_waiting
         self._accounts.admit(request)
+        if tenant != before:
+            self._last_waiting = tenant
+            self._leave(before)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Count it among the waiting; nothing is given back."""
-        self._accounts.preempt(request)
-
-    def on_step_end(self, step: EndedStep) -> None:
-        """Charge for generated tokens."""
-        self._accounts.end_step(step)
+        if self._accounts.preempt(request) and self._lifts:
+            self._least_waiting.add(request.tenant)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge for the last tokens."""
+        """Charge for the last tokens, and forget counters that cannot matter any more."""
         self._accounts.depart(requests)
+        for tenant in dict.fromkeys(request.tenant for request in requests):
+            self._leave(tenant)
+        self._forget()
 
-    def _charge(self, tenant: str, cost: float) -> None:
-        self._counters[tenant] = self._counters.get(tenant, 0.0) + cost
+    def _charge(self, tenant: str, cost: float, times: int) -> None:
+        self._counters[tenant] = added(self._counters.get(tenant, 0.0), cost, times)
+
+    def _level(self) -> float:
+        """The counter to which a tenant is lifted that begins to wait now."""
+        level = self._least_waiting.value()
+        return self.group_key(self._last_waiting) if level is None else level
+
+    def _leave(self, tenant: str) -> None:
+        """Let a counter be forgotten when it can be, if nothing of its tenant waits or runs."""
+        if self._lifts and tenant in self._counters and not self._accounts.is_live(tenant):
+            heappush(self._left, (self._counters[tenant], tenant))
+
+    def _forget(self) -> None:
+        if not self._left:
+            return
+        last = self._last_waiting
+        least = self._least_live.value()
+        floor = self.group_key(last) if least is None else min(least, self.group_key(last))
+        while self._left and self._left[0][0] <= floor:
+            counter, tenant = heappop(self._left)
+            if tenant != last and not self._accounts.is_live(tenant) and self._counters.get(tenant) == counter:
+                del self._counters[tenant]
+
+
+class _LeastCounter:
+    """The least counter of those tenants that belong to a set. Counters rise only, so what a heap knows of them is not too high."""
+
+    def __init__(self, counter: Callable[[str], float], belongs: Callable[[str], bool]) -> None:
+        self._counter = counter
+        self._belongs = belongs
+        self._heap: list[tuple[float, str]] = []
+        self._listed: set[str] = set()
+
+    def add(self, tenant: str) -> None:
+        """A tenant now belongs to the set."""
+        if tenant not in self._listed:
+            self._listed.add(tenant)
+            heappush(self._heap, (self._counter(tenant), tenant))
+
+    def value(self) -> float | None:
+        """The least counter; None if the set is empty."""
+        heap = self._heap
+        while heap:
+            known, tenant = heap[0]
+            if not self._belongs(tenant):
+                heappop(heap)
+                self._listed.discard(tenant)
+                continue
+            counter = self._counter(tenant)
+            if counter == known:
+                return counter
+            heapreplace(heap, (counter, tenant))
+        return None
 
 
 def _build(config: VtcConfig, context: PolicyContext) -> Vtc:

@@ -12,10 +12,7 @@ class FifoConfig(PolicyConfig):
 class OldestFirst:
     """Key = the time of entry: the oldest content goes first, however often it is used."""
 
-    @property
-    def key_motion(self) -> KeyMotion:
-        """The time of entry does not change."""
-        return KeyMotion.STATIC
+    key_motion = KeyMotion.STATIC
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Time of entry."""
@@ -29,10 +26,7 @@ class FiloConfig(PolicyConfig):
 class NewestFirst:
     """Key = minus the time of entry: what came first stays longest."""
 
-    @property
-    def key_motion(self) -> KeyMotion:
-        """The time of entry does not change."""
-        return KeyMotion.STATIC
+    key_motion = KeyMotion.STATIC
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Minus the time of entry."""

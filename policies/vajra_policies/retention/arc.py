@@ -25,6 +25,8 @@ class AdaptiveReplacement:
     the least recently used goes first.
     """
 
+    key_motion = KeyMotion.PROGRESS
+
     def __init__(self, capacity: int) -> None:
         """`capacity`: blocks of the cache."""
         self._capacity = capacity
@@ -36,11 +38,6 @@ class AdaptiveReplacement:
         """Content used again."""
         self.gone: tuple[OrderedDict[Hashable, None], OrderedDict[Hashable, None]] = (OrderedDict(), OrderedDict())
         """Content that each list has given up, the latest last, as much as the cache holds."""
-
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Time of the last use."""

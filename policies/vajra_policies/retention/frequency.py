@@ -17,10 +17,7 @@ class LeastFrequentlyUsed:
     Uses are forgotten with the content, and do not age.
     """
 
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
+    key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Uses, then the time of the last one."""
@@ -36,13 +33,10 @@ class SlruConfig(PolicyConfig):
 class SegmentedLru:
     """Key = (protected, last use): content on probation goes before all that is protected; within each, the least recently used."""
 
+    key_motion = KeyMotion.PROGRESS
+
     def __init__(self, config: SlruConfig) -> None:
         self._threshold = config.protected_threshold
-
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """1 if it was used often enough, then the time of the last use."""

@@ -12,10 +12,7 @@ class LruConfig(PolicyConfig):
 class LeastRecentlyUsed:
     """Key = the last use: what nobody has used for longest goes first."""
 
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
+    key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Time of the last use."""
@@ -32,10 +29,7 @@ class MostRecentlyUsed:
     The best that can be done where more content is asked for in turn than fits.
     """
 
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
+    key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Minus the time of the last use."""

@@ -15,10 +15,7 @@ class PriorityRetention:
     A priority is the request's own number, lower is more urgent; content keeps the most urgent that it was used with.
     """
 
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
+    key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """Minus the priority, then the time of the last use."""

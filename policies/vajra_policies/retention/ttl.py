@@ -24,14 +24,11 @@ class TtlConfig(PolicyConfig):
 class TimeToLive:
     """Key = the end of its time: what would end first goes first, where memory is short; at its end it goes in any case."""
 
+    key_motion = KeyMotion.PROGRESS
+
     def __init__(self, config: TtlConfig) -> None:
         self._ttl_s = config.ttl_s
         self._by_class = dict(config.ttl_by_slo_class_s)
-
-    @property
-    def key_motion(self) -> KeyMotion:
-        """A key changes when the content is used."""
-        return KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
         """End of its time."""

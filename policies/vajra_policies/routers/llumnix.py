@@ -84,7 +84,7 @@ class Llumnix:
         self._is_set = False
         self._place: dict[RequestView, ReplicaId] = {}
         self._running: dict[ReplicaId, dict[RequestView, None]] = {}
-        """In order of admission."""
+        """Running requests by replica, in order of admission."""
         self._waiting: dict[ReplicaId, dict[RequestView, None]] = {}
 
     # Dispatch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from vajra_policies.routing import whole_queue
+from vajra_policies.routing import those_up, whole_queue
 from vajra_py.contract import (
     EndedStep,
     Layer,
@@ -90,7 +90,7 @@ class MixedPool:
         """The replica of the prompt."""
         self._forget(request)
         self._see(replicas)
-        up = {one.replica_id: one for one in replicas if one.is_up}
+        up = {one.replica_id: one for one in those_up(replicas)}
         if not up:
             return None
         prompt_at, token_at = self._chosen(request, up)
@@ -107,7 +107,7 @@ class MixedPool:
     ) -> ReplicaId | None:
         """The replica of the decodes; another one if it takes no requests now."""
         placed = self._placed.get(request)
-        up = {one.replica_id for one in replicas if one.is_up}
+        up = {one.replica_id for one in those_up(replicas)}
         if placed is None or not up:
             return None
         if placed.token_at not in up:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pydantic import Field
-
-from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderRules, ThunderTable
-from vajra_policies.routing import has_room, those_up
+from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderAgentConfig, ThunderTable
+from vajra_policies.routing import has_room, load_in, those_up
 from vajra_py.contract import (
     EmitFigure,
     EndReason,
     Layer,
-    PolicyConfig,
     PolicyContext,
     PolicySpec,
     ProgramView,
@@ -25,39 +22,6 @@ from vajra_py.contract import (
 
 _TICK = "tick"
 _UNPLACED = -1
-
-
-class ThunderAgentConfig(PolicyConfig):
-    """Parameters of `thunderagent`, with Dynamo's defaults."""
-
-    pause_threshold: float = Field(
-        0.95, gt=0, le=1, description="Part of a replica's tokens above which programs are paused."
-    )
-    pause_target: float = Field(0.80, gt=0, le=1, description="Part of them down to which programs are paused.")
-    soft_demote_threshold: float = Field(
-        0.80, gt=0, le=1, description="Part of them from which its programs' calls are put behind others."
-    )
-    soft_demote_priority_jump_s: float = Field(-2.0, description="Seconds by which these calls are put ahead (behind).")
-    resume_hysteresis: float = Field(
-        0.10,
-        ge=0,
-        lt=1,
-        description="Part of a replica's tokens below pause_threshold that stays free when programs are resumed.",
-    )
-    resume_priority_boost_s: float = Field(1.0, description="Seconds by which calls of resumed programs are put ahead.")
-    resume_timeout_s: float = Field(
-        1800.0, gt=0, description="Time after which a paused program is resumed wherever most room is."
-    )
-    acting_token_weight: float = Field(1.0, ge=0, le=1, description="Weight of the tokens of programs whose tool runs.")
-    acting_decay_tau_s: float = Field(
-        1.0, gt=0, description="Half-life of their tokens where a program is resumed after resume_timeout_s."
-    )
-    scheduler_interval_s: float = Field(5.0, gt=0, description="Time between two looks at all programs.")
-    buffer_tokens: int = Field(100, ge=0, description="Tokens that every program counts beyond its context.")
-
-    def rules(self) -> ThunderRules:
-        """The rules of the table."""
-        return ThunderRules(**self.model_dump(exclude={"resume_timeout_s"}))
 
 
 class ThunderAgent:
@@ -76,9 +40,10 @@ class ThunderAgent:
         self._block_size = block_size
         self._timeout_s = config.resume_timeout_s
         self._interval_s = config.scheduler_interval_s
+        self._load = load_in("tokens")
         self._wake = wake
         self._emit = emit
-        self._table = ThunderTable(config.rules(), {})
+        self._table = ThunderTable(config, {})
         self._calls: dict[str, dict[RequestView, None]] = {}
         """Living calls of each program that were let go on."""
         self._held: dict[str, dict[RequestView, None]] = {}
@@ -170,7 +135,7 @@ class ThunderAgent:
                 self._ready.setdefault(_UNPLACED, {}).update(self._ready.pop(replica.replica_id, {}))
 
     def _least_loaded(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> ReplicaId | None:
-        best = min(those_up(replicas), key=_num_tokens, default=None)
+        best = min(those_up(replicas), key=lambda one: (self._load(one), one.replica_id), default=None)
         if best is None:
             self._ready.setdefault(_UNPLACED, {})[request] = request.arrived_at
             return None
@@ -215,10 +180,6 @@ class ThunderAgent:
     def _note(self, request: RequestView, passage: Passage, now: float) -> None:
         if passage.priority_jump_s:
             self._emit("priority_jump_s", passage.priority_jump_s, now, request)
-
-
-def _num_tokens(replica: ReplicaLoadView) -> tuple[int, ReplicaId]:
-    return replica.num_pending_tokens + replica.num_context_tokens, replica.replica_id
 
 
 def _build(config: ThunderAgentConfig, context: PolicyContext) -> ThunderAgent:

@@ -1,6 +1,6 @@
 """Rules of ThunderAgent's router: programs are placed, paused and resumed as wholes, by the tokens that their contexts hold.
 
-Everything here is a table of programs and a few operations on it; what they are about is told with a time in seconds, and nothing is
+Everything here is the parameters, a table of programs and a few operations on it; what they are about is told with a time in seconds, and nothing is
 read from anywhere. `thunderagent.py` tells it what happens.
 
 Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); rules read there, code and words here.
@@ -8,30 +8,46 @@ Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from pydantic import Field
+
+from vajra_py.contract import PolicyConfig
 
 ReplicaKey: TypeAlias = Hashable
 _CALLING, _FIRST_TURN, _OTHERS = 0, 1, 2
 """Order in which paused programs are resumed: a call waits, they have only begun, a tool runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThunderRules:
-    """Options, under Dynamo's names but for units."""
+class ThunderAgentConfig(PolicyConfig):
+    """Parameters of `thunderagent`, with Dynamo's defaults."""
 
-    pause_threshold: float = 0.95
-    pause_target: float = 0.80
-    soft_demote_threshold: float = 0.80
-    soft_demote_priority_jump_s: float = -2.0
-    resume_hysteresis: float = 0.10
-    resume_priority_boost_s: float = 1.0
-    acting_token_weight: float = 1.0
-    acting_decay_tau_s: float = 1.0
-    scheduler_interval_s: float = 5.0
-    buffer_tokens: int = 100
-    """Tokens that every program counts beyond its context."""
+    pause_threshold: float = Field(
+        0.95, gt=0, le=1, description="Part of a replica's tokens above which programs are paused."
+    )
+    pause_target: float = Field(0.80, gt=0, le=1, description="Part of them down to which programs are paused.")
+    soft_demote_threshold: float = Field(
+        0.80, gt=0, le=1, description="Part of them from which its programs' calls are put behind others."
+    )
+    soft_demote_priority_jump_s: float = Field(-2.0, description="Seconds by which these calls are put ahead (behind).")
+    resume_hysteresis: float = Field(
+        0.10,
+        ge=0,
+        lt=1,
+        description="Part of a replica's tokens below pause_threshold that stays free when programs are resumed.",
+    )
+    resume_priority_boost_s: float = Field(1.0, description="Seconds by which calls of resumed programs are put ahead.")
+    resume_timeout_s: float = Field(
+        1800.0, gt=0, description="Time after which a paused program is resumed wherever most room is."
+    )
+    acting_token_weight: float = Field(1.0, ge=0, le=1, description="Weight of the tokens of programs whose tool runs.")
+    acting_decay_tau_s: float = Field(
+        1.0, gt=0, description="Half-life of their tokens where a program is resumed after resume_timeout_s."
+    )
+    scheduler_interval_s: float = Field(5.0, gt=0, description="Time between two looks at all programs.")
+    buffer_tokens: int = Field(100, ge=0, description="Tokens that every program counts beyond its context.")
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +63,7 @@ class AgentProgram:
     """A call of it is here or on its way; otherwise a tool runs."""
     is_paused: bool = False
     is_marked: bool = False
-    """To be paused when its turn ends."""
+    """Mark of a program that is to be paused when its turn ends."""
     replica: ReplicaKey | None = None
     soft_until: float = 0.0
     """Time until which its calls are put behind others."""
@@ -55,7 +71,6 @@ class AgentProgram:
     """Position of its pause in the sequence of all."""
     is_waiting: bool = False
     """A call of it is held."""
-    waits_since: float = 0.0
     acting_since: float = 0.0
 
 
@@ -66,25 +81,17 @@ class Passage:
     program_id: str
     replica: ReplicaKey | None
     priority_jump_s: float
-    was_paused: bool
-    is_soft_demoted: bool
-
-
-def _itself(replica: ReplicaKey) -> Hashable:
-    return replica
 
 
 @dataclass(slots=True)
 class ThunderTable:
     """The programs and replicas of a router, in the order in which they became known."""
 
-    rules: ThunderRules
+    rules: ThunderAgentConfig
     capacity: dict[ReplicaKey, int]
     """Tokens of each replica's KV memory."""
     programs: dict[str, AgentProgram] = field(default_factory=dict)
     num_pauses: int = 0
-    worker_of: Callable[[ReplicaKey], Hashable] = _itself
-    """Worker of a replica; a program whose replica is gone stays while its worker is there."""
 
     # Figures
 
@@ -124,16 +131,9 @@ class ThunderTable:
                 self._pause(program)
         if program.is_paused:
             program.is_waiting = True
-            program.waits_since = now
             return None
         program.is_reasoning = True
         return self._passage(program, now, was_paused=False)
-
-    def add_output(self, program_id: str, num_tokens: int) -> None:
-        """A running call has generated tokens."""
-        program = self.programs.get(program_id)
-        if program is not None:
-            program.tokens += num_tokens
 
     def after_call(self, program_id: str, num_tokens: int, now: float) -> None:
         """A call of a program has ended with so many tokens, prompt and output."""
@@ -250,8 +250,7 @@ class ThunderTable:
         program.is_waiting = False
 
     def _has_no_place(self, program: AgentProgram) -> bool:
-        workers = map(self.worker_of, self.capacity)
-        return program.replica is None or self.worker_of(program.replica) not in workers
+        return program.replica not in self.capacity
 
     def _roomiest_for(self, program: AgentProgram) -> ReplicaKey | None:
         """The replica with the least used tokens among those with room for the program."""
@@ -273,8 +272,7 @@ class ThunderTable:
         return max(left, key=left.__getitem__, default=None)
 
     def _passage(self, program: AgentProgram, now: float, *, was_paused: bool) -> Passage:
-        is_soft = now < program.soft_until
         jump = self.rules.resume_priority_boost_s if was_paused else 0.0
-        if is_soft:
+        if now < program.soft_until:
             jump += self.rules.soft_demote_priority_jump_s
-        return Passage(program.program_id, program.replica, jump, was_paused, is_soft)
+        return Passage(program.program_id, program.replica, jump)

@@ -27,7 +27,7 @@ class ShortestRemaining:
         self._lengths = Lengths(config, context.output_lengths)
 
     def key(self, request: RequestView, now: float) -> float:
-        """What is left, output tokens."""
+        """Work left, output tokens."""
         return self._prompt_weight * request.num_remaining_tokens + self._lengths.remaining(request)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vajra_policies.fixed_chunk import FixedChunkConfig
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
@@ -21,7 +21,6 @@ from vajra_py.contract import (
     RequestView,
     SchedulerTraits,
     SteadyState,
-    fill,
 )
 
 _BY_ITSELF = frozenset({EndReason.STOP, EndReason.LENGTH})
@@ -56,7 +55,7 @@ def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
     return peak
 
 
-class PastFuture:
+class PastFuture(FixedChunk):
     """A waiting request is admitted if the peak of everything that runs and of itself is at most M * (1 - reserve).
 
     - a_i: known tokens; b_i: tokens to come. b is drawn anew in each step from the last output lengths that are longer
@@ -75,8 +74,9 @@ class PastFuture:
 
     def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
         limits = context.limits
-        self._config = config
-        self._mode = preemption_mode(config, context)
+        super().__init__(config, preemption_mode(config, context))
+        self._window = config.window
+        self._length_source = config.lengths
         self._predictor = context.output_lengths
         self._stream = context.random_stream("past_future")
         self._most_tokens = (1.0 - config.reserve_fraction) * limits.num_blocks * limits.block_size
@@ -90,11 +90,7 @@ class PastFuture:
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency; waiting ones while their peak fits."""
         self._entries, self._is_closed = None, False
-        fill(replica, batch, self._next_chunk, self._mode)
-
-    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the whole budget."""
-        return min(self._config.chunk_size, num_remaining_tokens)
+        super().schedule(replica, batch, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Learn the lengths of outputs that ended by themselves."""
@@ -102,16 +98,13 @@ class PastFuture:
             if request.end_reason in _BY_ITSELF:
                 self._recent.append(request.num_output_tokens)
                 insort(self._lengths, request.num_output_tokens)
-                if len(self._recent) > self._config.window:
+                if len(self._recent) > self._window:
                     self._lengths.pop(bisect_right(self._lengths, self._recent.popleft()) - 1)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
-        room = min(self._config.chunk_size - batch.num_tokens, batch.tokens_left)
-        if room <= 0:
-            return None
-        if not request.is_resident and not self._fits(request, replica):
-            return 0
-        return min(batch.max_chunk(request), room)
+        if request.is_resident or self._room(batch) <= 0 or self._fits(request, replica):
+            return super()._next_chunk(request, batch, replica)
+        return 0
 
     def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
         """Return whether the peak fits with one more; once it does not, nobody else is asked about in this step."""
@@ -133,11 +126,11 @@ class PastFuture:
     def _to_come(self, request: RequestView) -> float:
         generated, most = request.num_output_tokens, request.max_tokens
         total = float(most)
-        if self._config.lengths == "history":
+        if self._length_source == "history":
             first = bisect_right(self._lengths, generated)
             if first < len(self._lengths):
                 total = self._lengths[self._stream.integers(first, len(self._lengths))]
-        elif self._config.lengths == "predicted":
+        elif self._length_source == "predicted":
             estimate = self._predictor.predict(request)
             total = most if estimate is None else estimate.mean_tokens
         return max(min(total, most) - generated, 0.0)

@@ -7,7 +7,7 @@ from math import ceil
 
 from pydantic import Field
 
-from vajra_policies.fixed_chunk import FixedChunkConfig
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
@@ -40,8 +40,8 @@ class ScorpioConfig(FixedChunkConfig):
     )
 
 
-class Scorpio:
-    """Of the decodes, those with a credit of 1 run; every step adds TRP(r) = least promised TPOT / TPOT(r) to each credit.
+class Scorpio(FixedChunk):
+    """Decodes with a credit of 1 run; every step adds TRP(r) = least promised TPOT / TPOT(r) to each credit.
 
     - So a request promised twice the time per token of the tightest one runs in every second step.
     - TPOT guard: a request is admitted while a decode step of the virtual batch size, the sum of TRP over those that run and itself, is
@@ -58,8 +58,9 @@ class Scorpio:
     """Steps differ by their credits; whoever has the tightest promise runs in each, and nobody is kept out of an idle replica."""
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
-        self._config = config
-        self._mode = preemption_mode(config, context)
+        super().__init__(config, preemption_mode(config, context))
+        self._default_tpot_s = config.default_tpot_s
+        self._rejects = config.rejects
         self._latency = context.latency
         self._prefill_time = context.prefill_time
         self._credits: dict[RequestView, float] = {}
@@ -74,15 +75,11 @@ class Scorpio:
         self._virtual_size = sum(self._tightest_s / self._tpot_s(one) for one in running)
         self._context_tokens = sum(one.num_known_tokens for one in running)
         self._add_due(replica, batch)
-        if self._config.rejects and replica.num_waiting:
+        if self._rejects and replica.num_waiting:
             self._reject_late(replica, batch, now)
         add_prompts(replica, batch, self._next_chunk)
         if not batch.num_requests:  # partial prefills hold all of the memory, and none can grow
             fill(replica, batch, self._next_chunk, self._mode)
-
-    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """A prompt with the replica to itself has the whole budget."""
-        return min(self._config.chunk_size, num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""
@@ -91,7 +88,7 @@ class Scorpio:
 
     def _tpot_s(self, request: RequestView) -> float:
         promised_s = request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
-        return self._config.default_tpot_s if promised_s is None else promised_s
+        return self._default_tpot_s if promised_s is None else promised_s
 
     def _add_due(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         credits = self._credits
@@ -121,12 +118,9 @@ class Scorpio:
                 ahead_s += prefill_s
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
-        room = min(self._config.chunk_size - batch.num_tokens, batch.tokens_left)
-        if room <= 0:
-            return None
-        if not request.is_resident and not self._admits(request, replica):
-            return 0
-        return min(batch.max_chunk(request), room)
+        if request.is_resident or self._room(batch) <= 0 or self._admits(request, replica):
+            return super()._next_chunk(request, batch, replica)
+        return 0
 
     def _admits(self, request: RequestView, replica: LocalReplicaView) -> bool:
         """The TPOT guard; who is let in counts from then on."""

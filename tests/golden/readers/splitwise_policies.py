@@ -110,7 +110,7 @@ class Instance:
         self._is_cut = False
         self._replica_id = -1
         self._came: dict[RequestView, int] = {}
-        """By request: when it came, or its KV."""
+        """Position of each request, or its KV, in the order in which they came."""
         self._num_came = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
@@ -151,7 +151,7 @@ class Instance:
         return is_here and request not in self._tasks and not request.num_output_tokens
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """They come no more."""
+        """Forget them."""
         for request in requests:
             self._came.pop(request, None)
 

@@ -16,13 +16,14 @@ from vajra_py.errors import ConfigError, Problem, RunError
 from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measured
 from vajra_py.experiment.measured.files import read_measured
 from vajra_py.experiment.runs.backend import Backend, Run
-from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
+from vajra_py.experiment.runs.engined import ENGINE_FILE
 from vajra_py.experiment.runs.replay import sized_config
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry
-from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.json_lines import read_rows
+from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 

@@ -6,7 +6,6 @@ Besides what every run writes, the folder gets `inputs.jsonl.gz` (what reached t
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ from vajra_py.latency import REAL, StepTimes
 from vajra_py.latency.services.output_length import ORACLES
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, InputLog
+from vajra_py.runtime.records.output_log import OUTPUTS_FILE, OutputLog
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.workload_adapter import facts_of
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 from vajra_py.workload import RequestSpec, Workload
 from vajra_py.workload.followers import Followers
 
-OUTPUTS_FILE = "outputs.jsonl.gz"
 ENGINE_FILE = "engine.json"
 
-__all__ = ["ENGINE_FILE", "OUTPUTS_FILE", "EngineRun", "length_predictor", "predictions"]
+__all__ = ["ENGINE_FILE", "EngineRun", "length_predictor", "predictions"]
 
 
 class EngineRun:
@@ -63,7 +62,7 @@ class EngineRun:
         self._num_ended = 0
         self.loop: EngineLoop | None = None
         self._log: InputLog | None = None
-        self._output_file: gzip.GzipFile | None = None
+        self._output_log: OutputLog | None = None
 
     @property
     def latency_models(self) -> dict[str, LatencyModel]:
@@ -80,7 +79,7 @@ class EngineRun:
         description = json.dumps(self._engine.description(), indent=1, sort_keys=True)
         (folder / ENGINE_FILE).write_text(description + "\n")
         self._log = InputLog(folder / INPUTS_FILE)
-        self._output_file = gzip.GzipFile(folder / OUTPUTS_FILE, "wb", compresslevel=1, mtime=0)
+        self._output_log = OutputLog(folder / OUTPUTS_FILE)
 
     def start(self) -> Outcome:
         """Serve the whole workload. Raises `ExecutorError` when no replica is left."""
@@ -103,12 +102,12 @@ class EngineRun:
         self._engine.close()
         if self._log is not None:
             self._log.close()
-        if self._output_file is not None:
+        if self._output_log is not None:
             if self.loop is not None:
                 for request, submission in self.loop.alive():
                     self._write_output(request, submission, "")
-            self._output_file.close()
-        self._log = self._output_file = None
+            self._output_log.close()
+        self._log = self._output_log = None
 
     def _schedule(self, spec: RequestSpec, tick: int) -> None:
         assert self.loop is not None
@@ -136,16 +135,9 @@ class EngineRun:
             self._schedule(spec, self.loop.now + to_ticks(spec.think_time_s * self._settings.time_scale))
 
     def _write_output(self, request: Request, submission: Submission, reason: str) -> None:
-        if self._output_file is not None:
-            row = {
-                "index": request.index,
-                "request_id": request.request_id,
-                "reason": reason,
-                "detail": request.detail,
-                "failed_at": request.num_computed_tokens if submission.output.is_faulty else None,
-                "token_ids": submission.output.token_ids,
-            }
-            self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        if self._output_log is not None:
+            output = submission.output
+            self._output_log.note(request, reason, output.token_ids, is_faulty=output.is_faulty)
 
     def _facts(self, loop: EngineLoop) -> dict[str, object]:
         """Return the time spent computing on the device and the rest of the steps' time (scheduling, bookkeeping)."""

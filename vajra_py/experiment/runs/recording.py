@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import logging
@@ -25,21 +24,22 @@ import numpy as np
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
-from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
+from vajra_py.experiment.runs.engined import ENGINE_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
 from vajra_py.experiment.runs.results import with_programs
+from vajra_py.metrics.summary.movement import movement_section
+from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
-from vajra_py.metrics.summary.movement import movement_section
-from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
-from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
+from vajra_py.runtime.records.output_log import OUTPUTS_FILE, OutputLog
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.clock import to_seconds
@@ -115,7 +115,7 @@ class RunRecording:
         (folder / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
         self._keeps_steps = config.output.steps
         self._inputs: InputLog | None = None
-        self._outputs: gzip.GzipFile | None = None
+        self._outputs: OutputLog | None = None
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
         self._admissions: AdmissionLog | None = None
@@ -175,8 +175,7 @@ class RunRecording:
         self._retention = RetentionLog(path / RETENTION_FILE, self._open)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
-        self._raw_outputs = self._open(path / OUTPUTS_FILE)
-        self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
+        self._outputs = OutputLog(path / OUTPUTS_FILE, self._open)
 
     def _flush(self) -> None:
         """Write inputs and outputs to the disk up to the last step in the journal."""
@@ -199,7 +198,8 @@ class RunRecording:
     def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
         """A request has ended with these tokens; `is_faulty`: it failed by itself, in the token after them."""
         if self._keeps_on():
-            self._write_output(request, reason.value, token_ids, is_faulty=is_faulty)
+            assert self._outputs is not None
+            self._outputs.note(request, reason.value, token_ids, is_faulty=is_faulty)
 
     def finish(self, end: SessionEnd | None, error: BaseException | None) -> None:
         """Finish the recording. `end` is None if the session never began."""
@@ -234,7 +234,7 @@ class RunRecording:
         assert self._outputs is not None
         assert self._decisions is not None
         for request, token_ids in end.alive:
-            self._write_output(request, "", token_ids)
+            self._outputs.note(request, "", token_ids, is_faulty=False)
         self._decisions.close()
         if self._admissions is not None:
             self._admissions.close()
@@ -242,7 +242,6 @@ class RunRecording:
             self._retention.close()
         self._inputs.close()
         self._outputs.close()
-        self._raw_outputs.close()
 
     def _write_tables(self, end: SessionEnd) -> None:
         controller = end.controller
@@ -274,17 +273,3 @@ class RunRecording:
             "workload": {"num_requests": controller.num_submitted, "served": True},
             **self._changes.facts(),
         }
-
-    def _write_output(
-        self, request: Request, reason: str, token_ids: Sequence[int], *, is_faulty: bool = False
-    ) -> None:
-        assert self._outputs is not None
-        row = {
-            "index": request.index,
-            "request_id": request.request_id,
-            "reason": reason,
-            "detail": request.detail,
-            "failed_at": request.num_computed_tokens if is_faulty else None,
-            "token_ids": token_ids,
-        }
-        self._outputs.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

@@ -20,7 +20,7 @@ from vajra_py.config import ReplicaConfig, SystemConfig, load_system
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
-from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
+from vajra_py.experiment.runs.engined import ENGINE_FILE, length_predictor, predictions
 from vajra_py.experiment.runs.folder import FINISHED, RUNNING
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
@@ -28,25 +28,9 @@ from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
-from vajra_py.runtime.records.input_log import (
-    INPUTS_FILE,
-    Abort,
-    Arrival,
-    Expiry,
-    Input,
-    PolicyViolation,
-    ProgramIdle,
-    Readmission,
-    RecordedOutput,
-    ReplicaChange,
-    Retry,
-    StageEnd,
-    Swap,
-    TransferEnd,
-    WakeUp,
-    read_inputs,
-    read_rows,
-)
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, Arrival, Expiry, Input, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, StageEnd, Swap, TransferEnd, WakeUp, read_inputs
+from vajra_py.runtime.records.json_lines import read_rows
+from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller

@@ -12,21 +12,23 @@ import numpy as np
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.device_figures import pools_of
-from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
-from vajra_py.metrics.definitions import Floats, Window
-from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_emitted
 from vajra_py.metrics.comparison.intervals import mser5
-from vajra_py.metrics.summary.warnings import rate_warnings
-from vajra_py.metrics.summary.rates import steady_window
-from vajra_py.metrics.tables.programs import programs_section, programs_table, write_programs
-from vajra_py.metrics.tables.replicas import active_times, replicas_section, scaled_replicasets, write_replicas
-from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
+from vajra_py.metrics.definitions import Floats, Window
+from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
 from vajra_py.metrics.summary.movement import movement_section
 from vajra_py.metrics.summary.tiers import tiers_section
 from vajra_py.metrics.tables.tier_log import TierLog
 from vajra_py.metrics.summary.pools import Pool, PoolInputs, pools_section
+from vajra_py.metrics.summary.programs import programs_section
+from vajra_py.metrics.summary.rates import steady_window
 from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
+from vajra_py.metrics.summary.warnings import rate_warnings
+from vajra_py.metrics.tables.columns import write_table
+from vajra_py.metrics.tables.emitted import EMITTED_FILE, ArrowTable, emitted_section
+from vajra_py.metrics.tables.programs import PROGRAMS_FILE, programs_table
+from vajra_py.metrics.tables.replicas import REPLICAS_FILE, active_times, replicas_section, scaled_replicasets
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE, TransfersBuilder
 
 IdealMakespans: TypeAlias = Callable[[ArrowTable], Mapping[str, float]]
@@ -72,7 +74,7 @@ def write_results(
         window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
         steady = steady_window(window, summary.data["rates"])
         if tables.replicas is not None:
-            write_replicas(tables.replicas, path)
+            write_table(tables.replicas, path / REPLICAS_FILE)
             summary = summary.with_sections(replicas_section(tables.replicas, window, steady))
         devices = _while_active(tables.devices, tables.replicas)
         if devices:
@@ -88,8 +90,8 @@ def write_results(
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         programs = with_programs(summary, requests, path, tables.ideal_makespans)
         summary = summary if programs is None else programs
-        if tables.emitted is not None:
-            write_emitted(tables.emitted, path)
+        if tables.emitted is not None and tables.emitted.num_rows:
+            write_table(tables.emitted, path / EMITTED_FILE)
             summary = summary.with_sections(emitted_section(tables.emitted))
         writing.result()
     (path / "summary.json").write_text(summary.to_json())
@@ -103,7 +105,7 @@ def with_programs(
         return None
     table = programs_table(requests, None if ideal is None else ideal(requests))
     assert table is not None
-    write_programs(table, path)
+    write_table(table, path / PROGRAMS_FILE)
     window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
     return summary.with_sections(programs_section(table, window))
 

@@ -59,7 +59,7 @@ class ComparedSettings:
     workloads: str = ""
     """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """How often each reason of a move, deferral or refusal was given in each setting."""
+    """Count of each reason of a move, deferral or refusal in each setting."""
     _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
     """Adjusted p-values by scope, computed once."""
 

@@ -37,9 +37,9 @@ class ReplicasetDevices:
     active: ActiveTimes | None = None
     """Times at which its replicas have their devices; None: all of them, always."""
     replicaset: str | None = None
-    """Of a pool its replicaset; None: the name under which these devices are given."""
+    """Replicaset of a pool; None: the name under which these devices are given."""
     replica_ids: range | None = None
-    """Of a pool its replicas; None: all of the replicaset."""
+    """Replicas of a pool; None: all of the replicaset."""
 
     @property
     def num_devices(self) -> int:

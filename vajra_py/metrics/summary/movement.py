@@ -17,6 +17,8 @@ from vajra_py.metrics.tables.transfers import (
     HAND_OFF,
     MIGRATION,
     MOVE,
+    MOVEMENT_COUNTS,
+    MOVEMENT_TIMES,
     RECOMPUTED,
     STAYED,
     UNFINISHED,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 else:
     ArrowTable = "pyarrow.Table"
 
-TIMES = ("held_s", "transfer_s", "target_wait_s")
 _KINDS = {HAND_OFF: "hand-off", MIGRATION: "migration", MOVE: "move"}
 _OUTCOMES = {
     DONE: "",
@@ -51,7 +52,6 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
 
     rows = requests.filter(pa.array(inside))
     own = transfers.filter(pa.array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
-    counts = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
     columns = [own.column(name).to_pylist() for name in ("kind", "outcome", "reason", "is_live")]
     reasons: Counter[str] = Counter()
     for kind, outcome, reason, is_live in zip(*columns, strict=True):
@@ -59,9 +59,9 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
             reasons[_KINDS[kind] + _OUTCOMES[outcome] + (f": {reason}" if reason else "")] += 1
     return {
         "movement": {
-            **{name: int(ints_of(rows, name).sum()) for name in counts},
+            **{name: int(ints_of(rows, name).sum()) for name in MOVEMENT_COUNTS},
             "num_called_off": columns[1].count(CALLED_OFF),
-            **{name: distribution(floats_of(rows, name)) for name in TIMES},
+            **{name: distribution(floats_of(rows, name)) for name in MOVEMENT_TIMES},
             "by_reason": by_reason(reasons),
             "routes": _routes(own),
         }

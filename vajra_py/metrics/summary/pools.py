@@ -47,7 +47,7 @@ def titles_of(pools: Sequence[Pool]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PoolInputs:
-    """What the figures of pools are made of."""
+    """Sources of the figures of pools."""
 
     steps: ArrowTable
     window: Window

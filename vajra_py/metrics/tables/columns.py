@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -43,3 +44,10 @@ def ints_of(table: ArrowTable, column: str) -> Ints:
     """Return the column as integers."""
     values: Ints = table.column(column).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     return values
+
+
+def write_table(table: ArrowTable, path: Path) -> None:
+    """Write a small table of a run into its file."""
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, path, compression="zstd", version="2.6")

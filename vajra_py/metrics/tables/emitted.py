@@ -6,7 +6,6 @@ the request in the requests table (null where the figure is of none). Rows are i
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -46,14 +45,6 @@ def combined(tables: list[ArrowTable]) -> ArrowTable:
     import pyarrow as pa
 
     return pa.concat_tables(tables).sort_by(_ORDER)
-
-
-def write_emitted(table: ArrowTable, folder: Path) -> None:
-    """Write the table into a run's folder; nothing where it is empty."""
-    import pyarrow.parquet as pq
-
-    if table.num_rows:
-        pq.write_table(table, folder / EMITTED_FILE, compression="zstd", version="2.6")
 
 
 def emitted_section(table: ArrowTable) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Table of programs, made from the requests table, and its section of the summary.
+"""Table of programs, made from the requests table.
 
 `programs.parquet` is written where a request states a `program_id`: a row for each program, in order of arrival. Times are seconds on the
 run's clock, NaN where there is none.
@@ -15,13 +15,12 @@ run's clock, NaN where there is none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.metrics.definitions import QUANTILES, Floats, Ints, SloStatus, Window, quantiles
+from vajra_py.metrics.definitions import Floats, Ints
 from vajra_py.metrics.tables.columns import floats_of, group_codes, ints_of
 from vajra_py.metrics.tables.requests import UNFINISHED, reason_masks
 
@@ -144,49 +143,3 @@ def _reasons(calls: ArrowTable, codes: Ints, columns: Mapping[str, Any], complet
     found[columns["num_declared"] > columns["num_calls"]] = UNFINISHED
     found[codes[lost]] = FAILED
     return found
-
-
-def write_programs(table: ArrowTable, folder: Path) -> None:
-    """Write the table into a run's folder."""
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, folder / PROGRAMS_FILE, compression="zstd", version="2.6")
-
-
-def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
-    """Return the section `programs` of a summary, over the programs that arrived in the window."""
-    import pyarrow as pa
-
-    rows = table.filter(pa.array(window.holds(floats_of(table, "arrived_at"))))
-    reasons = rows.column("reason").to_pylist()
-    met = rows.column("slo_met").to_pylist()
-    status = {SloStatus.MET: met.count(True), SloStatus.MISSED: met.count(False)}
-    num_promised = int((~np.isnan(floats_of(rows, "program_slo_s"))).sum())
-    prompt, cached = int(ints_of(rows, "num_prompt_tokens").sum()), int(ints_of(rows, "num_cached_tokens").sum())
-    num_decided = sum(status.values())
-    return {
-        "programs": {
-            "arrived": rows.num_rows,
-            **{reason: reasons.count(reason) for reason in (COMPLETED, FAILED, UNFINISHED)},
-            "calls": _distribution(ints_of(rows, "num_calls").astype(np.float64)),
-            "makespan_s": _distribution(floats_of(rows, "makespan_s")),
-            "slowdown": _distribution(floats_of(rows, "slowdown")),
-            "slo": {
-                "num_met": status[SloStatus.MET],
-                "num_missed": status[SloStatus.MISSED],
-                "num_undecided": num_promised - num_decided,
-                "attainment_fraction": status[SloStatus.MET] / num_decided if num_decided else None,
-            },
-            "prefix_hit_fraction": cached / prompt if prompt else None,
-        }
-    }
-
-
-def _distribution(values: Floats) -> dict[str, Any]:
-    known = values[~np.isnan(values)]
-    return {
-        "count": int(known.size),
-        "mean": float(known.mean()) if known.size else None,
-        **dict(zip(QUANTILES, quantiles(known, tuple(QUANTILES.values())), strict=True)),
-        "max": float(known.max()) if known.size else None,
-    }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -63,13 +62,6 @@ def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
     kinds = (pa.string(), pa.int64(), pa.string(), pa.float64(), pa.float64())
     columns = list(zip(*stretches, strict=True)) or [()] * len(COLUMNS)
     return pa.table({name: pa.array(column, kind) for name, column, kind in zip(COLUMNS, columns, kinds, strict=True)})
-
-
-def write_replicas(table: ArrowTable, folder: Path) -> None:
-    """Write the table into a run's folder."""
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, folder / REPLICAS_FILE, compression="zstd", version="2.6")
 
 
 @dataclass(frozen=True, slots=True)

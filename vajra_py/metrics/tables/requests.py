@@ -102,7 +102,7 @@ STATED_COLUMNS = (
 )
 """Columns of what clients stated."""
 PROGRAM_COLUMNS = tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.is_of_programs)
-"""Those of them that the table of a run without programs does not have."""
+"""Columns that only the table of a run with programs has."""
 TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "detail")
 """Columns of a run's tables that hold texts; the others hold numbers."""
 
@@ -174,7 +174,7 @@ class RequestsBuilder:
         self._movement = movement
         self._tiers = tiers
         self.has_programs = False
-        """Whether a request belongs to a program, so that the table has `PROGRAM_COLUMNS`."""
+        """True if a request belongs to a program, so that the table has `PROGRAM_COLUMNS`."""
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
         self._rows = PackedRows(self._fields)
         self._texts = {name: TextColumn() for name in _DISTINCT}

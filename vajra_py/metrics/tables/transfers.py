@@ -3,12 +3,13 @@
 `transfers.parquet` is written where requests may leave their replica with their KV. Times are seconds on the run's clock, NaN = never:
 
 * `held_at`: since when the request stands still at its source; NaN while it goes on computing (`is_live`, a copy of a migration);
-* `start_at`, `end_at`: when its KV left, and when all of it was at the target;
+* `start_at`, `end_at`: when its KV left, and when all of it was at the target; KV that is sent while its prompt is computed
+  (`hand_off.overlap`) leaves before `held_at`;
 * `arrived_at`: when the target took it, which may wait for the end of a step;
 * `over_at`: when it ran on at the target, was held again, or was gone.
 
-So it was held from `held_at` to `start_at`, in transfer from `start_at` to `arrived_at`, and waiting at the target from `arrived_at` to
-`over_at`; what has no beginning or end of its own ends at `over_at`. A move of a waiting request, which has no KV, is a row with
+So it was held from `held_at` to `start_at`, in transfer from then (from `held_at`, if it was sent before) to `arrived_at`, and waiting at
+the target from `arrived_at` to `over_at`; what has no beginning or end of its own ends at `over_at`. A move of a waiting request, which has no KV, is a row with
 `kind` "move" and all times equal. Rows are in order of their begin.
 """
 
@@ -41,7 +42,6 @@ DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED = (
 )
 """Outcomes: it ran on at the target (or a copy was made); it goes on at the source; the transfer did not take place; the request ended
 meanwhile; its KV was lost or given up; the run ended first."""
-OUTCOMES = (DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED)
 
 _FIELDS = (
     *(("index", "q"), ("replicaset", "i"), ("kind", "i"), ("stage", "i"), ("is_live", "i")),
@@ -54,14 +54,15 @@ _NAMES = ("replicaset", "kind", "source_pool", "target_pool", "link", "outcome",
 TRANSFER_COLUMNS = ("request_id", *(name for name, _ in _FIELDS))
 """Columns of the transfers table, in order."""
 
+MOVEMENT_TIMES = ("held_s", "transfer_s", "target_wait_s")
+MOVEMENT_COUNTS = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
 MOVEMENT_COLUMNS = (
-    *("held_s", "transfer_s", "target_wait_s", "num_hand_offs", "num_migrations", "num_moves"),
-    *("moved_tokens", "moved_bytes", "source_replica_id", "source_pool", "target_replica_id", "target_pool"),
+    *(*MOVEMENT_TIMES, *MOVEMENT_COUNTS),
+    *("source_replica_id", "source_pool", "target_replica_id", "target_pool"),
 )
 """Further columns of the requests table of a run whose requests may move. Times are sums over its hand-offs and migrations, NaN where it
 was never held, sent, or at a target; source and target are those of the last that arrived (-1, empty: none)."""
 MOVEMENT_TEXTS = ("source_pool", "target_pool")
-_COUNTS = ("num_hand_offs", "num_migrations", "num_moves", "moved_tokens", "moved_bytes")
 
 
 class TransfersBuilder:
@@ -133,9 +134,9 @@ class Stays:
             table.column(name).to_numpy() for name in ("held_at", "start_at", "arrived_at", "over_at")
         )
         stood = ~np.isnan(held_at)
-        self.held_s: Floats = np.where(np.isnan(start_at), over_at, start_at) - held_at
+        self.held_s: Floats = np.maximum(np.where(np.isnan(start_at), over_at, start_at) - held_at, 0.0)
         self.transfer_s: Floats = np.where(
-            stood, np.where(np.isnan(arrived_at), over_at, arrived_at) - start_at, np.nan
+            stood, np.where(np.isnan(arrived_at), over_at, arrived_at) - np.maximum(start_at, held_at), np.nan
         )
         self.target_wait_s: Floats = np.where(stood, over_at - arrived_at, np.nan)
 
@@ -144,9 +145,7 @@ def movement_columns(table: ArrowTable, indices: Ints) -> dict[str, Any]:
     """Return `MOVEMENT_COLUMNS` of the requests with these indices (sorted), from a transfers table."""
     rows = _RowsOfRequests(table, indices)
     stays = Stays(table)
-    columns: dict[str, Any] = {
-        name: rows.sums(getattr(stays, name)) for name in ("held_s", "transfer_s", "target_wait_s")
-    }
+    columns: dict[str, Any] = {name: rows.sums(getattr(stays, name)) for name in MOVEMENT_TIMES}
     kind, is_live = (table.column(name).to_numpy(zero_copy_only=False) for name in ("kind", "is_live"))
     has_arrived = ~np.isnan(table.column("arrived_at").to_numpy())
     is_whole = ~np.isnan(table.column("end_at").to_numpy())
@@ -202,5 +201,5 @@ def movement_types() -> dict[str, Any]:
     """Return the Arrow types of `MOVEMENT_COLUMNS` that are no floats."""
     import pyarrow as pa
 
-    types: dict[str, Any] = dict.fromkeys(MOVEMENT_TEXTS, pa.string()) | dict.fromkeys(_COUNTS, pa.int64())
+    types: dict[str, Any] = dict.fromkeys(MOVEMENT_TEXTS, pa.string()) | dict.fromkeys(MOVEMENT_COUNTS, pa.int64())
     return types | dict.fromkeys(("source_replica_id", "target_replica_id"), pa.int32())

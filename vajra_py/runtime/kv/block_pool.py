@@ -167,13 +167,10 @@ class BlockPool:
             taken += _block_ids(self._next_fresh, self._next_fresh + num_fresh)
             self._next_fresh += num_fresh
         if len(taken) < count:
-            lower = self.lower
-            if lower is None:
+            if self.lower is None:
                 self._reuse_idle(taken, count)
             else:
-                lower.begin_evictions()
-                self._reuse_idle(taken, count)
-                lower.end_evictions()
+                self.lower.while_evicting(self._reuse_idle, taken, count)
         self._freed = taken[: count - 1 : -1]
         del taken[count:]
         self.num_free -= count
@@ -200,10 +197,7 @@ class BlockPool:
         return len(self._freed) + self.num_blocks - self._next_fresh
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
-        """Give back one table's references, its first `num_hashed` blocks carrying hashes; what has no user is free.
-
-        `request` held them.
-        """
+        """Give back a request's references, of one table whose first `num_hashed` blocks carry hashes; what has no user is free."""
         hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
         plain = blocks[num_hashed:] if num_hashed else blocks
         if self._pins and hashed:

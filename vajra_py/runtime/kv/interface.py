@@ -214,10 +214,6 @@ class KvMemory(Protocol):
         """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
 
     @property
-    def num_pinned_blocks(self) -> int:
-        """Blocks of pinned content, in use or not."""
-
-    @property
     def policy_error(self) -> PolicyError | None:
         """Violation of the contract by the retention policy; None: there was none."""
 

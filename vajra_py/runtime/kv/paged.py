@@ -495,11 +495,6 @@ class PagedKvMemory:
         self.unpin(name)
         return name
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Blocks of pinned content, in use or not."""
-        return self._pool.num_pinned
-
     def settle_due(self) -> list[Hashable]:
         """End the pins and drop the content whose time has come; returns the names of the pins."""
         ended = self._pins.due(self.now())

@@ -212,7 +212,6 @@ class KvParallelMemory:
     next_due = inf
     is_watched = expires_content = may_expire = False
     tiers = None
-    num_pinned_blocks = 0
     policy_error = None
 
     @property

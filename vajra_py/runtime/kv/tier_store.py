@@ -155,24 +155,24 @@ class TierStore:
         if not len(self.order):
             return None
         self.order.begin()
-        one = self.order.pop(now)
-        one.is_idle = False
-        self._tell("on_evicted", one, now)
-        self._remove(one, now)
+        entry = self.order.pop(now)
+        entry.is_idle = False
+        self._tell("on_evicted", entry, now)
+        self._remove(entry, now)
         self.num_evicted += 1
-        return one
+        return entry
 
-    def _enter_idle(self, one: TierBlock, now: float) -> None:
-        one.is_idle = True
-        self.order.number(one)
-        if not one.num_children:
-            self.order.add(one, now)
+    def _enter_idle(self, entry: TierBlock, now: float) -> None:
+        entry.is_idle = True
+        self.order.number(entry)
+        if not entry.num_children:
+            self.order.add(entry, now)
 
-    def _leave_idle(self, one: TierBlock) -> None:
-        if one.is_idle:
-            one.is_idle = False
-            if not one.num_children:
-                self.order.discard(one)
+    def _leave_idle(self, entry: TierBlock) -> None:
+        if entry.is_idle:
+            entry.is_idle = False
+            if not entry.num_children:
+                self.order.discard(entry)
 
     def _link(self, one: TierBlock) -> None:
         if one.parent_hash is None:

@@ -194,12 +194,10 @@ class KvTiers:
         if below < len(self.stores) and self.rules[below].writes_at(one.num_uses):
             self._write(below, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
 
-    def begin_evictions(self) -> None:
-        """What leaves the device's cache from now on is given up for other content."""
+    def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
+        """Call `reuse`: what leaves the device's cache meanwhile is given up for other content; else it has expired, or was never computed."""
         self._is_evicting = True
-
-    def end_evictions(self) -> None:
-        """What leaves the device's cache from now on has expired, or was never computed."""
+        reuse(taken, count)
         self._is_evicting = False
 
     def gone(self, block_hash: Hashable) -> None:

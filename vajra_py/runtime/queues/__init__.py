@@ -1,19 +1,20 @@
 """Queues of waiting requests in exact priority order.
 
-One queue per way in which keys can move (`KeyMotion`), behind one protocol. The order is total, (key, arrival, index), and
-equals a plain sort of everything that waits at every time that is asked about; what differs is the cost of keeping it so.
+One queue per way in which keys can move (`KeyMotion`), and one for keys by group, behind one protocol. The order is total,
+(key, arrival, index) or (key of the group, key, arrival, index), and equals a plain sort of everything that waits at every time that is asked about; what differs is the cost of keeping it so.
 """
 
 from __future__ import annotations
 
-from vajra_py.contract import KeyMotion, RequestPrioritizer, TimeLinearPrioritizer
+from vajra_py.contract import GroupsRequests, KeyMotion, RequestPrioritizer, TimeLinearPrioritizer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.queues.arbitrary import ArbitraryQueue
 from vajra_py.runtime.queues.base import RequestQueue
+from vajra_py.runtime.queues.grouped import GroupedQueue, KeyedByGroup
 from vajra_py.runtime.queues.kinetic import KineticQueue
 from vajra_py.runtime.queues.sorted_queue import SortedQueue
 
-__all__ = ["ArbitraryQueue", "KineticQueue", "RequestQueue", "SortedQueue", "make_queue"]
+__all__ = ["ArbitraryQueue", "GroupedQueue", "KineticQueue", "RequestQueue", "SortedQueue", "make_queue"]
 
 
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
@@ -22,6 +23,10 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
     Raises `PolicyError` when the prioritizer declares no known key motion, or straight lines without saying which.
     """
     motion: object = prioritizer.key_motion  # a plug-in may declare anything
+    if isinstance(prioritizer, GroupsRequests) and isinstance(motion, KeyMotion):
+        if motion is KeyMotion.STATIC or motion is KeyMotion.PROGRESS:
+            return GroupedQueue(prioritizer, name)
+        return ArbitraryQueue(KeyedByGroup(prioritizer, name), name)
     if motion is KeyMotion.TIME_LINEAR:
         if isinstance(prioritizer, TimeLinearPrioritizer):
             return KineticQueue(prioritizer, name)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from vajra_py.contract import PredictsSlack, RequestPrioritizer, RequestView, TimeLinearPrioritizer
+from vajra_py.contract import GroupsRequests, PredictsSlack, RequestPrioritizer, RequestView, TimeLinearPrioritizer
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
@@ -42,21 +42,57 @@ class KeyReader:
         return self._checked(key, request)
 
     def _checked(self, key: object, request: RequestView) -> Any:
-        parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
-        if not parts or None in parts:
-            allowed = "Allowed: a finite number, or a tuple of finite numbers."
-            self._blame(request, f"key() is not finite numbers (got {key!r}). {allowed}")
-        length = len(parts) if isinstance(key, tuple) else _NUMBER
-        if self._length is None:
-            self._length = length
-        elif self._length != length:
-            allowed = f"Allowed: {_shape(self._length)}, as its first key here."
-            self._blame(request, f"key() changed its shape (got {_shape(length)}: {key!r}). {allowed}")
-        return parts[0] if length == _NUMBER else tuple(parts)
+        checked, self._length = _checked_key(key, self._length, "key()", lambda message: self._blame(request, message))
+        return checked
 
     def _blame(self, request: RequestView, message: str) -> NoReturn:
         place = place_of_definition(self._key)
         raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
+
+
+class GroupReader:
+    """Reads the groups of requests and the keys of groups, and holds a queue's group keys to the shape of the first."""
+
+    __slots__ = ("_group", "_key", "_length", "policy")
+
+    def __init__(self, prioritizer: GroupsRequests, name: str | None = None) -> None:
+        self.policy = name or type(prioritizer).__name__
+        self._group = prioritizer.group
+        self._key = prioritizer.group_key
+        self._length: int | None = None
+
+    def group(self, request: RequestView) -> str:
+        """The name of the request's group, checked."""
+        try:
+            group = self._group(request)
+        except PolicyError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise _raised(self.policy, request, "group", error) from error
+        given: object = group  # a plug-in may return anything
+        if not isinstance(given, str):
+            message = f"group() is no name (got {given!r}). Allowed: a text."
+            place = place_of_definition(self._group)
+            raise PolicyError(self.policy, message, request_id=request.request_id, place=place)
+        return group
+
+    def key(self, group: str) -> Any:
+        """The group's key now, checked."""
+        try:
+            key = self._key(group)
+        except PolicyError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            message = f"group_key({group!r}) raised {type(error).__name__}: {error}"
+            raise PolicyError.caused_by(self.policy, error, message=message) from error
+        if self._length == _NUMBER and ((type(key) is float and math.isfinite(key)) or type(key) is int):
+            return key
+        checked, self._length = _checked_key(key, self._length, f"group_key({group!r})", self.blame)
+        return checked
+
+    def blame(self, message: str) -> NoReturn:
+        """Raise: a group's key breaks the contract."""
+        raise PolicyError(self.policy, message, place=place_of_definition(self._key))
 
 
 class LineReader:
@@ -134,6 +170,19 @@ class SlackReader:
             place = place_of_definition(method)
             raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
         return float(number)
+
+
+def _checked_key(key: object, length: int | None, called: str, blame: Callable[[str], NoReturn]) -> tuple[Any, int]:
+    """(the key in Python's numbers, its length); `blame` is called with what is wrong, also with another length than this one."""
+    parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
+    if not parts or None in parts:
+        allowed = "Allowed: a finite number, or a tuple of finite numbers."
+        blame(f"{called} is not finite numbers (got {key!r}). {allowed}")
+    found = len(parts) if isinstance(key, tuple) else _NUMBER
+    if length is not None and length != found:
+        allowed = f"Allowed: {_shape(length)}, as its first key here."
+        blame(f"{called} changed its shape (got {_shape(found)}: {key!r}). {allowed}")
+    return (parts[0] if found == _NUMBER else tuple(parts)), found
 
 
 def _number(part: object) -> float | int | None:

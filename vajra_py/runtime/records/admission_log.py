@@ -6,29 +6,23 @@ the fields that the decision sets. The same run gives the same bytes. Runs witho
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from vajra_py.contract import Accept, AdmissionDecision, Defer, Refuse, RequestView
 from vajra_py.contract.observer import Observer
-from vajra_py.runtime.records.decision_log import open_binary
+from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
 
 ADMISSIONS_FILE = "admissions.jsonl.gz"
 _NAMES = {Accept: "accept", Refuse: "refuse", Defer: "defer"}
 
 
-class AdmissionLog(Observer):
+class AdmissionLog(JsonLinesFile, Observer):
     """Writes `admissions.jsonl.gz` during a run."""
 
     wants_step_ends = False
-
-    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
-        self._raw = open_file(path)
-        self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
 
     def on_admission_decision(self, request: RequestView, policy: str, decision: AdmissionDecision, now: float) -> None:
         """Write a line."""
@@ -45,16 +39,7 @@ class AdmissionLog(Observer):
                 if value is not None and (name, value) != ("reason", "")
             },
         }
-        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
-
-    def flush(self) -> None:
-        """Hand every line so far to the operating system."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._file.close()
-        self._raw.close()
+        self.write(row)
 
 
 def _plain(value: Any) -> Any:
@@ -66,6 +51,4 @@ def read_admissions(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the decisions of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
     if not path.exists():
         return
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    yield from read_rows(path)

@@ -8,9 +8,7 @@ settings: what is needed to take them again. The log is complete up to the last 
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -20,6 +18,7 @@ from vajra_py.contract import Layer
 from vajra_py.contract.facts import FACTS
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
+from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 
@@ -312,33 +311,20 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
 }
 
 
-class InputLog:
+class InputLog(JsonLinesFile):
     """Writer of `inputs.jsonl.gz` during a run."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
-        self._raw = open_file(path)
-        self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
-        self._write({"version": INPUTS_VERSION})
+        super().__init__(path, open_file)
+        self.write({"version": INPUTS_VERSION})
 
     def note(self, entry: Input) -> None:
         """Write one more line."""
         if isinstance(entry, Arrival):
-            self._write(_arrival_row(entry))
+            self.write(_arrival_row(entry))
         else:
             kind = next(name for name, one in _KINDS.items() if isinstance(entry, one))
-            self._write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
-
-    def flush(self) -> None:
-        """Hand every line so far to the operating system, so that it survives the end of this process."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._file.close()
-        self._raw.close()
-
-    def _write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+            self.write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
 
 
 def _arrival_row(entry: Arrival) -> dict[str, Any]:
@@ -378,13 +364,6 @@ def read_inputs(path: Path) -> list[Input]:
         ) from None
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise RunError(str(Problem(str(path), f"cannot be read ({error})"))) from error
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the lines of a compressed file of JSON lines."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
 
 
 def _input_of(row: dict[str, Any]) -> Input:

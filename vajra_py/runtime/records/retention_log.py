@@ -7,8 +7,6 @@ blocks before it. In the order in which things happened; the same run gives the 
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +14,7 @@ from typing import Any, BinaryIO
 from vajra_py.contract import CachedBlock, ReplicaId, RequestView
 from vajra_py.contract.observer import Observer, PinEnd
 from vajra_py.runtime.records.decision_log import open_binary
+from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
 
 RETENTION_FILE = "retention.jsonl.gz"
 
@@ -28,8 +27,7 @@ class RetentionLog(Observer):
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
         self._path = path
         self._open = open_file
-        self._raw: BinaryIO | None = None
-        self._file: gzip.GzipFile | None = None
+        self._file: JsonLinesFile | None = None
         self._evicted: list[tuple[str, int]] = []
         self._evicted_at: tuple[float, str, ReplicaId] | None = None
 
@@ -59,9 +57,8 @@ class RetentionLog(Observer):
     def close(self) -> None:
         """Finish the file."""
         self._end_evictions()
-        if self._file is not None and self._raw is not None:
+        if self._file is not None:
             self._file.close()
-            self._raw.close()
 
     def _end_evictions(self) -> None:
         if self._evicted_at is not None:
@@ -72,16 +69,12 @@ class RetentionLog(Observer):
     def _write(self, at: float, replicaset: str, replica_id: ReplicaId, **what: Any) -> None:
         self._end_evictions()
         if self._file is None:
-            self._raw = self._open(self._path)
-            self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
-        row = {"at": at, "replicaset": replicaset, "replica_id": replica_id, **what}
-        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+            self._file = JsonLinesFile(self._path, self._open)
+        self._file.write({"at": at, "replicaset": replicaset, "replica_id": replica_id, **what})
 
 
 def read_retention(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
     if not path.exists():
         return
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    yield from read_rows(path)

@@ -33,7 +33,7 @@ class Listeners:
     tier_blocks_removed: tuple[Told, ...] = ()
     tiers_cleared: tuple[Told, ...] = ()
     program_ends: tuple[tuple[Any, Told], ...] = ()
-    """With the policy of each, which may be among the listeners of several replicasets."""
+    """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
 
     @property
     def hear_content(self) -> bool:

@@ -193,6 +193,7 @@ class Request(_Stated):
         "replicaset",
         "request_id",
         "state",
+        "stays_at",
         "token_log",
     )
 
@@ -218,6 +219,8 @@ class Request(_Stated):
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
+        self.stays_at = -1
+        """Replica where it gave up the KV that it came with, and which it does not leave with its KV again; -1: none."""
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False

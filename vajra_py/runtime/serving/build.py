@@ -37,6 +37,7 @@ from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.kv.tiers import KvTiers
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.programs import Programs
@@ -66,6 +67,7 @@ class ModelFacts:
     """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
     max_model_len: int | None = None
     kv_bytes_per_token: int = 0
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,8 @@ class ReplicaPlan:
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
+    num_layers: int | None = None
+    """Layers of its model; None: unknown."""
     tiers: KvTiers | None = None
     """Memory tiers below its device; None: there are none, or they are not built yet."""
 
@@ -278,7 +282,8 @@ def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[Re
         limits = replica_limits(pool.replica, own.latency, own.facts)
         scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
         retention = pool.retention or settings.scheduling.retention
-        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name), retention)
+        role, num_layers = settings.role_of(name), own.facts.num_layers
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, role, retention, num_layers)
         plans += [plan] * pool.most_replicas
     return plans
 
@@ -330,8 +335,7 @@ def build_replicaset(
     policies.shared = shared
     policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
-    if scaling is not None:
-        policies.beside = (*policies.beside, (scaling.scaler, scaling.name))
+    policies.beside += () if scaling is None else ((scaling.scaler, scaling.name),)
     policies.retention = [
         _build_retention(name, plan, context, seeds.child("retention", str(replica_id)), services)
         for replica_id, plan in enumerate(plans)
@@ -347,17 +351,25 @@ def build_replicaset(
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
-    replicaset.tiers = tier_rules([(plan.settings, plan.limits) for plan in plans])
-    makes_tiers = TiersOfReplicaset(context, seeds, services.registry)
+    replicaset.tiers, plans = _with_tiers(plans, TiersOfReplicaset(context, seeds, services.registry))
     for replica_id, plan in enumerate(plans):
-        own = replace(plan, tiers=makes_tiers.of(replica_id, plan.settings, plan.limits))
-        replicaset.add_replica(partial(_build_replica, name, replica_id, own, policies, services))
+        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()
     if scaling is not None:
         scaling.attach(replicaset)
     return replicaset
+
+
+def _with_tiers(
+    plans: Sequence[ReplicaPlan], makes: TiersOfReplicaset
+) -> tuple[TierMovesRules | None, Sequence[ReplicaPlan]]:
+    """Return the rules of the replicas' memory tiers (None: they have none), and the plans with tiers. Raises `ConfigError`."""
+    rules = tier_rules([(plan.settings, plan.limits) for plan in plans])
+    if rules is None:
+        return None, plans
+    return rules, [replace(one, tiers=makes.of(index, one.settings, one.limits)) for index, one in enumerate(plans)]
 
 
 def _is_split(plans: Sequence[ReplicaPlan]) -> bool:
@@ -443,7 +455,25 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
     if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
         message = "KV that is spread over KV-parallel groups does not move between replicas"
         raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
-    return HandOffRules(settings.hand_off, links, num_bytes, settings.migration)
+    return HandOffRules(
+        settings.hand_off, links, num_bytes, settings.migration, _parts_of_steps(where, settings, plans)
+    )
+
+
+def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:
+    """Return `HandOffRules.num_parts`. Raises `ConfigError` where KV cannot be sent while its prompt is computed."""
+    overlap, num_layers = settings.hand_off.overlap, settings.hand_off.num_layers
+    if overlap != "none" and any(plan.limits.pipeline_stages > 1 for plan in plans):
+        message = f"KV is not sent while its prompt goes through pipeline stages (got {overlap})"
+        raise ConfigError(Problem(f"{where}.hand_off.overlap", message, "Allowed: none, or replica.pipeline_stages: 1"))
+    if overlap != "by_layer":
+        return 1
+    if num_layers is None:
+        num_layers = next((plan.num_layers for plan in plans if plan.num_layers is not None), None)
+    if num_layers is None:
+        message = "is not given, and the latency model does not know the model's layers"
+        raise ConfigError(Problem(f"{where}.hand_off.num_layers", message, "A number of layers"))
+    return num_layers
 
 
 def _build_replica(

@@ -1,4 +1,4 @@
-"""What a replicaset's policies hear of the content of its replicas' caches, perhaps late.
+"""News of the content of a replicaset's caches for its policies, perhaps late.
 
 One mechanism for all routers: with a lag, `ReplicaLoadView.prefix_hit_tokens` reads an index that is fed by the same events as policies
 that listen (`ListensToCaches`). Without a lag it reads the caches themselves, which is the same and costs no index.

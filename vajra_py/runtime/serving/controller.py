@@ -215,7 +215,6 @@ class Controller:
         if detail is not None:
             self._turn_away(request, detail, now)
             return None
-        replicaset.sync()
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
         return replicaset.accept(request, now)
@@ -410,7 +409,7 @@ class Controller:
         standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
             return None if self.gate is None else self._stalled_gate(self.gate)
-        request = standing[0]
+        request = _to_blame_for(standing)
         remain = "although one request remains" if len(standing) == 1 else f"although {len(standing)} requests remain"
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
@@ -419,7 +418,8 @@ class Controller:
             message = f"keeps no replica of replicaset {replicaset.name!r} up that could go on {remain}"
             return PolicyError(replicaset.scaling.name, message, request_id=request.request_id)
         if request.state is RequestState.HELD:
-            message = f"places nobody whose prompt is computed {remain}"
+            pool = "" if replica is None else f" in pool {replica.parts.pool!r}"
+            message = f"places nobody whose prompt is computed{pool} {remain}"
             return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
         if replica is None:
             replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
@@ -474,6 +474,15 @@ class Controller:
         for replica in self.replicas():
             replica.running_set.check()
             replica.memory.check()
+
+
+def _to_blame_for(standing: Sequence[Request]) -> Request:
+    """Return the request whose policy stands still; others wait for the blocks of those that are held, and these for what runs."""
+    states = {one.state for one in standing}
+    if RequestState.HELD not in states:
+        return standing[0]
+    state = RequestState.RUNNING if RequestState.RUNNING in states else RequestState.HELD
+    return next(one for one in standing if one.state is state)
 
 
 def _refused(replica: Replica, request: Request) -> str:

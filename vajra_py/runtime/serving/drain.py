@@ -47,6 +47,8 @@ class Drains(Generic[R]):
 
     def advance(self) -> None:
         """Begin the migrations that are possible now. Raises `PolicyError`, since the replicaset scheduler chooses targets."""
+        if not self._draining:
+            return
         for replica_id, one in list(self._draining.items()):
             if self._replicaset.state_of(replica_id) is not ReplicaState.DRAINING:
                 del self._draining[replica_id]

@@ -61,6 +61,7 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
+_TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _ASKS_POLICIES = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
@@ -160,6 +161,9 @@ class Driver(Generic[R]):
             for name, one in controller.replicasets.items()
             if one.tiers is not None
         }
+        overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
+        self._overlapping = frozenset(overlaps if options.times_transfers else ())
+        """Replicasets whose prompts are sent while they are computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
@@ -216,6 +220,9 @@ class Driver(Generic[R]):
             elif phase is _ARRIVAL:
                 self.now = tick
                 self._backend.on_arrival(payload)
+            elif phase is _TRANSFER:
+                self.now = tick
+                self._transfers_due(payload)
             elif not _is_void(phase, payload) and not self._is_too_late(tick, phase):
                 self.now = tick
                 self._dispatch(phase, payload)
@@ -244,8 +251,6 @@ class Driver(Generic[R]):
             self._waker.wake(payload)
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
-        elif phase is Phase.TRANSFER:
-            self._transfers_due(payload)
         elif phase is Phase.TIER:
             self._tiers_due(payload)
         else:
@@ -267,7 +272,9 @@ class Driver(Generic[R]):
     ) -> None:
         """Submit a request; see `Controller.submit`. `payload`: the backend's own object for it."""
         replicaset = self.controller.replicaset_for(facts)
-        if self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
+        if self.controller.gate is not None:
+            self._sync_all()
+        elif self.fast_forward is not None and replicaset.name in self._looks_at_arrivals:
             self.fast_forward.sync_all(replicaset.name)
         backend = self._backend
         try:
@@ -331,6 +338,7 @@ class Driver(Generic[R]):
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
         assert gate is not None
+        self._sync_all()
         if what is None:
             self._asks_timeless = False
             for request in gate.timeless():
@@ -556,6 +564,10 @@ class Driver(Generic[R]):
             self._set_idle(one, is_idle=False)
         self.num_steps += 1
         one.free_at = self._backend.launch(one, plan)
+        if self._overlapping and plan.chunks and one.replica.replicaset in self._overlapping:
+            overlap = movements[one.replica.replicaset].hand_offs.overlap
+            assert overlap is not None
+            overlap.step_formed(plan, one.free_at - self.now)
 
     def _set_idle(self, one: R, *, is_idle: bool) -> None:
         if is_idle is one.is_idle:
@@ -775,6 +787,11 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.sync_all(replicaset)
+
+    def _sync_all(self) -> None:
+        """Apply every step that has ended, since the admission policy may look at all replicas and send a request to any."""
+        for name in self._replicas:
+            self.sync(name)
 
     def touch(self, one: R) -> None:
         """See `DriverServices`."""

@@ -46,6 +46,29 @@ class Holders:
 _NOBODY = Holders(())
 
 
+class Serving:
+    """Those holders of a request that take requests, until the state of a replica changes.
+
+    Attributes:
+        all: replicas that are up, and those that a scaler may let take requests.
+        can_serve: some of these compute prompts, and some decode.
+        of_decodes: replicas that are up and may decode.
+    """
+
+    __slots__ = ("all", "can_serve", "of_decodes")
+
+    def __init__(self, holders: Holders, may_serve: Callable[[int], bool], is_up: Callable[[int], bool]) -> None:
+        self.all = tuple(one for one in holders.all if may_serve(one.replica_id))
+        self.can_serve = have_both_roles(self.all)
+        self.of_decodes = tuple(one for one in holders.of_decodes if is_up(one.replica_id))
+
+
+def have_both_roles(replicas: Iterable[Replica]) -> bool:
+    """Return True if some of these replicas compute prompts, and some go on with them."""
+    roles = {one.parts.role for one in replicas}
+    return PoolRole.MIXED in roles or len(roles) > 1
+
+
 class RequestBounds:
     """Bounds on requests over all replicas of a replicaset, fixed when it is built.
 

@@ -8,7 +8,6 @@ of their steps is said by `HandOffConfig`. The KV travels over the links of a ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic
@@ -19,6 +18,7 @@ from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.overlap import Overlap
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
@@ -78,6 +78,10 @@ class HandOff(Generic[R]):
     """True if it was running; its prompt was computed before."""
     hit: int = 0
     """Tokens that the target's cache held when blocks were set aside before the prompt."""
+    num_sent: int | None = None
+    """Leading tokens whose KV has left, or leaves with the step in flight, while the prompt is computed; None: nothing has."""
+    num_announced: int = 0
+    """Leading tokens whose KV was to be sent when that began."""
 
 
 class HandOffs(Generic[R]):
@@ -102,8 +106,12 @@ class HandOffs(Generic[R]):
         """Targets whose lines are served when their step ends."""
         self._stayed: dict[Request, int] = {}
         """Requests that have come to a replica or were told to stay, with the tokens that were computed: they do not leave again at once."""
+        self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
+        """Transfers that begin before their prompt is computed; None where there are none."""
         for replica in replicaset.replicas:
             replica.builder.let_hand_off(self._why_kept)
+            if self.overlap is not None:
+                replica.lifecycle.on_memory_taken = self.overlap.preempted
         self._num_retries = 0
         """Looks at full targets since blocks were last set aside, or a replica was seen to compute."""
 
@@ -120,7 +128,7 @@ class HandOffs(Generic[R]):
         for observer in self._replicaset.observers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         if one.has_reserved:
-            self._start(one, one.hit)
+            self._start(one, min(one.hit, one.num_tokens))
         else:
             self._place(one)
 
@@ -131,7 +139,7 @@ class HandOffs(Generic[R]):
 
     def _why_kept(self, request: Request) -> Refusal | None:
         """Return the reason that a running request cannot be handed off; None if it can."""
-        if self._stayed.get(request) == request.num_computed_tokens:
+        if self._stayed.get(request) == request.num_computed_tokens or request.stays_at == request.replica_id:
             return Refusal.STAYS
         able = self._replicaset.bounds.holders(request).of_decodes
         others = (one.replica_id for one in able if one.replica_id != request.replica_id)
@@ -175,8 +183,16 @@ class HandOffs(Generic[R]):
             self._try(one, one.target)
         else:
             one.stage = Stage.RESERVING
-            self._lines.setdefault(chosen, deque()).append(one)
+            self._join_line(one, one.target)
             self._reserve(one.target)
+
+    def _join_line(self, one: HandOff[R], target: R) -> None:
+        """Let a request wait for blocks of its target: behind others, but before prompts that are not computed and hold nothing yet."""
+        line = self._lines.setdefault(target.replica.replica_id, deque())
+        if one.is_early or not line or not line[-1].is_early:
+            line.append(one)
+        else:
+            line.insert(sum(not other.is_early for other in line), one)
 
     def _queue(self, request: Request, target: R) -> None:
         """Let a request wait at its target, whose scheduler admits it."""
@@ -200,6 +216,7 @@ class HandOffs(Generic[R]):
         self._stayed[one.request] = one.num_tokens
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
+            self._driver.touch(one.source)
             # A step in flight gives a token to each request that decodes.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
@@ -296,22 +313,21 @@ class HandOffs(Generic[R]):
         assert target is not None
         one.stage, one.has_reserved = Stage.MOVING, True
         one.number, self._num_started = self._num_started, self._num_started + 1
+        if one.num_sent is not None and self.overlap is not None:
+            self.overlap.prompt_done(one)
+            return
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
         lacking, ends = (hit, one.num_tokens), (one.source, target)
         self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
 
-    def _when_it_may(self, one: R, number: int, action: Callable[[], None]) -> None:
-        """Call `action` when the replica may take or give KV: now, or between two of its steps, in order of reservation."""
-        if self._at_boundary:
-            self._transfers.between_steps(one, number, action)
-        else:
-            action()
-
     def _moved(self, one: HandOff[R], target: R) -> None:
         one.stage = Stage.ARRIVING
         self._driver.touch(target)
-        self._when_it_may(target, one.number, lambda: self._arrive(one, target))
+        if self._at_boundary:
+            self._transfers.between_steps(target, one.number, lambda: self._arrive(one, target))
+        else:
+            self._arrive(one, target)
 
     def _arrive(self, one: HandOff[R], target: R) -> None:
         request, source = one.request, one.source
@@ -332,8 +348,12 @@ class HandOffs(Generic[R]):
         self._driver.wake(target)
         self._driver.touch(source)
         held = source.replica.lifecycle.held.get(request)
-        if held is not None:
-            self._when_it_may(source, one.number, lambda: self._release(request, source, held))
+        if held is None:
+            return
+        if self._at_boundary:
+            self._transfers.between_steps(source, one.number, lambda: self._release(request, source, held))
+        else:
+            self._release(request, source, held)
 
     def _release(self, request: Request, source: R, held: Held) -> None:
         """Free the source's blocks, unless the request has come back meanwhile."""
@@ -370,32 +390,47 @@ class HandOffs(Generic[R]):
             return self._free_from_each_other()
         before = len(line)
         self._reserve(one)
-        return len(line) < before
+        return len(line) < before or self._free_from_each_other()
 
     def _free_from_each_other(self) -> bool:
-        """Let a request go on at its source if requests that are held at several replicas wait for each other's blocks.
+        """Let one go on if requests wait for each other's blocks: nothing runs anywhere, and no KV is on its way.
 
-        That can be where replicas that decode hand requests to each other: nothing runs anywhere, and no KV is on its way.
+        A request whose prompt is computed stays at its source, if that decodes. Otherwise it holds blocks of a replica that computes
+        prompts, and prompts that wait there may hold those of its target: the last of them gives them up. That can be
+        where some prompts are computed without blocks of their target, which replicas have pulled for instance.
         """
-        if not self._of or self._transfers.is_busy:
+        if not self._of or self._transfers.is_busy or self._may_go_on():
             return False
-        for each in self._driver.replicas_of(self._replicaset.name):
-            running_set = each.replica.running_set
-            if each.form_pending or each.replica.num_in_flight or running_set.num_running:
-                return False
-            if running_set.arrived or running_set.loading:
-                return False
-        for one in self._of.values():
-            is_stuck = one.stage in _WITHOUT_BLOCKS and not one.is_early
-            if is_stuck and one.source.replica.parts.role is not PoolRole.PREFILL:
+        stuck = [one for one in self._of.values() if one.stage in _WITHOUT_BLOCKS and not one.is_early]
+        for one in stuck:
+            if one.source.replica.parts.role is not PoolRole.PREFILL:
                 self._call_off(one, _PLACED_ANEW)
                 self._stay(one)
+                return True
+        targets = {one.target for one in stuck}
+        for one in reversed(self._of.values()):
+            target = one.target
+            if one.is_early and one.has_reserved and target is not None and not targets.isdisjoint((target, None)):
+                self._driver.touch(target)
+                self._call_off(one, _PLACED_ANEW)
+                self.freed(target)
+                return True
+        return False
+
+    def _may_go_on(self) -> bool:
+        """Return True if a replica runs something, may do so in this tick, or has KV for it."""
+        for each in self._driver.replicas_of(self._replicaset.name):
+            replica, running_set = each.replica, each.replica.running_set
+            if each.form_pending or replica.num_in_flight or running_set.num_running:
+                return True
+            if running_set.arrived or running_set.loading:
                 return True
         return False
 
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
         """Send the last KV of a migrating request that was stopped; blocks of the target are set aside for all of it."""
         source, target = ends
+        self.recall_prompt(request)
         one = HandOff(request, source, request.num_computed_tokens, target, has_reserved=True, is_migration=True)
         self._of[request] = one
         for observer in self._replicaset.observers:
@@ -490,7 +525,7 @@ class HandOffs(Generic[R]):
             one.request.replica_id = one.source.replica.replica_id
         elif one.has_reserved:
             target.replica.lifecycle.unreserve(one.request)
-        one.target, one.has_reserved, one.stage = None, False, Stage.PLACING
+        one.target, one.has_reserved, one.num_sent, one.stage = None, False, None, Stage.PLACING
         if one.is_early:
             one.stage = Stage.HELD_BACK if one.request in self._replicaset.held_back else Stage.COMPUTING
 
@@ -510,6 +545,16 @@ class HandOffs(Generic[R]):
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
                     self._unplaced[one.request] = one
+
+    def is_being_sent(self, request: Request) -> bool:
+        """Return True while KV of a request is sent whose prompt is not computed."""
+        one = self._of.get(request)
+        return one is not None and one.is_early and one.num_sent is not None
+
+    def is_to_go_to(self, request: Request, replica_id: int) -> bool:
+        """Return True if blocks of this replica are set aside for a request whose prompt is not computed."""
+        one = self._of.get(request)
+        return one is not None and one.target is not None and one.target.replica.replica_id == replica_id
 
     def involves(self, one: R) -> bool:
         """Return True if a request leaves a replica or comes to it."""

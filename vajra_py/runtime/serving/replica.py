@@ -359,6 +359,8 @@ class Replica:
         seconds = to_seconds(now)
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
+        if self.parts.role is not _PREFILL:
+            last.stays_at = self.replica_id  # replicas could otherwise send it to each other for ever
         return True
 
     def form_step(self, now: int) -> StepPlan | None:
@@ -543,12 +545,7 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            if (
-                self.hands_off
-                and kind != MOVED  # a request that has just come with its KV stays
-                and request not in self._to_abort
-                and request not in result.stopped
-            ):
+            if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue
             num_outputs = request.add_output(now)
@@ -564,8 +561,11 @@ class Replica:
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:
         """Return True if the token that ends a chunk is no output: the request leaves, and its target samples it again."""
-        leaves = self.hands_off and chunk.kind != MOVED and chunk.request not in self._to_abort
-        return leaves and not self.gives_first_token
+        return self.hands_off and self._leaves(chunk.request, chunk.kind) and not self.gives_first_token
+
+    def _leaves(self, request: Request, kind: str) -> bool:
+        """Return True if a request leaves when the chunk that ends its prompt is computed; one that has come with its KV stays."""
+        return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""

@@ -31,7 +31,15 @@ from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.rejections import ALL_FAILED, QUEUE_FULL
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.content_feed import ContentFeed
-from vajra_py.runtime.serving.eligibility import AdmissionLimits, RequestBounds, first_refusal, refusal_of
+from vajra_py.runtime.serving.eligibility import (
+    AdmissionLimits,
+    Holders,
+    RequestBounds,
+    Serving,
+    first_refusal,
+    have_both_roles,
+    refusal_of,
+)
 from vajra_py.runtime.serving.load import LiveLoad, LiveLoads, LoadOnDemand, ReplicaViews
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
@@ -50,6 +58,7 @@ class Replicaset:
         "_live",
         "_place",
         "_queued_by_id",
+        "_serving",
         "_shared_accesses",
         "_views",
         "admission",
@@ -109,6 +118,8 @@ class Replicaset:
         """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ."""
+        self._serving: dict[Holders, Serving] = {}
+        """What of the holders of a request takes requests, until the state of a replica changes."""
         self.sync: Callable[[], None] = _do_nothing
         """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()
@@ -144,6 +155,7 @@ class Replicaset:
         self.bounds = RequestBounds(self.name, self.replicas)
         self.on_schedulers_bound()
         self._live.add(load)
+        self._serving.clear()
         self._views = ReplicaViews(self._live, self._views.interval_s)
         return replica
 
@@ -244,6 +256,7 @@ class Replicaset:
     def set_state(self, replica_id: int, state: ReplicaState) -> None:
         """Set a replica's state; the scheduler sees it at its next look."""
         self._live[replica_id].set_state(state)
+        self._serving.clear()
 
     def scale(self, replica_id: int, state: ReplicaState) -> None:
         """Set the state of a replica that a scaler starts or stops."""
@@ -253,6 +266,7 @@ class Replicaset:
             self.away.discard(replica_id)
         else:
             self.away.add(replica_id)
+        self._serving.clear()
 
     def state_of(self, replica_id: int) -> ReplicaState:
         """Return a replica's state."""
@@ -269,6 +283,12 @@ class Replicaset:
     def _may_serve(self, replica_id: int) -> bool:
         """Return True if a replica takes requests, or a scaler may let it."""
         return self._live[replica_id].is_up or replica_id in self.away
+
+    def _serving_of(self, holders: Holders) -> Serving:
+        found = self._serving.get(holders)
+        if found is None:
+            found = self._serving[holders] = Serving(holders, self._may_serve, self.is_up)
+        return found
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
         """Lose a replica with everything that it held; returns the requests that ended with it."""
@@ -314,6 +334,7 @@ class Replicaset:
         self.set_state(replica_id, ReplicaState.DOWN)
         self.away.discard(replica_id)
         self.lost.add(replica_id)
+        self._serving.clear()
 
     def restore(self, replica_id: int) -> None:
         """Bring a lost replica back, empty."""
@@ -328,8 +349,7 @@ class Replicaset:
 
     def can_serve_with(self, replica_ids: Iterable[int]) -> bool:
         """Return True if some of these replicas compute prompts, and some go on with them."""
-        roles = {self.replicas[one].parts.role for one in replica_ids}
-        return PoolRole.MIXED in roles or len(roles) > 1
+        return have_both_roles(self.replicas[one] for one in replica_ids)
 
     @property
     def _all_lost(self) -> bool:
@@ -360,17 +380,15 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        serving = [one for one in holders.all if self._may_serve(one.replica_id)] if self._differs else holders.all
-        if self._differs and not self.can_serve_with(one.replica_id for one in serving):
-            num_holders, total = len(holders.all), len(self.replicas)
+        if self._differs and not self._serving_of(holders).can_serve:
+            serving, num_holders, total = self._serving_of(holders).all, len(holders.all), len(self.replicas)
             if serving:
                 lacking = "compute its prompt" if serving[0].parts.role is PoolRole.DECODE else "go on after its prompt"
                 return f"{ALL_FAILED} that could {lacking} ({num_holders - len(serving)} of {total})"
             return f"{ALL_FAILED} that has room for it ({num_holders} of {total})"
         if not self.may_refuse:
             return None
-        able = (one for one in holders.all if self._may_serve(one.replica_id))
-        return first_refusal(able, self.load_of, request, now)
+        return first_refusal(self._serving_of(holders).all, self.load_of, request, now)
 
     def why_full(self, request: Request) -> str | None:
         """Return the reason that the queues have no room for this request; None if they have."""
@@ -474,8 +492,7 @@ class Replicaset:
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
         """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now."""
-        live = self._live
-        candidates = tuple([one for one in self.bounds.holders(request).of_decodes if live[one.replica_id].is_up])
+        candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:
             return None
         chosen = self._ask(self._place[1], request, self._views.of(candidates, now), now)
@@ -575,7 +592,7 @@ class Replicaset:
             replica = self.replicas[request.replica_id]
             replica.queue.remove(request)
             replica.memory.forget(request)
-        request.replica_id = -1
+        request.replica_id = request.stays_at = -1
 
     def forget(self, request: Request) -> None:
         """Forget a request that has left for good."""

@@ -1,0 +1,185 @@
+"""Order of calls by the service that their programs had attained when they arrived: in all (`plas`), or on their longest chain (`atlas`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field, model_validator
+
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ProgramView,
+    ReplicaId,
+    RequestView,
+)
+
+
+class AttainedServiceConfig(PolicyConfig):
+    """Parameters of `plas` and `atlas`."""
+
+    queue_bounds_s: tuple[float, ...] = Field(
+        (),
+        description=(
+            "Service up to which a call belongs to each queue but the last, rising seconds; calls of one queue are served in order of "
+            "arrival, and a call that runs beyond its bound moves on. Empty: least service first, exactly."
+        ),
+    )
+    starvation_ratio: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "A call goes first once its program and it have waited so many times as long as they have run; null: never. With it, keys are read "
+            "again at each step."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> AttainedServiceConfig:
+        bounds = self.queue_bounds_s
+        if any(later <= earlier for earlier, later in zip((0.0, *bounds), bounds, strict=False)):
+            raise ValueError(f"queue_bounds_s do not rise from above 0 ({bounds}). Allowed: rising seconds")
+        return self
+
+
+@dataclass(slots=True)
+class _Call:
+    inherited_s: float
+    run_s: float = 0.0
+    admitted_at: float | None = None
+
+
+class Plas:
+    """Key = running time of the program's ended calls when the call arrived (or the queue that this falls into).
+
+    Short programs go before long ones, although nobody knows their lengths: a program sinks as it is served. With `queue_bounds_s` a
+    call also sinks by its own running time. A request without a program is a program of its own.
+
+    Source: Autellix (arXiv:2502.13965), Algorithm 1, PLAS for programs of one thread.
+    """
+
+    def __init__(self, config: AttainedServiceConfig) -> None:
+        self._bounds = config.queue_bounds_s
+        self._ratio = config.starvation_ratio
+        self._calls: dict[RequestView, _Call] = {}
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """Fixed at arrival; with queues it moves with the call's progress, and with time if calls can starve."""
+        if self._ratio is not None:
+            return KeyMotion.ARBITRARY
+        return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
+
+    def key(self, request: RequestView, now: float) -> float:
+        """The call's queue, or its service in seconds where there are no queues; below all others if it starves."""
+        if self._ratio is not None and self._starves(request, now):
+            return -1.0
+        if not self._bounds:
+            return self._call(request).inherited_s
+        service_s = self._service_s(request, now)
+        return float(sum(service_s > bound for bound in self._bounds))
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Calls inherit what their programs have attained."""
+        for request in requests:
+            self._call(request)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A call begins to run."""
+        self._call(request).admitted_at = now
+
+    def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A call waits again."""
+        call = self._call(request)
+        if call.admitted_at is not None:
+            call.run_s += now - call.admitted_at
+            call.admitted_at = None
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget ended calls."""
+        for request in requests:
+            self._calls.pop(request, None)
+
+    def _call(self, request: RequestView) -> _Call:
+        """The times of a call; of one that was there before the policy, from now on."""
+        call = self._calls.get(request)
+        if call is None:
+            program = request.program
+            call = self._calls[request] = _Call(0.0 if program is None else self._attained_s(program))
+        return call
+
+    def _attained_s(self, program: ProgramView) -> float:
+        """Service that counts for a program by now, seconds."""
+        return program.run_s
+
+    def _service_s(self, request: RequestView, now: float) -> float:
+        """Service inherited at arrival and the call's own running time, seconds."""
+        call = self._call(request)
+        own_s = call.run_s if call.admitted_at is None else call.run_s + now - call.admitted_at
+        return call.inherited_s + own_s
+
+    def _starves(self, request: RequestView, now: float) -> bool:
+        program = request.program
+        own_run_s = self._service_s(request, now) - self._call(request).inherited_s
+        run_s = own_run_s + (0.0 if program is None else program.run_s)
+        wait_s = now - request.arrived_at - own_run_s + (0.0 if program is None else program.wait_s)
+        return run_s > 0 and self._ratio is not None and wait_s >= self._ratio * run_s
+
+
+class Atlas(Plas):
+    """Key = longest chain of running times in the program when the call arrived (or the queue that this falls into).
+
+    A call that ends sets its program's service to max(service, service at its arrival + its running time). So calls side by side count once,
+    by the longest, and the graph need not be known: a program is as far as its critical path, however wide it is.
+
+    Source: Autellix (arXiv:2502.13965), Algorithm 1, ATLAS for programs of several threads.
+    """
+
+    def __init__(self, config: AttainedServiceConfig) -> None:
+        super().__init__(config)
+        self._longest_s: dict[ProgramView, float] = {}
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Ended calls lengthen the chains of their programs."""
+        for request in requests:
+            program = request.program
+            if program is not None and program.end_reason is None:
+                self._longest_s[program] = max(self._attained_s(program), self._service_s(request, now))
+        super().on_departures(requests, now)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Forget a program that has ended."""
+        self._longest_s.pop(program, None)
+
+    def _attained_s(self, program: ProgramView) -> float:
+        return self._longest_s.get(program, 0.0)
+
+
+def _build_plas(config: AttainedServiceConfig, context: PolicyContext) -> Plas:
+    return Plas(config)
+
+
+def _build_atlas(config: AttainedServiceConfig, context: PolicyContext) -> Atlas:
+    return Atlas(config)
+
+
+PLAS = PolicySpec(
+    name="plas",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=AttainedServiceConfig,
+    build=_build_plas,
+    summary="Calls of the program with the least attained service first.",
+    source="Autellix (arXiv:2502.13965), PLAS",
+)
+ATLAS = PolicySpec(
+    name="atlas",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=AttainedServiceConfig,
+    build=_build_atlas,
+    summary="Calls of the program with the shortest longest chain of served calls first.",
+    source="Autellix (arXiv:2502.13965), ATLAS",
+)

@@ -1,0 +1,37 @@
+"""Names of groups whose keys have fallen, from a prioritizer that ranks by group to the queues that it orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_NUM_KEPT = 1024
+"""Names that a queue can be behind before it reads the keys of all its groups again."""
+
+
+class FallenGroups:
+    """Groups whose keys have become lower, as their prioritizer names them; one of each prioritizer.
+
+    It keeps the latest names alone. Naming a group is cheap, also one whose key has not fallen or of which nothing waits.
+    """
+
+    __slots__ = ("_names", "_num_forgotten", "num_named")
+
+    def __init__(self) -> None:
+        self.num_named = 0
+        """Names given so far."""
+        self._names: list[str] = []
+        self._num_forgotten = 0
+
+    def add(self, group: str) -> None:
+        """Name a group whose key has fallen, or may have, since it was last read."""
+        names = self._names
+        names.append(group)
+        self.num_named += 1
+        if len(names) >= 2 * _NUM_KEPT:
+            self._num_forgotten += _NUM_KEPT
+            del names[:_NUM_KEPT]
+
+    def since(self, num_read: int) -> Sequence[str] | None:
+        """The names after the first `num_read`; None if some of them are no longer known. For queues."""
+        first = num_read - self._num_forgotten
+        return None if first < 0 else self._names[first:]

@@ -1,0 +1,267 @@
+"""Queue for keys by group: (key of the group, key of the request, arrival, index).
+
+Two levels: the requests of each group in order, and the groups in the order of (key, head). A group stands by its key as it
+was last read, and keys rise unless a fall is named, so a group stands too early or right, never too late. Its key is read again
+when it would be next: if it has risen, the group moves on, in O(log groups), and the one after it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import Any, TypeAlias, cast
+
+from vajra_py.contract import (
+    FallenGroups,
+    GroupsRequests,
+    Key,
+    KeyMotion,
+    LowersGroups,
+    PriorityKey,
+    RequestView,
+)
+from vajra_py.runtime.queues.base import RankedQueue
+from vajra_py.runtime.queues.keys import GroupReader, KeyReader
+from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, REQUEST, SERIAL, Rank, SortedRanks
+
+_Next: TypeAlias = tuple[tuple[Any, Any], float, int, int, "_Cursor"]
+"""((key of the group, key), arrival, index, serial, cursor): the next request of a group for one reader, in the total order."""
+
+
+class _Group:
+    """The waiting requests of one group, in order."""
+
+    __slots__ = ("head", "key", "name", "place", "ranks")
+
+    def __init__(self, name: str, key: Any) -> None:
+        self.name = name
+        self.key = key
+        """As last read: not above the present one, unless a fall was named."""
+        self.ranks = SortedRanks()
+        self.head: Rank | None = None
+        """First of `ranks` when the group was given its place."""
+        self.place: Any = None
+        """Rank among the groups, ((key, key of the head), arrival, index, serial, group); None: it has none yet."""
+
+
+class _Cursor:
+    """One reader's position in one group."""
+
+    __slots__ = ("group", "next", "walk")
+
+    def __init__(self, group: _Group, last: Rank | None = None) -> None:
+        """`last`: the rank after which to go on."""
+        self.group = group
+        self.walk = group.ranks.walk(last)
+        self.next: Rank | None = None
+        """Rank that was reached and not given yet."""
+
+
+class GroupedQueue(RankedQueue):
+    """A `RequestQueue` for static and progress-dependent keys within groups, whose keys move by themselves."""
+
+    def __init__(self, prioritizer: GroupsRequests, name: str | None = None) -> None:
+        super().__init__()
+        self._keys = KeyReader(prioritizer, name)
+        self._reader = GroupReader(prioritizer, name)
+        self._fallen: FallenGroups | None = None
+        self._num_read = 0
+        """Names of fallen groups that were read."""
+        if isinstance(prioritizer, LowersGroups):
+            self._fallen = prioritizer.fallen_groups
+            self._num_read = self._fallen.num_named
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[RequestView, _Group] = {}
+        self._order = SortedRanks()
+        """The places of the groups."""
+        self._headless: dict[_Group, None] = {}
+        """Groups whose head may be another than that of their place."""
+        self._version = 0
+        """Counter of changes of the order of groups, and the serial of the latest place."""
+
+    def peek(self, now: float) -> RequestView | None:
+        """See `RequestQueue.peek`."""
+        head = self._head()
+        return None if head is None else head[REQUEST]
+
+    def ordered(self, now: float) -> Iterator[RequestView]:
+        """See `RequestQueue.ordered`."""
+        return self._ordered(self._newest)
+
+    def urgency(self, request: RequestView, now: float) -> PriorityKey:
+        """See `RequestQueue.urgency`: by the key of the group as it is now."""
+        rank = self._ranks.get(request)
+        if rank is not None:
+            group_key, key = self._reader.key(self._group_of[request].name), rank[KEY]
+        else:
+            group_key, key = self._reader.key(self._reader.group(request)), self._keys.key(request, now)
+        return (_joined(group_key, key), request.arrived_at, request.index)
+
+    def remove(self, request: RequestView) -> None:
+        """See `RequestQueue.remove`."""
+        super().remove(request)
+        del self._group_of[request]
+
+    def _ordered(self, newest: int) -> Iterator[RequestView]:
+        # While every request given so far has left the queue, the next one is its head.
+        while True:
+            head = self._head()
+            if head is None:
+                return
+            if head[SERIAL] > newest:
+                yield from self._merged(newest, {})
+                return
+            request = head[REQUEST]
+            group = self._group_of[request]
+            yield request
+            if self._ranks.get(request) is head:
+                yield from self._merged(newest, {group: _Cursor(group, head)})
+                return
+
+    def _merged(self, newest: int, cursors: dict[_Group, _Cursor]) -> Iterator[RequestView]:
+        """The requests that no cursor has passed, in the order of the moment: the groups' next ones, merged."""
+        ahead: list[_Next] = []
+        """A heap of the next request of each group that was reached since the order of groups changed last."""
+        places: Iterator[Rank] = iter(())
+        reached: Rank | None = None
+        """Place of the first group that was not reached yet."""
+        version = -1
+        while True:
+            self._settle()
+            if version != self._version:
+                version, ahead, places = self._version, [], self._order.walk()
+                reached = next(places, None)
+            while reached is not None and (not ahead or reached < ahead[0]):
+                group: Any = reached[REQUEST]
+                if self._has_risen(group):
+                    version = self._version
+                else:
+                    cursor = cursors.get(group)
+                    if cursor is None:
+                        cursor = cursors[group] = _Cursor(group)
+                    self._push(cursor, newest, ahead)
+                reached = next(places, None)
+            if not ahead:
+                return
+            cursor = ahead[0][-1]
+            rank = cursor.next
+            if rank is None or self._ranks.get(rank[REQUEST]) is not rank:  # it left after it was reached
+                heappop(ahead)
+                self._push(cursor, newest, ahead)
+            elif not self._has_risen(cursor.group):
+                heappop(ahead)
+                cursor.next = None
+                yield rank[REQUEST]
+                self._push(cursor, newest, ahead)
+
+    def _push(self, cursor: _Cursor, newest: int, ahead: list[_Next]) -> None:
+        """Let a cursor's next request take part in the merge, if there is one that this reader may see."""
+        rank = cursor.next or next(cursor.walk, None)
+        while rank is not None and (rank[SERIAL] > newest or self._ranks.get(rank[REQUEST]) is not rank):
+            rank = next(cursor.walk, None)
+        cursor.next = rank
+        if rank is not None:
+            heappush(ahead, ((cursor.group.key, rank[KEY]), rank[ARRIVED_AT], rank[INDEX], rank[SERIAL], cursor))
+
+    def _head(self) -> Rank | None:
+        """The most urgent rank; None if nothing waits."""
+        self._settle()
+        while self._ranks:
+            group: Any = self._order.first()[REQUEST]
+            if not self._has_risen(group):
+                head: Rank = group.head
+                return head
+        return None
+
+    def _settle(self) -> None:
+        """Read the keys of the groups that were named as fallen, and put groups whose key or head has changed in their place."""
+        fallen = self._fallen
+        if fallen is not None and fallen.num_named != self._num_read:
+            names = fallen.since(self._num_read)
+            known = self._groups if names is None else [name for name in dict.fromkeys(names) if name in self._groups]
+            keys = [(self._groups[name], self._reader.key(name)) for name in known]
+            self._num_read = fallen.num_named
+            for group, key in keys:
+                if key != group.key:
+                    group.key = key
+                    self._place(group)
+        if self._headless:
+            for group in self._headless:
+                if group.place is None or (group.head is not group.ranks.first() and not self._has_risen(group)):
+                    self._place(group)
+            self._headless.clear()
+
+    def _has_risen(self, group: _Group) -> bool:
+        """Read a group's key again; if it has risen, the group moves on."""
+        key = self._reader.key(group.name)
+        if key == group.key:
+            return False
+        if key < group.key:
+            what = f"group_key({group.name!r}) has fallen, and nobody said so (was {group.key!r}, got {key!r})"
+            allowed = "Allowed: a fall that is named in fallen_groups; rises need not be."
+            self._reader.blame(f"{what}. {allowed}")
+        group.key = key
+        self._place(group)
+        return True
+
+    def _place(self, group: _Group) -> None:
+        """Put a group where its key and its head belong."""
+        order = self._order
+        if group.place is not None:
+            order.remove(group.place)
+        group.head = head = group.ranks.first()
+        self._version = serial = self._version + 1
+        group.place = place = ((group.key, head[KEY]), head[ARRIVED_AT], head[INDEX], serial, group, 0.0, 0)
+        order.add(cast(Rank, place))
+
+    def _rank(self, request: RequestView, now: float) -> Rank:
+        key = self._keys.key(request, now)
+        if request not in self._group_of:
+            name = self._reader.group(request)
+            group = self._groups.get(name) or _Group(name, self._reader.key(name))
+            self._group_of[request] = group
+        self._newest = serial = self._newest + 1
+        num_tokens = request.num_known_tokens - request.num_computed_tokens
+        return (key, request.arrived_at, request.index, serial, request, 0.0, num_tokens)
+
+    def _enter(self, rank: Rank, now: float) -> None:
+        group = self._group_of[rank[REQUEST]]
+        group.ranks.add(rank)
+        if group.head is None:
+            self._groups[group.name] = group
+            self._headless[group] = None
+        elif rank < group.head:
+            self._headless[group] = None
+
+    def _leave(self, rank: Rank) -> None:
+        group = self._group_of[rank[REQUEST]]
+        group.ranks.remove(rank)
+        if not len(group.ranks):
+            del self._groups[group.name]
+            self._headless.pop(group, None)
+            if group.place is not None:
+                self._order.remove(group.place)
+                self._version += 1
+            group.head = group.place = None
+        elif rank is group.head:
+            self._headless[group] = None
+
+
+class KeyedByGroup:
+    """A prioritizer by group as one of plain `VOLATILE` keys, (key of the group, key of the request)."""
+
+    key_motion = KeyMotion.VOLATILE
+
+    def __init__(self, prioritizer: GroupsRequests, name: str | None = None) -> None:
+        self._keys = KeyReader(prioritizer, name)
+        self._reader = GroupReader(prioritizer, name)
+
+    def key(self, request: RequestView, now: float) -> Key:
+        """The two keys, joined; PolicyError if one breaks the contract."""
+        return _joined(self._reader.key(self._reader.group(request)), self._keys.key(request, now))
+
+
+def _joined(group_key: Any, key: Any) -> Key:
+    """One key of the numbers of both, for orders in which the first goes before the second."""
+    first = group_key if type(group_key) is tuple else (group_key,)
+    return (*first, *key) if type(key) is tuple else (*first, key)

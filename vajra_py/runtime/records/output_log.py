@@ -1,0 +1,30 @@
+"""Output log: the tokens of each request of a run whose steps are computed, and how it ended, in a file of JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_py.runtime.records.json_lines import JsonLinesFile
+from vajra_py.runtime.requests.request import Request
+
+OUTPUTS_FILE = "outputs.jsonl.gz"
+
+
+class OutputLog(JsonLinesFile):
+    """Writer of `outputs.jsonl.gz` during a run."""
+
+    def note(self, request: Request, reason: str, token_ids: Sequence[int], *, is_faulty: bool) -> None:
+        """Write a request's line.
+
+        `reason`: why it ended, empty for one that had not; `is_faulty`: it failed by itself, in the token after these.
+        """
+        self.write(
+            {
+                "index": request.index,
+                "request_id": request.request_id,
+                "reason": reason,
+                "detail": request.detail,
+                "failed_at": request.num_computed_tokens if is_faulty else None,
+                "token_ids": token_ids,
+            }
+        )

@@ -1,0 +1,126 @@
+"""Watches over the keys of a prioritizer and of its groups, which hold them to what the policy declares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vajra_py.contract import FallenGroups, Key, KeyMotion, RequestView
+from vajra_py.testing.checking import require
+from vajra_py.testing.strict import interpose
+
+
+@dataclass(eq=False)
+class GroupWatch:
+    """Reads the groups of requests and the groups' keys, and holds them to what `GroupsRequests` demands.
+
+    The keys of all groups with living requests are read each time that one is asked for.
+    """
+
+    policy: Any
+    names: dict[RequestView, str] = field(default_factory=dict)
+    keys: dict[str, tuple[int, Key]] = field(default_factory=dict)
+    """By group, its key when it was last read, and how many falls had been named then."""
+
+    def group(self, request: RequestView) -> str:
+        """The request's group, watched."""
+        name: str = self.policy.group(request)
+        before = self.names.setdefault(request, name)
+        text = f"group({request.request_id}) was {before!r} and is {name!r}; a request stays in its group"
+        require(before == name, text)
+        return name
+
+    def group_key(self, group: str) -> Key:
+        """The group's key, watched."""
+        for request in [one for one in self.names if one.end_reason is not None]:
+            del self.names[request]
+        waiting = {name for request, name in self.names.items() if not request.is_resident}
+        for name in [one for one in self.keys if one not in waiting]:
+            del self.keys[name]
+        for name in waiting:
+            self._read(name)
+        return self._read(group)
+
+    def _read(self, group: str) -> Key:
+        key: Key = self.policy.group_key(group)
+        again = self.policy.group_key(group)
+        require(key == again, f"group_key({group!r}) is {key!r}, and asked again {again!r}")
+        fallen: FallenGroups | None = getattr(self.policy, "fallen_groups", None)
+        num_named, before = self.keys.get(group, (0, key))
+        if key < before:  # type: ignore[operator]  # of one shape, which the queue demands
+            named = () if fallen is None else fallen.since(num_named)
+            text = f"group_key({group!r}) fell from {before!r} to {key!r}, and its fall was not named in fallen_groups"
+            require(named is None or group in named, text)
+        self.keys[group] = (0 if fallen is None else fallen.num_named, key)
+        return key
+
+
+@dataclass(eq=False)
+class KeyWatch:
+    """Reads a prioritizer's keys more often than the mechanism does, and holds them to what it declares."""
+
+    policy: Any
+    stream: np.random.Generator
+    seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
+    shapes: set[int] = field(default_factory=set)
+    groups: GroupWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = GroupWatch(self.policy)
+
+    def interposed(self) -> Any:
+        """The policy under watch."""
+        groups = self.groups
+        replaced: dict[str, Callable[..., Any]] = {"key": self.key, "line": self.line}
+        replaced |= {"group": groups.group, "group_key": groups.group_key}
+        return interpose(self.policy, replaced)
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """The policy's line, watched."""
+        self.look(request, 0.0)
+        line: tuple[float, float] = self.policy.line(request)
+        return line
+
+    def key(self, request: RequestView, now: float) -> Key:
+        """The policy's key, watched."""
+        self.look(request, now)
+        key: Key = self.policy.key(request, now)
+        return key
+
+    def look(self, request: RequestView, now: float) -> None:
+        """Ask at two times what the key is, and compare with what was declared and seen before."""
+        later = now + float(self.stream.exponential(2.0))
+        name = request.request_id
+        for at in (now, later):
+            key = self.policy.key(request, at)
+            again = self.policy.key(request, at)
+            require(key == again, f"key({name}, {at!r}) is {key!r}, and asked again {again!r}")
+            parts = key if isinstance(key, tuple) else (key,)
+            numbers = all(isinstance(part, int | float | np.number) and math.isfinite(part) for part in parts)
+            require(bool(parts) and numbers, f"key({name}, {at!r}) is not finite numbers: {key!r}")
+            self.shapes.add(len(parts) if isinstance(key, tuple) else 0)
+            require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
+            self._compare(request, at, key)
+
+    def _compare(self, request: RequestView, at: float, key: Key) -> None:
+        motion = self.policy.key_motion
+        if motion is KeyMotion.TIME_LINEAR:
+            intercept, slope = self.policy.line(request)
+            require(isinstance(key, float | int), f"a TIME_LINEAR key is a number, not {key!r}")
+            scale = max(1.0, abs(intercept), abs(slope * at))
+            on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
+            text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
+            require(on_line, text)
+        elif motion in (KeyMotion.STATIC, KeyMotion.PROGRESS):
+            progress = (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)
+            state = None if motion is KeyMotion.STATIC else progress
+            before = self.seen.get(request)
+            if before is not None and before[0] == state:
+                since = "since arrival" if state is None else f"without progress (computed, output, preempted: {state})"
+                text = f"key of {request.request_id} is {motion.name} and moved {since}: {before[1]!r}, now {key!r}"
+                require(before[1] == key, text)
+            self.seen[request] = (state, key)
