@@ -29,7 +29,7 @@ from vajra_py.contract import (
 from vajra_py.contract.observer import EndReason, Observer, TierTransfer
 from vajra_py.engine.config import check_replica
 from vajra_py.errors import ConfigError
-from vajra_py.runtime.records.input_log import Failure, Restart
+from vajra_py.runtime.records.input_log import CacheReset, Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_ticks
@@ -530,3 +530,38 @@ def test_the_engine_refuses_tiers_by_name() -> None:
     (problem,) = check_replica("replica", replica)
     assert str(problem).startswith("replica.memory.tiers: cached content stays on the device")
     assert "host, store" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "pools": {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2}},
+            "hand_off": {"kv_bytes_per_token": 1000},
+        },
+        {"scheduling": {"retention": "session_pin"}},
+    ],
+    ids=["pools", "pins"],
+)
+def test_tiers_go_with_pools_and_with_pins(changes: dict[str, Any]) -> None:
+    requests = [
+        asked(f"r{index}", 0.07 * index, [(index % 5, (4 + index % 5) * BLOCK), (("own", index), 40)], 20 + index % 30)
+        for index in range(30)
+    ]
+    levels = [tier(num_blocks=40, bandwidth_gb_s=0.7), tier("disk", 200, bandwidth_gb_s=0.3, shared=True)]
+    watch = served(requests, levels, num_blocks=30, **changes)
+    assert len(watch.reasons) == 30
+    assert sum(sum(found.values()) for found in watch.by_tier.values()) > 0
+
+
+def test_a_reset_of_the_cache_empties_every_tier_and_loads_begin_anew() -> None:
+    levels = [tier(bandwidth_gb_s=0.01), tier("store", shared=True, write="write_through")]
+    controller, simulator, watch = built(levels)
+    simulator.inject(to_ticks(101.0), Phase.FAILURE, CacheReset(to_ticks(101.0), "default", 0))
+    simulator.run(chat(100.0))
+    controller.check_conservation()
+    assert watch.reasons["again"] is EndReason.STOP
+    assert watch.hits["again"] == 0
+    (replica,) = controller.replicas()
+    assert replica.memory.tiers is not None
+    assert len(replica.memory.tiers.stores[1]) == 0
