@@ -73,11 +73,13 @@ class PluginParts:
         replicasets = _mapping(self.data.get("replicasets"))
         self._scheduling((), self.data, optional=bool(replicasets))
         self._pools((), self.data)
+        self._tiers((), self.data)
         for name, replicaset in replicasets.items():
             if isinstance(replicaset, dict):
                 self._refuse_admission(("replicasets", name, "scheduling"), replicaset.get("scheduling"))
                 self._scheduling(("replicasets", name), replicaset)
                 self._pools(("replicasets", name), replicaset)
+                self._tiers(("replicasets", name), replicaset)
         self._backend()
         observers = self.data.get("observers")
         if isinstance(observers, list):
@@ -134,6 +136,24 @@ class PluginParts:
             if isinstance(pool, dict) and pool.get(RETENTION.key) is not None:
                 choice = self._beside(RETENTION, (*path, "pools", name, RETENTION.key), pool[RETENTION.key])
                 pool[RETENTION.key] = choice or PolicyChoice(policy=STAND_IN)
+
+    def _tiers(self, path: KeyPath, section: dict[str, Any]) -> None:
+        """Complete the retention policy of each memory tier of a replicaset and of its pools."""
+        owners = [(path, section)]
+        owners += [((*path, "pools", name), pool) for name, pool in _mapping(section.get("pools")).items()]
+        for where, owner in owners:
+            memory = _mapping(_mapping(_mapping(owner).get("replica")).get("memory"))
+            at: KeyPath = (*where, "replica", "memory", "tiers")
+            levels = memory.get("tiers")
+            if isinstance(levels, dict):
+                levels, at = levels.get("levels"), (*at, "levels")
+            for index, level in enumerate(levels if isinstance(levels, list) else ()):
+                given = _mapping(level).get(RETENTION.key)
+                if given is None:
+                    continue
+                choice = {"policy": given} if isinstance(given, str) else given
+                named = self._beside(RETENTION, (*at, index, RETENTION.key), choice)
+                level[RETENTION.key] = named or PolicyChoice(policy=STAND_IN)
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice; None if it is wrong."""

@@ -48,6 +48,7 @@ def json_schema(registry: Registry) -> Schema:
     own_scheduler: Schema = definitions["PoolConfig"]["properties"]
     own_scheduler["replica_scheduler"] = _in_place_of(own_scheduler["replica_scheduler"], scheduler)
     own_scheduler[RETENTION.key] = _in_place_of(own_scheduler[RETENTION.key], layers[RETENTION.key])
+    _tiers(definitions, layers[RETENTION.key])
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
     properties["scheduling"] = _with_admission(properties["scheduling"], registry, definitions)
     simulator: Schema = definitions["SimulatorConfig"]["properties"]
@@ -90,6 +91,15 @@ def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema)
     old, new = "#/$defs/SchedulingConfig", "#/$defs/SystemSchedulingConfig"
     variants = [{"$ref": new} if one.get("$ref") == old else one for one in scheduling["anyOf"]]
     return {**scheduling, "anyOf": variants}
+
+
+def _tiers(definitions: Schema, retention: Schema) -> None:
+    """Let memory tiers name installed retention policies, and be given as a list."""
+    tier: Schema = definitions["TierConfig"]["properties"]
+    variants = [one for one in retention["oneOf"] if one != {"type": "null"}]
+    tier[RETENTION.key] = {"description": tier[RETENTION.key].get("description", ""), "oneOf": variants}
+    tiers: Schema = definitions["MemoryConfig"]["properties"]["tiers"]
+    tiers["anyOf"] = [*tiers["anyOf"], definitions["TiersConfig"]["properties"]["levels"]]
 
 
 def _beside(

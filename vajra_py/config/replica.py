@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
@@ -23,6 +25,7 @@ from vajra_py.config.sections import (
     StageCount,
     Switch,
 )
+from vajra_py.config.tiers import TiersConfig
 from vajra_py.contract import PoolRole
 
 
@@ -80,6 +83,17 @@ class MemoryConfig(Section):
     host_blocks: Count = Field(0, description="KV blocks in host memory that preempted requests can be swapped to.")
     tenant_salt: Switch = Field(False, description="Tenants never share cached prefixes with each other.")
     prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig, description="Sharing of equal prefixes.")
+    tiers: TiersConfig | None = Field(
+        None, description="Memory below the device for cached content: host, disk, a store of all replicas; null: none."
+    )
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `tiers` out where there are none: then results are those of before."""
+        data: dict[str, Any] = handler(self)
+        if self.tiers is None:
+            data.pop("tiers", None)
+        return data
 
 
 class KvParallelConfig(Section):

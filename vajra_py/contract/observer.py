@@ -15,7 +15,17 @@ from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
 from vajra_py.contract.retention import CachedBlock
 from vajra_py.contract.views import ReplicaState
 
-__all__ = ["EndReason", "Observer", "PinEnd", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
+__all__ = [
+    "EndReason",
+    "Observer",
+    "PinEnd",
+    "PolicySwap",
+    "ScheduledChunk",
+    "StepEnd",
+    "StepRecord",
+    "StepRun",
+    "TierTransfer",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,20 @@ class PolicySwap:
     params: Mapping[str, Any]
     num_requeued: int
     """Waiting requests that were put in order, or placed, anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierTransfer:
+    """Transfer of cached content from one memory tier of a replica to another; "device" is one of them."""
+
+    replicaset: str
+    replica_id: ReplicaId
+    source: str
+    target: str
+    num_blocks: int
+    """Blocks that have arrived: fewer than were sent if the transfer was cut."""
+    num_bytes: int
+    started_at: float
 
 
 class PinEnd(Enum):
@@ -253,6 +277,14 @@ class Observer:
 
     def on_evicted(self, replicaset: str, replica_id: ReplicaId, block: CachedBlock, now: float) -> None:
         """Idle content is about to be overwritten, by the choice of a retention policy other than the default one."""
+
+    def on_tier_hit(
+        self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
+    ) -> None:
+        """The prefix of a waiting request was loaded in so many seconds: tokens by the memory tier where they were found."""
+
+    def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
+        """Content of a replica's cache has come from one memory tier to another."""
 
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

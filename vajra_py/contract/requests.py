@@ -201,6 +201,13 @@ class RequestView(Protocol):
         runs.
         """
 
+    def tier_hit_tokens(self) -> Mapping[str, int]:
+        """Return how many leading tokens each memory tier of the replica where it waits holds now, the nearest one counting.
+
+        `{"device": 512, "host": 1024}`: so many could be loaded instead of computed. Empty without tiers, and where `prefix_hit_tokens`
+        is 0 by itself. No order changes.
+        """
+
     @property
     def metadata(self) -> Mapping[str, str | int | float]:
         """Other facts that the workload or the client attached."""

@@ -143,3 +143,12 @@ class ListensToCaches(Protocol):
 
     def on_cache_cleared(self, replica_id: ReplicaId, now: float) -> None:
         """The replica has lost all content at `now`."""
+
+    def on_tier_blocks_stored(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
+        """Content can be found in a memory tier below the replica's device since `now`; of a shared tier, the replica that wrote it."""
+
+    def on_tier_blocks_removed(self, replica_id: ReplicaId, tier: str, hashes: Sequence[Hashable], now: float) -> None:
+        """Content can no longer be found in that tier since `now`; of a shared tier, the replica whose content took its place."""
+
+    def on_tier_cleared(self, replica_id: ReplicaId, tier: str, now: float) -> None:
+        """The tier has lost all content at `now`."""

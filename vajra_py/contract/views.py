@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -168,6 +168,12 @@ class ReplicaLoadView(Protocol):
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
         """Leading prompt tokens that its prefix cache holds now."""
+
+    def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
+        """Leading prompt tokens by the nearest memory tier that holds them now: `{"device": 512, "host": 1024}`; empty without tiers.
+
+        Asking changes no order. They are live, whatever the age of the other figures.
+        """
 
     @property
     def age_s(self) -> float:

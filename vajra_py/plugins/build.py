@@ -61,7 +61,14 @@ LISTENING_METHODS: Mapping[str, int] = {
 }
 """Optional methods of policies of any layer that notify them about requests and wake-ups."""
 
-CACHE_METHODS: Mapping[str, int] = {"on_blocks_stored": 3, "on_blocks_removed": 3, "on_cache_cleared": 2}
+CACHE_METHODS: Mapping[str, int] = {
+    "on_blocks_stored": 3,
+    "on_blocks_removed": 3,
+    "on_cache_cleared": 2,
+    "on_tier_blocks_stored": 4,
+    "on_tier_blocks_removed": 4,
+    "on_tier_cleared": 3,
+}
 """Optional methods of policies of any layer that notify them about the content of the replicas' caches."""
 
 PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {

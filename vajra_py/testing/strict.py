@@ -231,6 +231,12 @@ class StrictReplicaView(_View):
         hit: int = self._target.prefix_hit_tokens(self._views.real(request))
         return hit
 
+    def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
+        """See `ReplicaLoadView.tier_hit_tokens`."""
+        self._check("tier_hit_tokens")
+        hits: Mapping[str, int] = self._target.tier_hit_tokens(self._views.real(request))
+        return hits
+
 
 class StrictPoolView(_View):
     """A `PoolView` and nothing more."""

@@ -60,6 +60,11 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
             one.scheduling.retention is not None or any(pool.retention is not None for pool in one.pools.values())
             for one in config.effective_replicasets.values()
         ),
+        "it has memory tiers, whose results are of the whole run": any(
+            replica.memory.tiers is not None
+            for one in config.effective_replicasets.values()
+            for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
+        ),
         "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (

@@ -16,6 +16,8 @@ from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
 from vajra_py.metrics.summary.movement import movement_section
+from vajra_py.metrics.summary.tiers import tiers_section
+from vajra_py.metrics.tables.tier_log import TierLog
 from vajra_py.metrics.summary.pools import Pool, PoolInputs, pools_section
 from vajra_py.metrics.summary.programs import programs_section
 from vajra_py.metrics.summary.rates import steady_window
@@ -52,6 +54,8 @@ class Tables:
     """KV on its way between replicas; None where requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
     """Ideal makespans of programs, given the requests table; asked last, since predictions are counted. None: unknown."""
+    tiers: TierLog | None = None
+    """Hits by memory tier, and what their links carried; None where there are no tiers."""
 
 
 def write_results(
@@ -80,6 +84,9 @@ def write_results(
         if tables.transfers is not None:
             inside = window.holds(requests.column("arrived_at").to_numpy())
             summary = summary.with_sections(movement_section(tables.transfers.to_table(), requests, inside))
+        if tables.tiers is not None:
+            inside = window.holds(requests.column("arrived_at").to_numpy())
+            summary = summary.with_sections(tiers_section(tables.tiers, requests, inside, ended_at))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         programs = with_programs(summary, requests, path, tables.ideal_makespans)
         summary = summary if programs is None else programs

@@ -19,6 +19,7 @@ from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
+from vajra_py.metrics.tables.tier_log import TierLog, links_of
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.tables.replicas import ReplicaStates
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
@@ -102,12 +103,15 @@ class _Attempt:
         has_gate, paths = controller.gate is not None, paths_of(controller)
         movement = MovementLog(paths) if paths else None
         self._transfers = None if movement is None else movement.table
+        links = links_of(controller)
+        self._tiers = TierLog(links) if links else None
         self._recorder = Recorder(
             controller.num_blocks_of,
             steps=output.steps,
             log=self._log,
             admission=has_gate,
             movement=self._transfers,
+            tiers=self._tiers,
         )
         self._admissions: AdmissionLog | None = None
         if has_gate and output.decision_log:
@@ -120,7 +124,7 @@ class _Attempt:
             self._observers.append(self._replicas)
         if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
-        logs = (self._log, self._admissions, self._retention, movement)
+        logs = (self._log, self._admissions, self._retention, movement, self._tiers)
         self._observers += [one for one in logs if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
@@ -183,6 +187,7 @@ class _Attempt:
             replicas,
             self._transfers,
             lambda requests: ideal_makespans(run.config, run.workload, models, requests),
+            self._tiers,
         )
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)

@@ -23,6 +23,7 @@ from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by
 from vajra_py.metrics.tables.programs import PROGRAMS_FILE, no_programs
 from vajra_py.metrics.tables.replicas import REPLICAS_FILE, replicas_table
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
+from vajra_py.metrics.tables.tier_log import is_of_tiers
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, MOVEMENT_TEXTS, TRANSFERS_FILE, TransfersBuilder
 from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.requests import (
@@ -270,6 +271,7 @@ class RunData:
             with pq.ParquetFile(path) as parquet:
                 names = parquet.schema_arrow.names
                 further = [name for name in _FURTHER if name in names]
+                further += filter(is_of_tiers, names)
                 further += [name for name in PROGRAM_COLUMNS if name in names or name in columns]
                 known = [*_TABLES[file], *(further if file == REQUESTS_FILE else ())]
                 unknown = [name for name in columns if name not in known]

@@ -20,6 +20,7 @@ from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.tables.columnar import GapList
 from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepsBuilder
+from vajra_py.metrics.tables.tier_log import TierLog
 from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.runtime.records.step_log import StepLog
 from vajra_py.runtime.requests.request import Admission
@@ -53,9 +54,10 @@ class Recorder(StepLog):
         log: StepLog | None = None,
         admission: bool = False,
         movement: TransfersBuilder | None = None,
+        tiers: TierLog | None = None,
     ) -> None:
         """`log`: another that is told of every step, so that its records are made once. `admission`: whether the requests table says
-        what an admission policy decided; `movement`: transfers that it sums up.
+        what an admission policy decided; `movement`: transfers that it sums up; `tiers`: hits by memory tier that it tells.
         """
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)
@@ -63,7 +65,7 @@ class Recorder(StepLog):
         self.wants_plans = steps and log is None
         if steps:
             self._step_log.share(self._steps.take)
-        self._requests = RequestsBuilder(admission=admission, movement=movement)
+        self._requests = RequestsBuilder(admission=admission, movement=movement, tiers=tiers)
         self._tbt = TbtBuilder()
         self._ended: list[tuple[Request, str, str]] = []
 

@@ -31,6 +31,7 @@ from vajra_py.metrics.definitions import (
     ttft_s,
 )
 from vajra_py.metrics.tables.columnar import GapList, NameColumn, PackedRows, TextColumn
+from vajra_py.metrics.tables.tier_log import LOAD_TIME, TierLog
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, TransfersBuilder, movement_columns, movement_types
 
 if TYPE_CHECKING:
@@ -159,10 +160,19 @@ class RequestsBuilder:
         ),
     )
 
-    def __init__(self, *, admission: bool = False, movement: TransfersBuilder | None = None) -> None:
-        """`admission`: whether the table has `ADMISSION_COLUMNS`; `movement`: what `MOVEMENT_COLUMNS` are made of; None: it has none."""
+    def __init__(
+        self,
+        *,
+        admission: bool = False,
+        movement: TransfersBuilder | None = None,
+        tiers: TierLog | None = None,
+    ) -> None:
+        """`admission`: whether the table has `ADMISSION_COLUMNS`; `movement`: what `MOVEMENT_COLUMNS` are made of; None: it has none;
+        `tiers`: the same for hits by memory tier.
+        """
         self.has_admission = admission
         self._movement = movement
+        self._tiers = tiers
         self.has_programs = False
         """True if a request belongs to a program, so that the table has `PROGRAM_COLUMNS`."""
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
@@ -244,6 +254,9 @@ class RequestsBuilder:
         if self._movement is not None:
             names = (*names, *MOVEMENT_COLUMNS)
             types |= movement_types()
+        if self._tiers is not None:
+            names = (*names, *self._tiers.columns)
+            types |= dict.fromkeys(self._tiers.columns, pa.int64()) | {LOAD_TIME: pa.float64()}
         names = (*names, *PROGRAM_COLUMNS) if self.has_programs else names
         return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
@@ -271,6 +284,8 @@ class RequestsBuilder:
             columns |= {name: text.take(pa.array(chosen)).cast(pa.string()) for name, text in texts.items()}
             if transfers is not None:
                 columns |= movement_columns(transfers, columns["index"])
+            if self._tiers is not None:
+                columns |= self._tiers.columns_for(columns["index"], columns["num_cached_tokens"])
             yield _table(columns, self.schema())
 
     def _observed_until(self) -> float:

@@ -17,9 +17,12 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from vajra_py.runtime.kv.content_events import ContentEvents
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.kv.tiers import KvTiers
 
 ReuseOrder = Literal["lru", "fifo"]
 ReleaseOrder = Literal["tail_first", "head_first"]
@@ -92,6 +95,7 @@ class BlockPool:
         "_pins",
         "events",
         "idle_version",
+        "lower",
         "num_blocks",
         "num_cached",
         "num_free",
@@ -135,6 +139,8 @@ class BlockPool:
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
         """Record of what can be found and what no longer can; None: nobody reads it."""
+        self.lower: KvTiers | None = None
+        """Tiers that get what is stored or given up here; None: there are none."""
 
     # Handing out and giving back
 
@@ -161,7 +167,10 @@ class BlockPool:
             taken += _block_ids(self._next_fresh, self._next_fresh + num_fresh)
             self._next_fresh += num_fresh
         if len(taken) < count:
-            self._reuse_idle(taken, count)
+            if self.lower is None:
+                self._reuse_idle(taken, count)
+            else:
+                self.lower.while_evicting(self._reuse_idle, taken, count)
         self._freed = taken[: count - 1 : -1]
         del taken[count:]
         self.num_free -= count
@@ -175,6 +184,8 @@ class BlockPool:
             block, run = pop(False)
             if run is not None:
                 taken += run
+                if self.lower is not None:
+                    self.lower.run_evicted(block)
                 continue
             if block in hashed:
                 self._forget(block)
@@ -186,10 +197,7 @@ class BlockPool:
         return len(self._freed) + self.num_blocks - self._next_fresh
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
-        """Give back one table's references, its first `num_hashed` blocks carrying hashes; what has no user is free.
-
-        `request` held them.
-        """
+        """Give back a request's references, of one table whose first `num_hashed` blocks carry hashes; what has no user is free."""
         hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
         plain = blocks[num_hashed:] if num_hashed else blocks
         if self._pins and hashed:
@@ -223,6 +231,8 @@ class BlockPool:
             run.reverse()
             self.release(blocks[num_filled:])
         self._idle[run[0]] = run
+        if self.lower is not None:
+            self.lower.retired(run[0], num_filled, request)
         self.num_free += num_filled
         if not self._is_tail_first:
             self.release(blocks[num_filled:])
@@ -273,6 +283,8 @@ class BlockPool:
                 entries[block_hash] = {present: None, block: None}
             else:
                 present[block] = None
+        if self.lower is not None:
+            self.lower.cached(hashes, before, request)
 
     def uncache(self, blocks: Sequence[int]) -> bool:
         """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
@@ -313,6 +325,8 @@ class BlockPool:
         if num_revived:
             self.num_free -= num_revived
             self.idle_version += 1
+        if self.lower is not None:
+            self.lower.used([self._hash_of[block] for block in blocks], request)
 
     def _forget(self, block: int) -> None:
         """Remove a block's hash and the block's entry under it."""
@@ -324,6 +338,8 @@ class BlockPool:
                 self._pins.pop(block_hash, None)
             if self.events is not None:
                 self.events.removed(block_hash)
+            if self.lower is not None:
+                self.lower.gone(block_hash)
         elif isinstance(entry, int):
             self._entries[block_hash] = entry  # a later block took over the hash
         elif entry is not None:

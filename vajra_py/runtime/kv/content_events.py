@@ -27,31 +27,38 @@ class ContentEvent(NamedTuple):
     replica_id: int
     change: ContentChange
     hashes: list[Hashable]
+    tier: str = ""
+    """Memory tier below the device; empty: the device."""
 
 
 class ContentEvents:
     """Writes the events of one replica to a record, which other replicas may share."""
 
-    def __init__(self, replica_id: int, clock: Callable[[], float], record: deque[ContentEvent]) -> None:
-        """`clock` returns the present time, seconds on the run's clock."""
+    def __init__(
+        self, replica_id: int, clock: Callable[[], float], record: deque[ContentEvent], tier: str = ""
+    ) -> None:
+        """`clock` returns the present time, seconds on the run's clock; `tier`: the memory tier whose content it is, if not the device's."""
         self._replica_id = replica_id
+        self._tier = tier
         self._clock = clock
         self._events = record
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
         """Content can be found that could not."""
         if hashes:
-            self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.STORED, list(hashes)))
+            self._events.append(
+                ContentEvent(self._clock(), self._replica_id, ContentChange.STORED, list(hashes), self._tier)
+            )
 
     def removed(self, block_hash: Hashable) -> None:
         """Content can no longer be found."""
         at = self._clock()
         last = self._events[-1] if self._events else None
-        if last is not None and last[:3] == (at, self._replica_id, ContentChange.REMOVED):
+        if last is not None and last[:3] == (at, self._replica_id, ContentChange.REMOVED) and last.tier == self._tier:
             last.hashes.append(block_hash)
         else:
-            self._events.append(ContentEvent(at, self._replica_id, ContentChange.REMOVED, [block_hash]))
+            self._events.append(ContentEvent(at, self._replica_id, ContentChange.REMOVED, [block_hash], self._tier))
 
     def cleared(self) -> None:
         """No content can be found any more."""
-        self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, []))
+        self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, [], self._tier))

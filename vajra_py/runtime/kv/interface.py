@@ -10,7 +10,7 @@ sums over the groups. A memory without groups is one of a single group, 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from vajra_py.contract import ReplicaLimits
@@ -19,6 +19,7 @@ from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy
 from vajra_py.runtime.kv.retention_order import CachedEntry
+from vajra_py.runtime.kv.tiers import KvTiers
 
 
 class KvRequest(Protocol):
@@ -89,6 +90,13 @@ class KvMemory(Protocol):
         """Ids of the request's device blocks in order of tokens; not to be changed."""
 
     # Prefix cache
+
+    @property
+    def tiers(self) -> KvTiers | None:
+        """Tiers below the device; None: there are none."""
+
+    def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
+        """Leading tokens of some content by the nearest memory that holds them; empty without lower tiers. Nothing changes."""
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""

@@ -10,7 +10,7 @@ admitted shares only blocks whose content equals its own, and always has at leas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
 from math import inf
 
@@ -24,6 +24,7 @@ from vajra_py.runtime.kv.pins import Pins
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 from vajra_py.runtime.kv.retained_pool import RetainedBlockPool, Retention
 from vajra_py.runtime.kv.retention_order import CachedEntry
+from vajra_py.runtime.kv.tiers import KvTiers
 
 _FIRST_LOOKUP_BLOCKS = 32
 _LOOKUP_GROWTH = 4
@@ -77,6 +78,7 @@ class PagedKvMemory:
         "block_size",
         "is_watched",
         "may_expire",
+        "tiers",
     )
 
     num_groups = 1
@@ -101,9 +103,11 @@ class PagedKvMemory:
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
         self._retention = retention
+        self.tiers: KvTiers | None = None
+        """Tiers below the device; None: there are none."""
         self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
-        """True if a retention policy, or a record, notes when content comes and goes."""
+        """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
         self.may_expire = retention is not None
         """False if nothing has been pinned yet, and content cannot expire: `next_due` is infinite."""
         self._pins = Pins()
@@ -115,10 +119,17 @@ class PagedKvMemory:
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
-            return BlockPool(num_blocks, options)
-        pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
-        pool.on_evicted = self._tell_evicted
+            pool = BlockPool(num_blocks, options)
+        else:
+            pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
+            pool.on_evicted = self._tell_evicted
+        pool.lower = self.tiers
         return pool
+
+    def put_above(self, tiers: KvTiers) -> None:
+        """Let content of the prefix cache, which is empty and has options, go to these tiers."""
+        self.tiers = self._pool.lower = tiers
+        self.is_watched = True
 
     def now(self) -> float:
         """Present time, seconds on the run's clock; 0 without a clock."""
@@ -127,6 +138,8 @@ class PagedKvMemory:
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Read the time here from now on: retention, pins and events of content have times."""
         self._clock = clock
+        if self.tiers is not None:
+            self.tiers.use_clock(clock)
 
     # Sizes
 
@@ -190,6 +203,8 @@ class PagedKvMemory:
         if entry.blocks or entry.host:
             raise ValueError(f"PagedKvMemory.forget: it still holds blocks ({request!r}). Release or drop them first.")
         del self._tables[request]
+        if self.tiers is not None:
+            self.tiers.forget(request)
 
     def is_registered(self, request: KvRequest) -> bool:
         """Return True if the request is registered here."""
@@ -197,6 +212,8 @@ class PagedKvMemory:
 
     def clear(self) -> None:
         """Drop every request and the contents of every block: the device has lost everything."""
+        if self.tiers is not None:
+            self.tiers.clear()
         self._pool = self._new_pool(self._pool.num_blocks, self._pool.options)
         self._pins = Pins()
         if self._retention is not None:
@@ -224,6 +241,12 @@ class PagedKvMemory:
         return self._tables[request].blocks
 
     # Prefix cache
+
+    def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
+        """Leading tokens of some content by the nearest memory that holds them; empty without lower tiers. Nothing changes."""
+        if self.tiers is None:
+            return {}
+        return self.tiers.hit_tokens(hashes, num_known_tokens, self.lookup_prefix(hashes, num_known_tokens))
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
@@ -308,7 +331,8 @@ class PagedKvMemory:
         start = entry.num_cached
         stop = min(num_tokens, hashes.num_hashed_tokens) // self.block_size
         if stop > start:
-            before = hashes.block_hash(start - 1) if start and self._retention is not None else None
+            asks_chains = self._retention is not None or self.tiers is not None
+            before = hashes.block_hash(start - 1) if start and asks_chains else None
             self._pool.cache(entry.blocks[start:stop], hashes.block_hashes(start, stop), before, request)
             entry.num_cached = stop
             entry.may_be_cached = entry.reads_cache
@@ -492,6 +516,8 @@ class PagedKvMemory:
     @property
     def policy_error(self) -> PolicyError | None:
         """Violation of the contract by the retention policy; None: there was none."""
+        if self.tiers is not None and self.tiers.policy_error is not None:
+            return self.tiers.policy_error
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
 
     def report_content(self, events: ContentEvents) -> None:
@@ -617,6 +643,8 @@ class PagedKvMemory:
         self._pool.check(dict(users))
         self._pins.check(self._pool.num_pinned)
         self._host.check([entry.host for entry in self._tables.values()])
+        if self.tiers is not None:
+            self.tiers.check(self._pool.contents())
 
 
 def _no_clock() -> float:

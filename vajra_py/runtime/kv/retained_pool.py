@@ -88,6 +88,8 @@ class RetainedBlockPool(BlockPool):
             entry.is_idle = False
             if run is not None:
                 taken += run
+                if self.lower is not None:
+                    self.lower.run_evicted(entry.block)
                 continue
             if self.on_evicted is not None:
                 self.on_evicted(entry, now)
@@ -137,6 +139,8 @@ class RetainedBlockPool(BlockPool):
             entry.depth = num_filled - 1
             entry.is_idle = True
             self._idle[run[0]] = run
+            if self.lower is not None:
+                self.lower.retired(run[0], num_filled, request)
             self._tell("on_stored", [entry], now)
             self.order.number(entry)
             self.order.add(entry, now)
@@ -197,6 +201,8 @@ class RetainedBlockPool(BlockPool):
             if self.events is not None:
                 self.events.stored([entry.block_hash for entry in new])
             self._tell("on_stored", new, now)
+        if self.lower is not None:
+            self.lower.cached(hashes, before, request)
 
     def uncache(self, blocks: Sequence[int]) -> bool:
         """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
@@ -250,6 +256,8 @@ class RetainedBlockPool(BlockPool):
         self.idle_version += 1
         used.reverse()
         self._tell("on_used", used, now)
+        if self.lower is not None:
+            self.lower.used([entry.block_hash for entry in used], request)
 
     def _found(self, block_hash: Hashable) -> CachedEntry | None:
         block = self._entries.get(block_hash)

@@ -13,7 +13,7 @@ it leaves with the request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
@@ -188,6 +188,10 @@ class KvParallelMemory:
         """Group-local ids of the request's device blocks in order of tokens; `group_tables` tells groups apart."""
         return self._tables_of[request].blocks()
 
+    def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
+        """Return nothing: there are no tiers."""
+        return {}
+
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Return 0: nothing is cached."""
         return 0
@@ -207,6 +211,7 @@ class KvParallelMemory:
 
     next_due = inf
     is_watched = expires_content = may_expire = False
+    tiers = None
     policy_error = None
 
     @property

@@ -64,6 +64,9 @@ class Lifecycle:
             request.replica_id = self.replica_id
         if kind is MOVED:
             del running_set.arrived[request]
+        elif request.state is RequestState.LOADED:
+            del running_set.arrived[request]
+            kind = "admitted" if request.admitted_at is None else kind
         request.move_to(_RUNNING)
         running_set.admit(request)
         if request.admitted_at is None:
@@ -102,8 +105,10 @@ class Lifecycle:
         return num_moved
 
     def give_up_kv(self, request: Request, now: float) -> None:
-        """Let a waiting request that came with its KV compute it here, so that others can run."""
+        """Let a waiting request that came with its KV, or got it from a lower tier, compute it here, so that others can run."""
         running_set = self._running_set
+        if running_set.memory.tiers is not None:
+            running_set.memory.tiers.give_up(request)
         del running_set.arrived[request]
         running_set.queue.remove(request)
         running_set.memory.free(request, request.num_computed_tokens)
@@ -253,6 +258,33 @@ class Lifecycle:
         self._running_set.memory.forget(request)
         request.move_to(RequestState.HELD)
 
+    # KV comes from a lower tier
+
+    def bind(self, request: Request, now: float) -> None:
+        """Let a request of the shared queue wait here from now on; memory knows it already. Nothing happens to one that does."""
+        running_set = self._running_set
+        if request not in running_set.queue:
+            running_set.shared.take(request)
+            request.replica_id = self.replica_id
+            running_set.queue.add(request, now)
+
+    def load(self, request: Request, now: float) -> None:
+        """A waiting request holds blocks to which KV of its prefix is on its way from a lower tier."""
+        self.bind(request, now)
+        request.move_to(RequestState.LOADING)
+        self._running_set.loading[request] = None
+
+    def loaded(self, request: Request, num_tokens: int, now: float) -> None:
+        """The KV of a request's first tokens is in its blocks; it waits to run."""
+        running_set = self._running_set
+        running_set.queue.remove(request)
+        request.set_computed(num_tokens)
+        request.move_to(RequestState.LOADED)
+        running_set.memory.cache_blocks(request, num_tokens)
+        del running_set.loading[request]
+        running_set.arrived[request] = None
+        running_set.queue.add(request, now)
+
     # Ends
 
     def requeue(self, request: Request) -> None:
@@ -275,7 +307,7 @@ class Lifecycle:
         running_set.queue.remove(request)
         if request.state is RequestState.SWAPPED:
             running_set.memory.drop_swapped(request)
-        elif request.state is RequestState.ARRIVED:
+        elif request in running_set.arrived:
             del running_set.arrived[request]
             running_set.memory.free(request, request.num_computed_tokens, for_good=True)
         elif request in running_set.loading:

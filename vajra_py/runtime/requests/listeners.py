@@ -29,13 +29,21 @@ class Listeners:
     blocks_stored: tuple[Told, ...] = ()
     blocks_removed: tuple[Told, ...] = ()
     caches_cleared: tuple[Told, ...] = ()
+    tier_blocks_stored: tuple[Told, ...] = ()
+    tier_blocks_removed: tuple[Told, ...] = ()
+    tiers_cleared: tuple[Told, ...] = ()
     program_ends: tuple[tuple[Any, Told], ...] = ()
     """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
 
     @property
     def hear_content(self) -> bool:
         """True if somebody listens to the content of caches."""
-        return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared)
+        return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared or self.hear_tiers)
+
+    @property
+    def hear_tiers(self) -> bool:
+        """True if somebody listens to the content of memory tiers below the devices."""
+        return bool(self.tier_blocks_stored or self.tier_blocks_removed or self.tiers_cleared)
 
 
 NOBODY = Listeners()
@@ -60,6 +68,9 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         blocks_stored=of("on_blocks_stored"),
         blocks_removed=of("on_blocks_removed"),
         caches_cleared=of("on_cache_cleared"),
+        tier_blocks_stored=of("on_tier_blocks_stored"),
+        tier_blocks_removed=of("on_tier_blocks_removed"),
+        tiers_cleared=of("on_tier_cleared"),
         program_ends=tuple(
             (policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None
         ),

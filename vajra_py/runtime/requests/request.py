@@ -7,7 +7,7 @@ its counters are kept by the replica's decode pool, so that a steady step touche
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -40,6 +40,10 @@ class RequestState(Enum):
     """Waiting on the replica that it goes to, its KV still on the one that it comes from."""
     ARRIVED = "arrived"
     """Waiting, the KV that it came with in its replica's memory."""
+    LOADING = "loading"
+    """Waiting, KV of its prefix on its way from a lower tier of its replica's memory to blocks that it holds."""
+    LOADED = "loaded"
+    """Waiting, the KV of its prefix in blocks that it holds."""
     ENDED = "ended"
 
     __hash__ = object.__hash__  # members are singletons; hashing the name is ten times slower
@@ -52,11 +56,11 @@ _UNCOMPUTED = (RequestState.CREATED, RequestState.WAITING, RequestState.PREEMPTE
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.DEFERRED, RequestState.WAITING, RequestState.ENDED}),
     RequestState.DEFERRED: frozenset({RequestState.WAITING, RequestState.ENDED}),
-    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.LOADING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset(
         {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
     ),
-    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.LOADING, RequestState.ENDED}),
     RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.HELD: frozenset(
         {
@@ -71,6 +75,8 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
         {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
     ),
     RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.LOADING: frozenset({RequestState.LOADED, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.LOADED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 
@@ -138,6 +144,16 @@ class SharedCounters(Protocol):
         """Steps that came back so far."""
 
 
+class LooksUpPrefixes(Protocol):
+    """Memory of the replicas of a replicaset, for a request that is bound to one of them."""
+
+    def prefix_hits(self, request: Request) -> int:
+        """Leading tokens of a request in its replica's prefix cache."""
+
+    def tier_hits(self, request: Request) -> Mapping[str, int]:
+        """Leading tokens of a request by the nearest memory tier of its replica that holds them; empty without tiers."""
+
+
 class Request(_Stated):
     """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
 
@@ -153,6 +169,7 @@ class Request(_Stated):
         "admitted_at",
         "admitted_index",
         "arrived_at",
+        "caches",
         "deadline_at",
         "detail",
         "end_epoch",
@@ -171,7 +188,6 @@ class Request(_Stated):
         "num_preemptions",
         "num_prompt_tokens",
         "preempted_index",
-        "prefix_hits",
         "program",
         "replica_id",
         "replicaset",
@@ -195,8 +211,8 @@ class Request(_Stated):
         self.admission: Admission | None = None
         self.hashes: BlockHashes | None = None
         self.program: Program | None = None
-        self.prefix_hits: Callable[[Request], int] | None = None
-        """Look-up in the prefix cache of the replica where it waits or has waited; None: it was never bound to one."""
+        self.caches: LooksUpPrefixes | None = None
+        """Look-up in the memory of the replica where it waits or has waited; None: it was never bound to one."""
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
@@ -307,8 +323,15 @@ class Request(_Stated):
 
     def prefix_hit_tokens(self) -> int:
         """Leading tokens that the prefix cache of the replica where it waits holds now."""
-        is_bound = self.prefix_hits is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
-        return self.prefix_hits(self) if is_bound and self.prefix_hits is not None else 0
+        caches = self.caches
+        is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
+        return caches.prefix_hits(self) if is_bound and caches is not None else 0
+
+    def tier_hit_tokens(self) -> Mapping[str, int]:
+        """Leading tokens by the nearest memory tier of the replica where it waits that holds them now."""
+        caches = self.caches
+        is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
+        return caches.tier_hits(self) if is_bound and caches is not None else {}
 
     def block_hashes(self) -> Sequence[Hashable]:
         """Keys of the prompt's full blocks, where others can have the same."""

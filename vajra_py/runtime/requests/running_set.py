@@ -42,7 +42,7 @@ class RunningSet:
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
         self.arrived: dict[Request, None] = {}
-        """Waiting requests that came with their KV: they hold blocks, and are offered before the others, lest these wait for them."""
+        """Waiting requests that came with their KV, or whose prefix was loaded: they hold blocks, and are offered before the others, lest these wait for them."""
         self.loading: dict[Request, None] = {}
         """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
         self.num_running = 0

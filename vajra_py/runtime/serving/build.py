@@ -34,14 +34,17 @@ from vajra_py.plugins import (
 )
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions, Retention
 from vajra_py.runtime.kv.interface import max_request_tokens
+from vajra_py.runtime.kv.tiers import KvTiers
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
+from vajra_py.runtime.serving.build_tiers import TiersOfReplicaset, tier_rules
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.policy_binding import Policies
@@ -215,9 +218,13 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
 
 
 def build_memory(
-    settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False, retention: Retention | None = None
+    settings: ReplicaConfig,
+    limits: ReplicaLimits,
+    records_copies: bool = False,
+    retention: Retention | None = None,
+    tiers: KvTiers | None = None,
 ) -> KvMemory:
-    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do)."""
+    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do), `tiers` are below it."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -236,7 +243,7 @@ def build_memory(
         return KvParallelMemory(
             groups, limits.block_size, host_blocks=limits.host_blocks, records_copies=records_copies
         )
-    return PagedKvMemory(
+    memory = PagedKvMemory(
         limits.num_blocks,
         limits.block_size,
         prefix_cache=options if cache.enabled else None,
@@ -244,6 +251,9 @@ def build_memory(
         records_copies=records_copies,
         retention=retention,
     )
+    if tiers is not None:
+        memory.put_above(tiers)
+    return memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +270,8 @@ class ReplicaPlan:
     retention: PolicyChoice | None = None
     num_layers: int | None = None
     """Layers of its model; None: unknown."""
+    tiers: KvTiers | None = None
+    """Memory tiers below its device; None: there are none, or they are not built yet."""
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
@@ -323,8 +335,7 @@ def build_replicaset(
     policies.shared = shared
     policies.beside = ((services.output_lengths, "output_length"),)
     scaling = _build_scaling(name, settings, context, seeds, services)
-    if scaling is not None:
-        policies.beside = (*policies.beside, (scaling.scaler, scaling.name))
+    policies.beside += () if scaling is None else ((scaling.scaler, scaling.name),)
     policies.retention = [
         _build_retention(name, plan, context, seeds.child("retention", str(replica_id)), services)
         for replica_id, plan in enumerate(plans)
@@ -340,6 +351,7 @@ def build_replicaset(
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
+    replicaset.tiers, plans = _with_tiers(plans, TiersOfReplicaset(context, seeds, services.registry))
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
     _let_requests_move(replicaset, settings, plans, scaling)
@@ -348,6 +360,16 @@ def build_replicaset(
     if scaling is not None:
         scaling.attach(replicaset)
     return replicaset
+
+
+def _with_tiers(
+    plans: Sequence[ReplicaPlan], makes: TiersOfReplicaset
+) -> tuple[TierMovesRules | None, Sequence[ReplicaPlan]]:
+    """Return the rules of the replicas' memory tiers (None: they have none), and the plans with tiers. Raises `ConfigError`."""
+    rules = tier_rules([(plan.settings, plan.limits) for plan in plans])
+    if rules is None:
+        return None, plans
+    return rules, [replace(one, tiers=makes.of(index, one.settings, one.limits)) for index, one in enumerate(plans)]
 
 
 def _is_split(plans: Sequence[ReplicaPlan]) -> bool:
@@ -472,6 +494,7 @@ def _build_replica(
                 plan.limits,
                 services.records_copies,
                 _order_of(policies.retention[replica_id], services.registry),
+                plan.tiers,
             ),
             queue=policies.new_queue(),
             shared=shared,

@@ -40,6 +40,13 @@ class ContentFeed:
             if self._is_bound:
                 events.cleared()
             replica.memory.report_content(events)
+            tiers = replica.memory.tiers
+            if tiers is not None and listeners.hear_tiers:
+                clock, record = replica.memory.now, self._record
+                below = [ContentEvents(replica.replica_id, clock, record, name) for name in tiers.names]
+                for one in below if self._is_bound else ():
+                    one.cleared()
+                tiers.report(below)
         self._is_bound = True
 
     def deliver(self, now: float) -> None:
@@ -68,8 +75,11 @@ class ContentFeed:
         return found * memory.block_size
 
     def _give(self, event: ContentEvent) -> None:
-        at, replica_id, change, hashes = event
+        at, replica_id, change, hashes, tier = event
         listeners = self._listeners
+        if tier:
+            self._give_of_tier(event)
+            return
         if change is ContentChange.CLEARED:
             if self._known:
                 self._known[replica_id].clear()
@@ -82,3 +92,14 @@ class ContentFeed:
             (known.update if is_stored else known.difference_update)(hashes)
         for tell in listeners.blocks_stored if is_stored else listeners.blocks_removed:
             tell(replica_id, hashes, at)
+
+    def _give_of_tier(self, event: ContentEvent) -> None:
+        at, replica_id, change, hashes, tier = event
+        listeners = self._listeners
+        if change is ContentChange.CLEARED:
+            for tell in listeners.tiers_cleared:
+                tell(replica_id, tier, at)
+            return
+        is_stored = change is ContentChange.STORED
+        for tell in listeners.tier_blocks_stored if is_stored else listeners.tier_blocks_removed:
+            tell(replica_id, tier, hashes, at)

@@ -54,6 +54,7 @@ from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import Start
+from vajra_py.runtime.serving.tier_moves import TierMoves
 from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
@@ -63,7 +64,9 @@ _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIV
 _TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
-_IN_THE_BACKGROUND = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
+_ASKS_POLICIES = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
+"""Phases of events by which no request goes on, unless a policy does something."""
+_IN_THE_BACKGROUND = (*_ASKS_POLICIES, Phase.TIER)
 """Phases of events that do not keep a run going that has no request left."""
 
 FormStep = Callable[[Replica, int], StepPlan | None]
@@ -102,7 +105,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is asked, `TIER` the name of a replicaset, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -153,12 +156,17 @@ class Driver(Generic[R]):
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
+        self._tiers: dict[str, TierMoves[R]] = {
+            name: TierMoves(one, one.tiers, self)
+            for name, one in controller.replicasets.items()
+            if one.tiers is not None
+        }
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
         """Replicasets whose prompts are sent while they are computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
-        is_all = None if options.serves else self._only_background_is_left
+        is_all = None if options.serves else self._only_policies_are_left
         self._waker = PolicyWaker(self._movements, self._elasticity, self, is_all)
         self._asks_timeless = False
         """True if the admission policy decides again, in this tick, about requests that were deferred until something changes."""
@@ -243,6 +251,8 @@ class Driver(Generic[R]):
             self._waker.wake(payload)
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
+        elif phase is Phase.TIER:
+            self._tiers_due(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -293,6 +303,8 @@ class Driver(Generic[R]):
         if replica is not None:
             one = self._replicas[replicaset.name][replica.replica_id]
             backend.on_placed(request, (one,))
+            if replicaset.name in self._tiers:
+                self._tiers[replicaset.name].queued(request, one)
             if self.fast_forward is not None:
                 self.fast_forward.on_queued(one)
             if replicaset.newly_held_back:
@@ -518,8 +530,13 @@ class Driver(Generic[R]):
     def _start(self, one: R) -> None:
         self._formed_at = self.now
         movements = self._movements
+        tiers = self._tiers[one.replica.replicaset] if one.replica.has_tiers else None
+        if tiers is not None:
+            tiers.before_step(one)
         try:
             plan = self.form_step(one.replica, self.now)
+            if tiers is not None:
+                tiers.after_step(one)
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)
@@ -582,6 +599,12 @@ class Driver(Generic[R]):
             return
         self._elasticity.end_drains(name)
 
+    def _tiers_due(self, replicaset: str) -> None:
+        try:
+            self._tiers[replicaset].due()
+        except PolicyError as error:
+            self.isolate(replicaset, error)
+
     def _step_ended(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
@@ -594,16 +617,19 @@ class Driver(Generic[R]):
 
     def _is_over(self) -> bool:
         """True if nothing but background events is left, with no request to serve and none to come."""
-        return not self._options.serves and not self.controller.num_alive and self._only_background_is_left()
+        return not self._options.serves and not self.controller.num_alive and self._is_left_only(_IN_THE_BACKGROUND)
 
     def _is_too_late(self, tick: int, phase: Phase) -> bool:
         """Return True if an event does not happen because the run is over; a program may end in its last tick."""
         in_last_tick = phase is Phase.PROGRAM and tick == self.now
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 
-    def _only_background_is_left(self) -> bool:
-        """Return True if only events are to come that do not keep a run going."""
-        return all(event[1] in _IN_THE_BACKGROUND for event in self.events.heap)
+    def _only_policies_are_left(self) -> bool:
+        """Return True if only events are to come by which nothing goes on, unless a policy does something."""
+        return self._is_left_only(_ASKS_POLICIES)
+
+    def _is_left_only(self, phases: Sequence[Phase]) -> bool:
+        return all(event[1] in phases for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
         """Schedule a wake-up; what is due now comes a tick later once steps are formed, before which a replay would let it happen."""

@@ -21,20 +21,22 @@ class Phase(IntEnum):
     """A step has left the first stage of a pipeline."""
     TRANSFER = 3
     """KV on its way between replicas may have arrived."""
-    ARRIVAL = 4
-    ADMISSION = 5
+    TIER = 4
+    """KV on its way between tiers of memory may have arrived."""
+    ARRIVAL = 5
+    ADMISSION = 6
     """The admission policy is asked again about requests that it has deferred."""
-    EXPIRY = 6
-    ABORT = 7
-    PROGRAM = 8
+    EXPIRY = 7
+    ABORT = 8
+    PROGRAM = 9
     """A program has ended, or was idle for so long."""
-    POLICY = 9
+    POLICY = 10
     """A policy takes another's place."""
-    WAKE = 10
+    WAKE = 11
     """A policy is woken at a time that it asked for."""
-    SCALING = 11
+    SCALING = 12
     """A scaler is asked, or a replica that it has started comes up."""
-    FORM = 12
+    FORM = 13
     """A replica forms its next step, by rank; after them idle ones, for a shared queue."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -82,6 +82,11 @@ class LiveLoad:
         if self.feed is not None:
             return self.feed.hit_tokens(self.replica_id, hashes, request.num_known_tokens)
         return self.replica.memory.lookup_prefix(hashes, request.num_known_tokens)
+
+    def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
+        """Leading prompt tokens by the nearest of this replica's memory tiers that holds them now; empty without tiers."""
+        hashes = getattr(request, "hashes", None)
+        return {} if hashes is None else self.replica.memory.tier_hits(hashes, request.num_known_tokens)
 
 
 _COLUMNS: dict[str, Callable[[list[Replica]], list[int]]] = {
@@ -182,6 +187,10 @@ class SnapshotLoad:
     def prefix_hit_tokens(self, request: RequestView) -> int:
         """Leading prompt tokens in this replica's prefix cache now."""
         return self.live.prefix_hit_tokens(request)
+
+    def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
+        """Leading prompt tokens by the nearest of this replica's memory tiers that holds them now."""
+        return self.live.tier_hit_tokens(request)
 
 
 _MAX_GROUPS = 1000

@@ -82,11 +82,18 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     ]:  # requests whose KV was here or on its way from or to another replica
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
+    for (
+        request
+    ) in replica.running_set.loading:  # from a lower tier: what was to come from another replica is called off by now
+        request.move_to(RequestState.PREEMPTED)
     for request in leaving:
         replica.queue.add(request, now)
     replica.lifecycle.held.clear()
     replica.running_set.arrived.clear()
+    replica.running_set.loading.clear()
     replica.memory.clear()
+    if replica.memory.tiers is not None:
+        replica.memory.tiers.clear_shared()
     for waiting in replica.queue:
         request = cast(Request, waiting)
         replica.memory.register(request, request.hashes)

@@ -89,6 +89,7 @@ class Replica:
         "forms_steps",
         "gives_first_token",
         "hands_off",
+        "has_tiers",
         "lifecycle",
         "limits",
         "max_request_tokens",
@@ -118,6 +119,8 @@ class Replica:
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
         self.num_steps = 0
         self.num_in_flight = 0
+        self.has_tiers = parts.memory.tiers is not None
+        """True if there are tiers of memory below the device."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None

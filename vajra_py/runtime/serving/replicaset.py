@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
+from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -82,6 +84,7 @@ class Replicaset:
         "scheduler_name",
         "shared",
         "sync",
+        "tiers",
     )
 
     def __init__(
@@ -130,6 +133,8 @@ class Replicaset:
         """Policies in force; None: the replicaset was put together by hand, and its policies stay."""
         self.hand_off: HandOffRules | None = None
         """Rules by which requests leave with their KV; None: they do not."""
+        self.tiers: TierMovesRules | None = None
+        """Links and rules of the memory tiers below its replicas' devices; None: there are none."""
         self.held_back: dict[Request, None] = {}
         """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
         self.newly_held_back: list[Request] = []
@@ -422,17 +427,26 @@ class Replicaset:
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when any may pull it."""
         request.move_to(RequestState.WAITING)
-        request.prefix_hits = self._prefix_hits
+        request.caches = self
         return self.place(request, now)
 
-    def _prefix_hits(self, request: Request) -> int:
+    def prefix_hits(self, request: Request) -> int:
         """Leading tokens of a request in the prefix cache of the replica that it is bound to."""
-        replica = self.replicas[request.replica_id]
         if request.hashes is None:
             return 0
+        return self._memory_of(request).lookup_prefix(request.hashes, request.num_known_tokens)
+
+    def tier_hits(self, request: Request) -> Mapping[str, int]:
+        """Leading tokens of a request by the nearest memory tier of its replica that holds them; empty without tiers."""
+        if request.hashes is None:
+            return {}
+        return self._memory_of(request).tier_hits(request.hashes, request.num_known_tokens)
+
+    def _memory_of(self, request: Request) -> KvMemory:
+        replica = self.replicas[request.replica_id]
         if replica.num_in_flight:  # steps of it that have ended may not be applied yet
             self.sync()
-        return replica.memory.lookup_prefix(request.hashes, request.num_known_tokens)
+        return replica.memory
 
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""

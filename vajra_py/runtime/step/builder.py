@@ -6,6 +6,7 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 from vajra_py.contract import DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
@@ -22,8 +23,19 @@ from vajra_py.runtime.step.plan_draft import PlanDraft
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
 _REMOTE = RequestState.REMOTE
-_WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED})
+_LOADING = RequestState.LOADING
+_WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOADED})
 """States of waiting requests some of whose tokens are computed."""
+
+
+class FindsInTiers(Protocol):
+    """What the lower tiers of one replica's memory hold for its waiting requests."""
+
+    def num_to_load(self, request: Request, num_on_device: int) -> int | None:
+        """Tokens to load after those that the device holds, whole blocks; None: the request waits for a prefetch."""
+
+    def load(self, request: Request, num_on_device: int, num_tokens: int) -> None:
+        """Begin to load so many tokens to blocks that the request is about to get."""
 
 
 class Builder(PlanDraft):
@@ -39,6 +51,7 @@ class Builder(PlanDraft):
         "_order",
         "_order_of_decodes",
         "_order_position",
+        "_tiers",
         "_to_cache",
         "dropped",
         "handed_off",
@@ -66,6 +79,8 @@ class Builder(PlanDraft):
         """Requests that a policy lets leave with their KV and that are not on their way yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
         """Reason that a running request cannot leave; None: requests do not move here."""
+        self._tiers: FindsInTiers | None = None
+        """What lower tiers of memory hold for waiting requests; None: there are none."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
@@ -96,6 +111,10 @@ class Builder(PlanDraft):
     def let_hand_off(self, keeps: Callable[[Request], Refusal | None]) -> None:
         """Let policies hand requests off, unless `keeps` has a reason against it."""
         self._keeps = keeps
+
+    def use_tiers(self, tiers: FindsInTiers) -> None:
+        """Look for the prefixes of waiting requests in lower tiers of memory too."""
+        self._tiers = tiers
 
     def take_handed_off(self) -> list[Request]:
         """Return the requests that the policy has handed off since the last call."""
@@ -209,6 +228,8 @@ class Builder(PlanDraft):
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
         state = request.state
+        if state is _LOADING:
+            return self._refuse(request, Refusal.LOADING)
         done = request.num_computed_tokens if state in _WITH_KV else memory.cached_tokens(request)
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
@@ -227,6 +248,11 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.WATERMARK)
         busy = self._busy_groups() if self._group_tokens else frozenset()
         if state not in _WITH_KV:
+            if (
+                self._tiers is not None
+                and (refusal := self._from_tiers(self._tiers, request, done, to_hold)) is not None
+            ):
+                return self._refuse(request, refusal)
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
                 return self._refuse(request, Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS)
@@ -246,6 +272,23 @@ class Builder(PlanDraft):
         kind = self._lifecycle.admitted(request, done, self.now)
         self._put_chunk(request, num_tokens, done, kind)
         return None
+
+    def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:
+        """Have the prefix of a request brought that a lower tier holds; None: it has nothing to wait for."""
+        num_tokens = tiers.num_to_load(request, done)
+        if num_tokens is None:
+            self._lifecycle.bind(request, self.now)
+            return Refusal.LOADING
+        if not num_tokens:
+            return None
+        to_hold = max(to_hold, done + num_tokens)
+        if not self._memory.can_allocate(request, to_hold):
+            return Refusal.KV_BLOCKS
+        tiers.load(request, done, num_tokens)  # first: what an exclusive tier gives away makes room there
+        if self._memory.allocate(request, to_hold) is None:
+            raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
+        self._lifecycle.load(request, self.now)
+        return Refusal.LOADING
 
     def _load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
         """Set blocks aside for a request whose KV is on another replica, and have it brought."""

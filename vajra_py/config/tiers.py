@@ -1,0 +1,166 @@
+"""Schema of `replica.memory.tiers`: memory below the device, to which cached content goes and from which it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from vajra_py.config.sections import NAME_PATTERN, Count, PolicyChoice, PositiveCount, Seconds, Section, Switch
+
+_Bandwidth = Annotated[float, Field(strict=True, ge=1e-9, le=1e9)]
+
+
+TIER_PRESETS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "vllm_offloading": (
+        {"prefetch": "wait_complete", "prefetch_from": "admission", "prompts_only": True},
+        {"write": "write_through", "retention": {"policy": "lru"}},
+    ),
+    "sglang_hicache": (
+        {
+            "prefetch": "timeout",
+            "prefetch_from": "arrival",
+            "prefetch_timeout_s": 1.0,
+            "prefetch_timeout_s_per_1k_tokens": 0.25,
+            "min_prefetch_tokens": 256,
+            "min_load_tokens": 10,
+        },
+        {"write": "write_through", "retention": {"policy": "lru"}},
+    ),
+}
+"""Rules of systems by name: those of all tiers, and those of each.
+
+Sources: vLLM 0.33 `OffloadingConnector` with its CPU and secondary tiers; SGLang 0.5.23 HiCache and its defaults.
+"""
+
+
+class TierConfig(Section):
+    """One tier: its size, its link to the memory above it, and what it keeps."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="Name in results and for policies, such as `host`.")
+    num_blocks: PositiveCount = Field(description="KV blocks that it holds; of a shared tier in all.")
+    bandwidth_gb_s: _Bandwidth = Field(
+        description="Bandwidth of each replica's link to it, each way, GB/s (of 10^9 bytes).",
+        json_schema_extra={"unit": "GB/s"},
+    )
+    shared_bandwidth_gb_s: _Bandwidth | None = Field(
+        None,
+        description="Bandwidth that all transfers of a shared tier have together, GB/s (of 10^9 bytes); null: no limit.",
+        json_schema_extra={"unit": "GB/s"},
+    )
+    latency_s: Seconds = Field(0.0, description="Time from a transfer's start until its first byte flows, seconds.")
+    contention: Literal["max_min", "none", "fixed_share", "exclusive"] = Field(
+        "max_min", description="What transfers on its link do to each other; as for `links`."
+    )
+    write: Literal["write_back", "write_through", "write_through_selective"] = Field(
+        "write_back",
+        description=(
+            "When content of the memory above is copied to it: when that gives it up; as soon as it is there; or when it has been used "
+            "`after_uses` times."
+        ),
+    )
+    after_uses: PositiveCount = Field(
+        2, description="Uses from which `write_through_selective` copies; the first computation is one."
+    )
+    exclusive: Switch = Field(
+        False, description="Content that comes back leaves the tier; only with `write_back`. false: it stays there too."
+    )
+    shared: Switch = Field(
+        False, description="One tier for all replicas of the replicaset; only the last tier, and not exclusive."
+    )
+    retention: PolicyChoice = Field(
+        default_factory=lambda: PolicyChoice(policy="lru"),
+        description="Which of its content it gives up first: a retention policy by name.",
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.exclusive and self.write != "write_back":
+            raise ValueError(
+                f"exclusive does not go with {self.write}, which keeps content in both; allowed: write_back"
+            )
+        if self.exclusive and self.shared:
+            raise ValueError("a shared tier cannot be exclusive: other replicas find its content")
+        if self.shared_bandwidth_gb_s is not None and not self.shared:
+            raise ValueError("shared_bandwidth_gb_s is of a shared tier; set shared: true, or leave it out")
+        if self.after_uses != 2 and self.write != "write_through_selective":
+            raise ValueError(f"after_uses is for write_through_selective (got {self.write})")
+        return self
+
+
+class TiersConfig(Section):
+    """Memory tiers below the device, nearest first, and how content comes back from them. A list is short for `levels`."""
+
+    preset: Literal["vllm_offloading", "sglang_hicache"] | None = Field(
+        None,
+        description="Rules of a system, for the keys that are left out here and in the levels; null: those of this schema.",
+    )
+    levels: tuple[TierConfig, ...] = Field(min_length=1, description="Tiers, nearest to the device first.")
+    prefetch: Literal["wait_complete", "timeout", "best_effort"] = Field(
+        "wait_complete",
+        description=(
+            "What becomes of a request that is looked at while content of tiers beyond the first is on its way to the first: it waits; "
+            "it waits for so long; or it goes on with what has arrived."
+        ),
+    )
+    prefetch_from: Literal["arrival", "admission"] = Field(
+        "arrival",
+        description="When that begins: when a request is queued at its replica, or when the scheduler first tries to admit it.",
+    )
+    prefetch_timeout_s: Seconds = Field(
+        1.0, description="Wait of `timeout` from the first look at the request on, seconds."
+    )
+    prefetch_timeout_s_per_1k_tokens: Seconds = Field(
+        0.25, description="Further wait of `timeout` for each 1024 tokens that are prefetched, seconds."
+    )
+    min_prefetch_tokens: Count = Field(
+        0, description="Fewest tokens for which a prefetch is begun; what is less is computed."
+    )
+    min_load_tokens: Count = Field(
+        0, description="Fewest tokens that are loaded from the first tier to the device; what is less is computed."
+    )
+    prompts_only: Switch = Field(
+        False, description="Keep content of prompts alone; generated tokens are kept once a later prompt has them."
+    )
+    kv_bytes_per_token: PositiveCount | None = Field(
+        None, description="Bytes that a token's KV takes on a link; null: what the model has."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return {"levels": value}
+        name = value.get("preset") if isinstance(value, Mapping) else None
+        preset = TIER_PRESETS.get(name) if isinstance(name, str) else None
+        if preset is None:
+            return value
+        of_all, of_each = preset
+        levels = value.get("levels")
+        if isinstance(levels, list | tuple):
+            levels = [{**of_each, **one} if isinstance(one, Mapping) else one for one in levels]
+        return {**of_all, **value, "levels": levels}
+
+    @field_validator("levels")
+    @classmethod
+    def _distinct(cls, levels: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+        names = [level.name for level in levels]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two tiers have one name ({', '.join(twice)})")
+        if "device" in names:
+            raise ValueError("a tier is named device, which is the memory above the first tier")
+        above = [level.name for level in levels[:-1] if level.shared]
+        if above:
+            raise ValueError(f"{above[0]!r} is shared, and a tier comes after it; only the last tier may be shared")
+        return levels
+
+    @model_validator(mode="after")
+    def _begins_in_time(self) -> Self:
+        if self.prefetch == "best_effort" and self.prefetch_from == "admission":
+            raise ValueError(
+                "best_effort uses what has arrived at the first look, and prefetch_from: admission begins with it; "
+                "allowed: prefetch_from: arrival, or another rule"
+            )
+        return self

@@ -1,0 +1,117 @@
+"""Observer that records what memory tiers below the devices gave: hits by request, and what went over their links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vajra_py.contract import ReplicaId, RequestView
+from vajra_py.contract.observer import Observer, TierTransfer
+from vajra_py.metrics.definitions import Ints
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.serving.controller import Controller
+
+LOAD_TIME = "tier_load_s"
+"""Column: seconds for which a request waited for its prefix to be loaded to the device, before its first admission; NaN: it loaded none."""
+_HITS = "hit_tokens_"
+
+
+def hits_column(tier: str) -> str:
+    """Return the name of the column of tokens that a request found in a tier, "device" among them, at its first admission."""
+    return f"{_HITS}{tier}"
+
+
+def is_of_tiers(column: str) -> bool:
+    """Return True for a column of the requests table that only runs with memory tiers have."""
+    return column == LOAD_TIME or column.startswith(_HITS)
+
+
+@dataclass(frozen=True, slots=True)
+class TierLink:
+    """Link of one tier in one replicaset."""
+
+    bandwidth: float
+    """Bytes per second each way, of all replicas together."""
+
+
+def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
+    """Return the links of the tiers by name, nearest first, by replicaset that has any."""
+    found: dict[str, dict[str, TierLink]] = {}
+    for name, replicaset in controller.replicasets.items():
+        rules = replicaset.tiers
+        owners = [one.memory.tiers for one in replicaset.replicas if one.memory.tiers is not None]
+        if rules is None or not owners:
+            continue
+        links = {}
+        for tier, link in zip(owners[0].names, rules.links, strict=True):
+            limits = [len(owners) * (link.bandwidth or np.inf), link.shared_bandwidth or np.inf]
+            links[tier] = TierLink(min(limits))
+        found[name] = links
+    return found
+
+
+@dataclass(slots=True)
+class Flow:
+    """Content that has gone from one memory to another in one replicaset."""
+
+    num_transfers: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    """Sum of the transfers' durations."""
+
+
+class TierLog(Observer):
+    """Collects hits by tier and request, and flows between tiers."""
+
+    wants_step_ends = False
+
+    def __init__(self, links: Mapping[str, Mapping[str, TierLink]]) -> None:
+        self.links = links
+        self.tiers: Sequence[str] = list(dict.fromkeys(tier for one in links.values() for tier in one))
+        """Names of the tiers of all replicasets."""
+        self.flows: dict[tuple[str, str, str], Flow] = {}
+        """By replicaset, source and target."""
+        self._hits: dict[int, tuple[Mapping[str, int], float]] = {}
+        """Loaded tokens by tier, and the wait for them, by index of the request."""
+
+    def on_tier_hit(
+        self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
+    ) -> None:
+        """Note what a request found before its first admission."""
+        if request.admitted_index == 0:
+            self._hits[request.index] = num_tokens, load_s
+
+    def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
+        """Forget the hits of a request that gave them up before it was admitted."""
+        if request.admitted_index == 0:
+            self._hits.pop(request.index, None)
+
+    def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
+        """Count a transfer."""
+        flow = self.flows.setdefault((transfer.replicaset, transfer.source, transfer.target), Flow())
+        flow.num_transfers += 1
+        flow.num_blocks += transfer.num_blocks
+        flow.num_bytes += transfer.num_bytes
+        flow.seconds += now - transfer.started_at
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Further columns of the requests table, in order."""
+        return [hits_column("device"), *map(hits_column, self.tiers), LOAD_TIME]
+
+    def columns_for(self, indices: Ints, num_cached_tokens: Ints) -> dict[str, Any]:
+        """Return the values of `columns` for the requests with these indices."""
+        hits = [self._hits.get(index) for index in indices.tolist()]
+        found: dict[str, Any] = {
+            hits_column(tier): np.array([0 if one is None else one[0].get(tier, 0) for one in hits], dtype=np.int64)
+            for tier in self.tiers
+        }
+        loaded = sum(found.values(), np.zeros(len(indices), dtype=np.int64))
+        found[hits_column("device")] = np.maximum(np.asarray(num_cached_tokens) - loaded, 0)
+        found[LOAD_TIME] = np.array([np.nan if one is None else one[1] for one in hits])
+        return found

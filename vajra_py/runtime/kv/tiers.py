@@ -1,0 +1,465 @@
+"""Tiers of one replica's KV memory below the device: what its prefix cache stores or gives up, and what comes back.
+
+The first tier is next to the device; content of the others comes through it. A tier gets content from the one above it: when that
+gives it up (`write_back`), as soon as it is there (`write_through`), or when it has been used so often (`write_through_selective`).
+Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
+
+Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and whoever has the
+links says when it has arrived. A replica may share its last tier with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.kv.block_hashes import BlockHashes, reads_cache
+from vajra_py.runtime.kv.block_pool import require
+from vajra_py.runtime.kv.content_events import ContentEvents
+from vajra_py.runtime.kv.tier_store import TierBlock, TierStore
+
+WriteRule: TypeAlias = Literal["write_back", "write_through", "write_through_selective"]
+
+DEVICE = "device"
+"""Name of the memory above the first tier."""
+_FIRST_LOOKUP_BLOCKS = 32
+_LOOKUP_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """Rules by which one tier gets and keeps content."""
+
+    write: WriteRule = "write_back"
+    after_uses: int = 2
+    """Uses, the first computation included, from which `write_through_selective` writes."""
+    is_exclusive: bool = False
+    """True: content that is in the tier above is not here too. Only with `write_back`."""
+    is_shared: bool = False
+    """True: replicas share the tier."""
+
+    def writes_at(self, num_uses: int) -> bool:
+        """Return True if content that has been used so often is written while the tier above keeps it."""
+        if self.write == "write_back":
+            return False
+        return self.write == "write_through" or num_uses >= self.after_uses
+
+
+class _OnDevice:
+    """Content that the device's cache holds."""
+
+    __slots__ = ("depth", "num_uses", "parent_hash", "request")
+
+    def __init__(self, parent_hash: Hashable, depth: int, request: Any, num_uses: int) -> None:
+        self.parent_hash = parent_hash
+        self.depth = depth
+        self.request = request
+        self.num_uses = num_uses
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """Blocks of the first tier on their way to the device, in order of their chain."""
+
+    blocks: Sequence[TierBlock]
+    were_taken: bool
+    """True if an exclusive tier gave them away."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierFetch:
+    """Blocks of one lower tier on their way to the first one, in order of their chain: (there, in the first tier)."""
+
+    level: int
+    pairs: Sequence[tuple[TierBlock, TierBlock]]
+
+
+class KvTiers:
+    """The tiers below one replica's device, nearest first; level 0 is the first one."""
+
+    def __init__(
+        self,
+        stores: Sequence[TierStore],
+        rules: Sequence[TierRules],
+        block_size: int,
+        replica_id: int = 0,
+        *,
+        prompts_only: bool = False,
+    ) -> None:
+        """`prompts_only`: generated tokens are kept once they are in a prompt."""
+        self.stores = stores
+        self.rules = rules
+        self.block_size = block_size
+        self.num_dropped = [0] * len(stores)
+        """Blocks that a tier did not take, by level: all that it has were being read or written."""
+        self.on_forget: Callable[[Any], None] | None = None
+        """Told of each request that leaves the replica or its queue."""
+        self.on_give_up: Callable[[Any], None] | None = None
+        """Told of each request that gives up what it has loaded, so that others can run."""
+        self.on_clear: Callable[[], None] | None = None
+        """Told before everything is forgotten."""
+        self.events: Sequence[ContentEvents | None] = [None] * len(stores)
+        """Records of what each tier holds; None: nobody reads it."""
+        self._replica_id = replica_id
+        self._prompts_only = prompts_only
+        self._clock: Callable[[], float] = float
+        self._device: dict[Hashable, _OnDevice] = {}
+        self._loaded: dict[Hashable, int] = {}
+        """Uses of content that is on its way to the device, from an exclusive tier."""
+        self._runs: dict[int, tuple[int, int, Any]] = {}
+        """Idle device content that nobody can name, by its first block: (name, blocks, request)."""
+        self._num_runs = 0
+        self._writes: list[tuple[int, TierBlock]] = []
+        self._computed: dict[Hashable, TierBlock] = {}
+        """Copies for the first tier of what the step being formed is to compute, or has found."""
+        self._is_evicting = False
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tiers, nearest first."""
+        return [store.name for store in self.stores]
+
+    @property
+    def policy_error(self) -> PolicyError | None:
+        """Violation of the contract by a tier's retention policy; None: there was none."""
+        return next((store.policy_error for store in self.stores if store.policy_error is not None), None)
+
+    def report(self, events: Sequence[ContentEvents]) -> None:
+        """Record what each tier holds, and from now on what it comes to hold and loses."""
+        self.events = events
+        for store, one in zip(self.stores, events, strict=True):
+            one.stored(store.contents())
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Read the present time here from now on, seconds."""
+        self._clock = clock
+
+    # Device
+
+    def cached(self, hashes: Sequence[Hashable], before: Hashable, request: Any) -> None:
+        """Content of a request was entered in the device's cache, as the continuation of `before`."""
+        device = self._device
+        known = None if before is None else device.get(before)
+        depth, parent = 0 if known is None else known.depth + 1, before
+        for block_hash in hashes:
+            one = device.get(block_hash)
+            if one is not None:
+                one.num_uses += 1
+                one.request = request
+            else:
+                below = self.stores[0].get(block_hash)
+                num_uses = self._loaded.pop(block_hash, 1 if below is None else below.num_uses)
+                one = device[block_hash] = _OnDevice(parent, depth, request, num_uses)
+                self._leave_exclusive(0, block_hash)
+            self._reaches_device(block_hash, one)
+            parent, depth = block_hash, depth + 1
+
+    def used(self, hashes: Sequence[Hashable], request: Any) -> None:
+        """A request has found content in the device's cache."""
+        now = self._clock()
+        for block_hash in hashes:
+            one = self._device[block_hash]
+            one.num_uses += 1
+            one.request = request
+            for level, store in enumerate(self.stores):
+                below = store.get(block_hash)
+                if below is not None:
+                    store.use(below, request, now)
+                    if below.is_here:
+                        self._write_below(level, below)
+            self._reaches_device(block_hash, one)
+
+    def _reaches_device(self, block_hash: Hashable, one: _OnDevice) -> None:
+        if (
+            self.rules[0].writes_at(one.num_uses)
+            and self.stores[0].get(block_hash) is None
+            and self._is_kept(one.depth, one.request)
+        ):
+            new = TierBlock(block_hash, one.parent_hash, one.depth, one.request, self._clock())
+            new.num_uses = one.num_uses
+            if self._add(0, new):
+                self._computed[block_hash] = new
+
+    def _is_kept(self, depth: int, request: Any) -> bool:
+        """Return True if a block of a request may go to the tiers: of its prompt, where that alone does."""
+        if not self._prompts_only:
+            return True
+        return bool((depth + 1) * self.block_size <= request.num_prompt_tokens)
+
+    def _write_below(self, level: int, one: TierBlock) -> None:
+        """Write what a tier has got, or used again, to the one below it, if that wants it."""
+        below = level + 1
+        if below < len(self.stores) and self.rules[below].writes_at(one.num_uses):
+            self._write(below, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+
+    def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
+        """Call `reuse`: what leaves the device's cache meanwhile is given up for other content; else it has expired, or was never computed."""
+        self._is_evicting = True
+        reuse(taken, count)
+        self._is_evicting = False
+
+    def gone(self, block_hash: Hashable) -> None:
+        """Content has left the device's cache."""
+        one = self._device.pop(block_hash)
+        if not self._is_evicting:
+            copy = self._computed.pop(block_hash, None)
+            if copy is not None:  # it was never computed
+                self.called_off(0, copy)
+        elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
+            self._write(0, block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+
+    def retired(self, first_block: int, num_blocks: int, request: Any) -> None:
+        """Blocks of content that nobody can name again became idle. It takes room and bandwidth like any other."""
+        self._num_runs += 1
+        run = self._num_runs, num_blocks, request
+        if self.rules[0].write == "write_back":
+            self._runs[first_block] = run
+        elif self.rules[0].writes_at(1):
+            self._write_run(run)
+
+    def run_evicted(self, first_block: int) -> None:
+        """Such content was overwritten."""
+        run = self._runs.pop(first_block, None)
+        if run is not None:
+            self._write_run(run)
+
+    def _write_run(self, run: tuple[int, int, Any]) -> None:
+        number, num_blocks, request = run
+        parent: Hashable = None
+        for depth in range(num_blocks):
+            if not self._is_kept(depth, request):
+                return
+            name = "private", self._replica_id, number, depth
+            self._write(0, name, parent, depth, request, 1)
+            parent = name
+
+    # Writing
+
+    def _write(
+        self, level: int, block_hash: Hashable, parent_hash: Hashable, depth: int, request: Any, num_uses: int
+    ) -> None:
+        store = self.stores[level]
+        if store.get(block_hash) is not None:
+            return
+        new = TierBlock(block_hash, parent_hash, depth, request, self._clock())
+        new.num_uses = num_uses
+        if self._add(level, new):
+            self._writes.append((level, new))
+
+    def _add(self, level: int, new: TierBlock) -> bool:
+        evicted = self.stores[level].add(new, self._clock())
+        if evicted is None:
+            self.num_dropped[level] += 1
+            return False
+        for one in evicted:
+            self._tell_removed(level, one)
+            if level + 1 < len(self.stores) and self.rules[level + 1].write == "write_back":
+                self._write(level + 1, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+        return True
+
+    def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
+        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is told to `written`."""
+        writes = self._writes
+        if writes:
+            self._writes = []
+        return writes
+
+    def take_computed(self) -> Sequence[TierBlock]:
+        """Return the copies for the first tier that were decided since the last call, of what is now computed; see `take_writes`."""
+        computed = self._computed
+        if not computed:
+            return ()
+        self._computed = {}
+        return list(computed.values())
+
+    def written(self, level: int, one: TierBlock) -> None:
+        """A copy has arrived in a tier."""
+        store = self.stores[level]
+        if not store.written(one, self._clock()):
+            return
+        if self.rules[level].is_exclusive and self._is_above(level, one.block_hash):
+            store.remove(one, self._clock())
+            return
+        self._tell_stored(level, one)
+        self._write_below(level, one)
+        self._leave_exclusive(level + 1, one.block_hash)
+
+    def _leave_exclusive(self, level: int, block_hash: Hashable) -> None:
+        """Let a tier that is exclusive give up what is now above it."""
+        if level < len(self.stores) and self.rules[level].is_exclusive:
+            below = self.stores[level].get(block_hash)
+            if below is not None and not below.num_locks:
+                self._withdraw(level, below)
+
+    def called_off(self, level: int, one: TierBlock) -> None:
+        """A copy will not arrive in a tier."""
+        self.stores[level].remove(one, self._clock())
+
+    def _is_above(self, level: int, block_hash: Hashable) -> bool:
+        return self.stores[level - 1].holds(block_hash) if level else block_hash in self._device
+
+    # Looking
+
+    def levels_of(self, hashes: BlockHashes, start: int, limit: int) -> list[int]:
+        """Return the nearest tier of each block from `start` on, before `limit`, up to the first that no tier holds."""
+        levels: list[int] = []
+        width = _FIRST_LOOKUP_BLOCKS
+        while (at := start + len(levels)) < limit:
+            stop = min(at + width, limit)
+            for block_hash in hashes.block_hashes(at, stop):
+                level = next((level for level, store in enumerate(self.stores) if store.holds(block_hash)), None)
+                if level is None:
+                    return levels
+                levels.append(level)
+            width *= _LOOKUP_GROWTH
+        return levels
+
+    def hit_tokens(self, hashes: BlockHashes, num_known_tokens: int, num_on_device: int) -> Mapping[str, int]:
+        """Leading tokens of some content by the nearest memory that holds them; nothing changes. `num_on_device`: those on the device."""
+        size = self.block_size
+        found = {DEVICE: num_on_device, **dict.fromkeys(self.names, 0)}
+        limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // size
+        if reads_cache(hashes):
+            for level in self.levels_of(hashes, num_on_device // size, limit):
+                found[self.stores[level].name] += size
+        return found
+
+    # Coming back
+
+    def begin_load(self, hashes: Sequence[Hashable], request: Any) -> TierLoad:
+        """Begin to read blocks of the first tier, which holds them, for a request; an exclusive one gives them away."""
+        store, now = self.stores[0], self._clock()
+        blocks: list[TierBlock] = []
+        is_exclusive = self.rules[0].is_exclusive
+        for block_hash in hashes:
+            one = store.get(block_hash)
+            assert one is not None
+            if is_exclusive and not one.num_locks:
+                one.use(request, now)
+                self._loaded[block_hash] = one.num_uses
+                self._withdraw(0, one)
+            else:
+                store.lock(one)
+                store.use(one, request, now)
+            blocks.append(one)
+        return TierLoad(blocks, is_exclusive)
+
+    def end_load(self, load: TierLoad) -> None:
+        """The device has the content of a load."""
+        for one in load.blocks:
+            self.stores[0].unlock(one, self._clock())
+            self._leave_exclusive(0, one.block_hash)
+
+    def call_off_load(self, load: TierLoad) -> None:
+        """The content of a load is not wanted; what was given away comes back, if there is room."""
+        store, now = self.stores[0], self._clock()
+        for one in load.blocks:
+            store.unlock(one, now)
+            self._loaded.pop(one.block_hash, None)
+            is_lost = load.were_taken and store.get(one.block_hash) is None and one.block_hash not in self._device
+            if is_lost:
+                again = TierBlock(one.block_hash, one.parent_hash, one.depth, one.request, now)
+                again.num_uses = one.num_uses
+                if self._add(0, again):
+                    self.written(0, again)
+
+    def begin_fetch(self, hashes: Sequence[Hashable], levels: Sequence[int], request: Any) -> Sequence[TierFetch]:
+        """Begin to read blocks of lower tiers into the first one, as far as that has room: one fetch for each tier, nearest first."""
+        now, first = self._clock(), self.stores[0]
+        sources: list[tuple[int, TierBlock]] = []
+        for block_hash, level in zip(hashes, levels, strict=True):
+            source = self.stores[level].get(block_hash)
+            assert source is not None
+            if level and first.get(block_hash) is not None:
+                break  # it is being written there
+            self.stores[level].lock(source)  # before room is made: it must not go for those before it
+            sources.append((level, source))
+        pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
+        has_room = True
+        for level, source in sources:
+            if level and has_room:
+                new = TierBlock(source.block_hash, source.parent_hash, source.depth, request, now)
+                new.num_uses = source.num_uses
+                has_room = self._add(0, new)
+                if has_room:
+                    self.stores[level].use(source, request, now)
+                    pairs.setdefault(level, []).append((source, new))
+                    continue
+            self.stores[level].unlock(source, now)
+        return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
+
+    def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
+        """The leading blocks of a fetch have arrived in the first tier, and the others will not."""
+        store, now = self.stores[fetch.level], self._clock()
+        for position, (source, new) in enumerate(fetch.pairs):
+            store.unlock(source, now)
+            if position < num_arrived:
+                self.written(0, new)
+            else:
+                self.called_off(0, new)
+
+    def _withdraw(self, level: int, one: TierBlock) -> None:
+        self.stores[level].remove(one, self._clock())
+        self._tell_removed(level, one)
+
+    # Requests and everything
+
+    def forget(self, request: Any) -> None:
+        """A request has left the replica or its queue."""
+        if self.on_forget is not None:
+            self.on_forget(request)
+
+    def give_up(self, request: Any) -> None:
+        """A request gives up what it has loaded, and is to compute it."""
+        if self.on_give_up is not None:
+            self.on_give_up(request)
+
+    def clear(self) -> None:
+        """The replica has lost everything; what it shares with others stays."""
+        if self.on_clear is not None:
+            self.on_clear()
+        self._device.clear()
+        self._loaded.clear()
+        self._runs.clear()
+        for level, one in [*self.take_writes(), *((0, one) for one in self.take_computed())]:
+            self.called_off(level, one)
+        for store, rules, events in zip(self.stores, self.rules, self.events, strict=True):
+            if not rules.is_shared:
+                store.clear(self._clock())
+                if events is not None:
+                    events.cleared()
+
+    def clear_shared(self) -> None:
+        """Forget what is shared with other replicas too: it is void."""
+        for store, rules, events in zip(self.stores, self.rules, self.events, strict=True):
+            if rules.is_shared:
+                store.clear(self._clock())
+                if events is not None:
+                    events.cleared()
+
+    def _tell_stored(self, level: int, one: TierBlock) -> None:
+        events = self.events[level]
+        if events is not None:
+            events.stored([one.block_hash])
+
+    def _tell_removed(self, level: int, one: TierBlock) -> None:
+        events = self.events[level]
+        if events is not None:
+            events.removed(one.block_hash)
+
+    # Invariants
+
+    def check(self, cached: Sequence[Hashable]) -> None:
+        """Raise AssertionError if the accounts disagree with each other, or with what the device's cache holds."""
+        require(self._device.keys() == set(cached), "tiers know other content of the device than its cache")
+        for level, (store, rules) in enumerate(zip(self.stores, self.rules, strict=True)):
+            store.check()
+            if rules.is_exclusive:
+                twice = [
+                    one.block_hash
+                    for one in store
+                    if one.is_here and not one.num_locks and self._is_above(level, one.block_hash)
+                ]
+                require(not twice, f"tier {store.name} is exclusive, and content is also above it ({twice[:3]})")

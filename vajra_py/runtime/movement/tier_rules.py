@@ -1,0 +1,26 @@
+"""Rules of a replicaset's memory tiers: their links, and when content comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from vajra_py.runtime.movement.links import LinkOptions
+
+PrefetchRule: TypeAlias = Literal["wait_complete", "timeout", "best_effort"]
+PrefetchStart: TypeAlias = Literal["arrival", "admission"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMovesRules:
+    """Links of the tiers, nearest first, and the rules of prefetches and loads; see `TiersConfig`."""
+
+    links: Sequence[LinkOptions]
+    bytes_per_block: int
+    prefetch: PrefetchRule = "wait_complete"
+    prefetch_from: PrefetchStart = "arrival"
+    prefetch_timeout_s: float = 0.0
+    prefetch_timeout_s_per_token: float = 0.0
+    min_prefetch_tokens: int = 1
+    min_load_tokens: int = 1

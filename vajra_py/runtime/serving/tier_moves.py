@@ -1,0 +1,409 @@
+"""Content on its way between the memory tiers of a replicaset's replicas, beside their steps.
+
+A waiting request whose prefix lies in a lower tier goes two ways. Blocks of tiers beyond the first are prefetched into the first one,
+from the request's arrival or from the first look at it; blocks of the first tier are loaded to the device when the request is
+admitted: it gets its device blocks, waits for the transfer, and then runs on from there. What leaves a tier, or is written
+through, is copied down. Each tier has a link of its own for each replica, one way down and one way up, and a shared tier may have
+a limit for all together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, cast
+
+from vajra_py.contract.observer import TierTransfer
+from vajra_py.runtime.kv.block_hashes import reads_cache
+from vajra_py.runtime.kv.tier_store import TierBlock
+from vajra_py.runtime.kv.tiers import DEVICE, KvTiers, TierFetch, TierLoad
+from vajra_py.runtime.movement.links import Network
+from vajra_py.runtime.movement.tier_rules import TierMovesRules
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.services import DriverServices
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer(Generic[R]):
+    """Blocks on their way over the link of one tier."""
+
+    one: R
+    level: int
+    is_upward: bool
+    num_blocks: int
+    started_at: int
+    arrived: Callable[[], None]
+    lost: Callable[[], None]
+    """Called instead when the replica has lost its memory."""
+
+
+@dataclass(eq=False, slots=True)
+class _Prefetch(Generic[R]):
+    """Prefetch of one request's prefix into the first tier."""
+
+    request: Request
+    one: R
+    under_way: dict[int, TierFetch] = field(default_factory=dict)
+    """Fetches that have not ended, by transfer."""
+    level_of: dict[Hashable, int] = field(default_factory=dict)
+    """Tier from which content came."""
+    cut_at: int | None = None
+    """Tick at which the request waits no longer."""
+    is_awaited: bool = False
+    """True if the request was looked at meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class _Load(Generic[R]):
+    """Load of one request's prefix to its device blocks."""
+
+    request: Request
+    one: R
+    content: TierLoad
+    num_tokens: int
+    """Tokens whose KV the request's blocks hold when it has ended."""
+    by_tier: Mapping[str, int]
+    """Loaded tokens by the tier where they were found."""
+    began_at: int
+    """Tick."""
+
+
+class TierMoves(Generic[R]):
+    """Transfers between the tiers of one replicaset."""
+
+    def __init__(self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R]) -> None:
+        self._replicaset = replicaset
+        self._rules = rules
+        self._driver = driver
+        self._networks = [Network(links) for links in rules.links]
+        self._num_replicas = len(replicaset.replicas)
+        self._num_started = 0
+        self._names: Sequence[str] = ()
+        """Names of the tiers, nearest first."""
+        self._sent: dict[int, _Transfer[R]] = {}
+        self._ended: dict[int, None] = {}
+        """Transfers that have ended now and were not handled yet."""
+        self._scheduled_at: int | None = None
+        self._prefetches: dict[Request, _Prefetch[R]] = {}
+        self._loads: dict[Request, tuple[_Load[R], int]] = {}
+        """Loads under way, with their transfer (-1: it has not begun)."""
+        self._computes: set[Request] = set()
+        """Requests that have given up what they had loaded: they compute, lest they take each other's blocks for ever."""
+        for one in driver.replicas_of(replicaset.name):
+            tiers = one.replica.memory.tiers
+            if tiers is not None:
+                self._names = tiers.names
+                finds = ReplicaTiers(self, one, tiers)
+                one.replica.builder.use_tiers(finds)
+                tiers.on_forget = self.forget
+                tiers.on_give_up = self._computes.add
+                tiers.on_clear = finds.clear
+
+    # Events
+
+    def queued(self, request: Request, one: R) -> None:
+        """A request was queued at a replica."""
+        if self._rules.prefetch_from == "arrival" and len(self._networks) > 1:
+            self._driver.sync(self._replicaset.name)
+            self._prefetch(request, one)
+            self._schedule()
+
+    def before_step(self, one: R) -> None:
+        """Copy down what the last step has computed, before the next one is formed."""
+        tiers = one.replica.memory.tiers
+        if tiers is not None and (computed := tiers.take_computed()):
+            self._write(one, tiers, 0, list(computed))
+            self._schedule()
+
+    def after_step(self, one: R) -> None:
+        """Begin the loads and copies that the forming of a step has decided."""
+        replica = one.replica
+        if replica.memory.tiers is None:
+            return
+        for request, (load, number) in list(self._loads.items()):
+            if number < 0 and load.one is one:
+                self._loads[request] = load, self._begin_load(load)
+        self._flush(one)
+        self._schedule()
+
+    def due(self) -> None:
+        """Let what has arrived by now be there, and end prefetches whose time is over."""
+        now = self._driver.now
+        if self._scheduled_at is not None and self._scheduled_at <= now:
+            self._scheduled_at = None
+        for network in self._networks:
+            self._ended.update(dict.fromkeys(cast("list[int]", network.ended(now))))
+        while self._ended:
+            number = next(iter(self._ended))
+            del self._ended[number]
+            transfer = self._sent.pop(number)
+            self._tell(transfer)
+            transfer.arrived()
+        for prefetch in list(self._prefetches.values()):
+            if prefetch.cut_at is not None and prefetch.cut_at <= now:
+                self._cut(prefetch)
+                self._resume(prefetch)
+        self._schedule()
+
+    # Copies downwards
+
+    def _flush(self, one: R) -> None:
+        tiers = one.replica.memory.tiers
+        assert tiers is not None
+        writes = tiers.take_writes()
+        if not writes:
+            return
+        for level in range(len(self._networks)):
+            blocks = [block for at, block in writes if at == level]
+            if blocks:
+                self._write(one, tiers, level, blocks)
+
+    def _write(self, one: R, tiers: KvTiers, level: int, blocks: list[TierBlock]) -> None:
+        def arrived() -> None:
+            for block in blocks:
+                tiers.written(level, block)
+            self._flush(one)
+
+        def lost() -> None:
+            for block in blocks:
+                tiers.called_off(level, block)
+
+        self._start(_Transfer(one, level, False, len(blocks), self._driver.now, arrived, lost))
+
+    # Prefetches
+
+    def _prefetch(self, request: Request, one: R) -> _Prefetch[R] | None:
+        """Begin to bring what tiers beyond the first hold of a request's prefix; None: that is too little."""
+        memory, hashes = one.replica.memory, request.hashes
+        tiers = memory.tiers
+        if tiers is None or hashes is None or not reads_cache(hashes) or request in self._prefetches:
+            return None
+        size = memory.block_size
+        limit = min(request.num_known_tokens - 1, hashes.num_hashed_tokens) // size
+        start = memory.lookup_prefix(hashes, request.num_known_tokens) // size
+        levels = tiers.levels_of(hashes, start, limit)
+        if sum(level > 0 for level in levels) * size < self._rules.min_prefetch_tokens:
+            return None
+        fetches = tiers.begin_fetch(hashes.block_hashes(start, start + len(levels)), levels, request)
+        self._flush(one)
+        if not fetches:
+            return None
+        prefetch = self._prefetches[request] = _Prefetch(request, one)
+        for fetch in fetches:
+            prefetch.level_of.update((source.block_hash, fetch.level) for source, _ in fetch.pairs)
+            arrived = partial(self._fetched, prefetch, self._num_started)
+            lost = partial(tiers.end_fetch, fetch, 0)
+            transfer = _Transfer(one, fetch.level, True, len(fetch.pairs), self._driver.now, arrived, lost)
+            prefetch.under_way[self._start(transfer)] = fetch
+        return prefetch
+
+    def _fetched(self, prefetch: _Prefetch[R], number: int) -> None:
+        fetch = prefetch.under_way.pop(number)
+        tiers = prefetch.one.replica.memory.tiers
+        assert tiers is not None
+        tiers.end_fetch(fetch, len(fetch.pairs))
+        self._flush(prefetch.one)
+        if not prefetch.under_way:
+            self._resume(prefetch)
+
+    def _cut(self, prefetch: _Prefetch[R]) -> None:
+        """End a prefetch: the blocks that have arrived are there."""
+        tiers, now = prefetch.one.replica.memory.tiers, self._driver.now
+        assert tiers is not None
+        for number, fetch in prefetch.under_way.items():
+            transfer = self._sent.pop(number)
+            if number in self._ended:
+                del self._ended[number]
+            else:
+                network = self._networks[fetch.level]
+                transfer.num_blocks -= -(-network.remaining_bytes(number, now) // self._rules.bytes_per_block)
+                network.cancel(number, now)
+            self._tell(transfer)
+            tiers.end_fetch(fetch, transfer.num_blocks)
+        prefetch.under_way.clear()
+        prefetch.cut_at = None
+        self._flush(prefetch.one)
+
+    def _resume(self, prefetch: _Prefetch[R]) -> None:
+        """Let a request that waited for its prefetch be looked at again."""
+        prefetch.cut_at = None
+        if prefetch.is_awaited:
+            self._driver.touch(prefetch.one)
+            self._driver.wake(prefetch.one)
+
+    def _waits(self, request: Request, one: R) -> bool:
+        """Return True if a request that is looked at waits for its prefetch."""
+        rules = self._rules
+        prefetch = self._prefetches.get(request)
+        if prefetch is None and len(self._networks) > 1 and request not in self._computes:
+            prefetch = self._prefetch(request, one)
+            self._schedule()
+        if prefetch is None or not prefetch.under_way:
+            return False
+        now = self._driver.now
+        if rules.prefetch == "timeout" and prefetch.cut_at is None:
+            num_tokens = len(prefetch.level_of) * one.replica.memory.block_size
+            wait_s = rules.prefetch_timeout_s + rules.prefetch_timeout_s_per_token * num_tokens
+            prefetch.cut_at = now + to_ticks(wait_s)
+            self._push(prefetch.cut_at)
+        if rules.prefetch == "best_effort" or (prefetch.cut_at is not None and prefetch.cut_at <= now):
+            self._cut(prefetch)
+            return False
+        prefetch.is_awaited = True
+        return True
+
+    # Loads
+
+    def num_to_load(self, request: Request, one: R, tiers: KvTiers, num_on_device: int) -> int | None:
+        """See `FindsInTiers`."""
+        hashes = request.hashes
+        if hashes is None or not reads_cache(hashes) or request in self._computes:
+            return 0
+        if self._waits(request, one):
+            return None
+        size = tiers.block_size
+        start, limit = num_on_device // size, min(request.num_known_tokens - 1, hashes.num_hashed_tokens) // size
+        levels = tiers.levels_of(hashes, start, limit)
+        num_blocks = next((position for position, level in enumerate(levels) if level), len(levels))
+        return num_blocks * size if num_blocks * size >= self._rules.min_load_tokens else 0
+
+    def load(self, request: Request, one: R, tiers: KvTiers, num_on_device: int, num_tokens: int) -> None:
+        """See `FindsInTiers`."""
+        hashes, size = request.hashes, tiers.block_size
+        assert hashes is not None
+        start, stop = num_on_device // size, (num_on_device + num_tokens) // size
+        found = hashes.block_hashes(start, stop)
+        prefetch = self._prefetches.pop(request, None)
+        level_of = {} if prefetch is None else prefetch.level_of
+        by_tier = dict.fromkeys(tiers.names, 0)
+        for block_hash in found:
+            by_tier[tiers.names[level_of.get(block_hash, 0)]] += size
+        content = tiers.begin_load(found, request)
+        self._loads[request] = _Load(request, one, content, num_on_device + num_tokens, by_tier, self._driver.now), -1
+
+    def _begin_load(self, load: _Load[R]) -> int:
+        tiers = load.one.replica.memory.tiers
+        assert tiers is not None
+        arrived, lost = partial(self._loaded, load), partial(tiers.end_load, load.content)
+        num_blocks, now = len(load.content.blocks), self._driver.now
+        return self._start(_Transfer(load.one, 0, True, num_blocks, now, arrived, lost))
+
+    def _loaded(self, load: _Load[R]) -> None:
+        request, one = load.request, load.one
+        del self._loads[request]
+        tiers = one.replica.memory.tiers
+        assert tiers is not None
+        now = to_seconds(self._driver.now)
+        self._driver.touch(one)
+        one.replica.lifecycle.loaded(request, load.num_tokens, now)
+        tiers.end_load(load.content)
+        for observer in self._replicaset.observers:
+            observer.on_tier_hit(request, one.replica.replica_id, load.by_tier, now - to_seconds(load.began_at), now)
+        self._flush(one)
+        self._driver.wake(one)
+
+    # Ends before the time
+
+    def forget(self, request: Request) -> None:
+        """A request has left its replica, or its queue."""
+        self._computes.discard(request)
+        prefetch = self._prefetches.pop(request, None)
+        if prefetch is not None and prefetch.under_way:
+            self._cut(prefetch)
+        entry = self._loads.pop(request, None)
+        if entry is not None:
+            load, number = entry
+            tiers = load.one.replica.memory.tiers
+            assert tiers is not None
+            if number >= 0:
+                self._call_off(number)
+            tiers.call_off_load(load.content)
+        if prefetch is not None or entry is not None:
+            self._schedule()
+
+    def lose(self, one: R) -> None:
+        """A replica has lost everything: nothing is on its way to it or from it."""
+        for number in [number for number, transfer in self._sent.items() if transfer.one is one]:
+            self._call_off(number).lost()
+        for request in [request for request, prefetch in self._prefetches.items() if prefetch.one is one]:
+            del self._prefetches[request]
+        for request, (load, number) in list(self._loads.items()):
+            if load.one is one:
+                del self._loads[request]
+                if number < 0 and one.replica.memory.tiers is not None:
+                    one.replica.memory.tiers.end_load(load.content)
+        self._schedule()
+
+    def _call_off(self, number: int) -> _Transfer[R]:
+        transfer = self._sent.pop(number)
+        if number in self._ended:
+            del self._ended[number]
+        else:
+            self._networks[transfer.level].cancel(number, self._driver.now)
+        transfer.num_blocks = 0
+        self._tell(transfer)
+        return transfer
+
+    # Transfers
+
+    def _start(self, transfer: _Transfer[R]) -> int:
+        """Begin a transfer; returns its number."""
+        number, here = self._num_started, transfer.one.replica.replica_id
+        self._num_started += 1
+        there = self._num_replicas + here
+        ends = (there, here) if transfer.is_upward else (here, there)
+        self._sent[number] = transfer
+        num_bytes = transfer.num_blocks * self._rules.bytes_per_block
+        self._networks[transfer.level].start(number, *ends, num_bytes, transfer.started_at)
+        return number
+
+    def _tell(self, transfer: _Transfer[R]) -> None:
+        names = self._names
+        below = names[transfer.level]
+        above = DEVICE if not transfer.level else names[0 if transfer.is_upward else transfer.level - 1]
+        ends = (below, above) if transfer.is_upward else (above, below)
+        told = TierTransfer(
+            self._replicaset.name,
+            transfer.one.replica.replica_id,
+            *ends,
+            transfer.num_blocks,
+            transfer.num_blocks * self._rules.bytes_per_block,
+            to_seconds(transfer.started_at),
+        )
+        for observer in self._replicaset.observers:
+            observer.on_tier_transfer(told, to_seconds(self._driver.now))
+
+    def _schedule(self) -> None:
+        ticks = [tick for network in self._networks if (tick := network.next_change()) is not None]
+        if ticks and (self._scheduled_at is None or min(ticks) < self._scheduled_at):
+            self._scheduled_at = max(min(ticks), self._driver.now)
+            self._push(self._scheduled_at)
+
+    def _push(self, tick: int) -> None:
+        self._driver.events.push(max(tick, self._driver.now), Phase.TIER, self._replicaset.name)
+
+
+class ReplicaTiers(Generic[R]):
+    """The tiers of one replica, for its batch builder and its memory."""
+
+    def __init__(self, moves: TierMoves[R], one: R, tiers: KvTiers) -> None:
+        self._moves = moves
+        self._one = one
+        self._tiers = tiers
+
+    def num_to_load(self, request: Request, num_on_device: int) -> int | None:
+        """See `FindsInTiers`."""
+        return self._moves.num_to_load(request, self._one, self._tiers, num_on_device)
+
+    def load(self, request: Request, num_on_device: int, num_tokens: int) -> None:
+        """See `FindsInTiers`."""
+        self._moves.load(request, self._one, self._tiers, num_on_device, num_tokens)
+
+    def clear(self) -> None:
+        """The replica has lost everything."""
+        self._moves.lose(self._one)
