@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,8 +75,9 @@ class KeyWatch:
     def interposed(self) -> Any:
         """The policy under watch."""
         groups = self.groups
-        replaced = {"key": self.key, "line": self.line, "group": groups.group, "group_key": groups.group_key}
-        return interpose(self.policy, replaced)
+        watched: dict[str, Callable[..., Any]] = {"key": self.key, "line": self.line}
+        watched |= {"group": groups.group, "group_key": groups.group_key}
+        return interpose(self.policy, watched)
 
     def line(self, request: RequestView) -> tuple[float, float]:
         """The policy's line, watched."""
