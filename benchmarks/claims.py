@@ -17,7 +17,11 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import claims_chunking
+import claims_experience
 import claims_fairness
+import claims_prefixes
+import claims_programs
 import claims_routing
 import claims_size
 import claims_slo
@@ -28,7 +32,11 @@ FIRST, LAST = "<!-- claims: written by make claims -->", "<!-- end of claims -->
 CLAIMS: list[Claim] = [
     *claims_fairness.CLAIMS,
     *claims_size.CLAIMS,
+    *claims_prefixes.CLAIMS,
+    *claims_programs.CLAIMS,
     *claims_slo.CLAIMS,
+    *claims_experience.CLAIMS,
+    *claims_chunking.CLAIMS,
     *claims_routing.CLAIMS,
 ]
 

@@ -208,21 +208,30 @@ def poisson(stream: np.random.Generator, rate: float, until_s: float) -> list[fl
 
 
 def service_gap(
-    harness: Harness, specs: Sequence[RequestSpec], tenants: tuple[str, str], prompt_weight: float, output_weight: float
+    harness: Harness,
+    specs: Sequence[RequestSpec],
+    tenants: tuple[str, str],
+    prompt_weight: float,
+    output_weight: float,
+    *,
+    counts_cached: bool = True,
 ) -> float:
     """Largest difference of two tenants' service over every window in which both have waiting requests throughout, weighted tokens.
 
-    From a run's steps: prompts count at first admission, generated tokens at the end of their step.
+    From a run's steps: prompts count at first admission, generated tokens at the end of their step; without `counts_cached`
+    less what the prefix cache spared. Other tenants do not count.
     """
-    facts = {spec.request_id: spec for spec in specs}
+    facts = {spec.request_id: spec for spec in specs if spec.tenant in tenants}
     outputs = dict.fromkeys(facts, 0)
     waiting = dict.fromkeys(tenants, 0)
     sign = {tenants[0]: 1.0, tenants[1]: -1.0}
     events: list[tuple[float, int, int, str, str]] = [
-        (spec.arrived_at, 1, index, "arrival", spec.request_id) for index, spec in enumerate(specs)
+        (spec.arrived_at, 1, index, "arrival", name) for index, (name, spec) in enumerate(facts.items())
     ]
     for index, step in enumerate(harness.steps):
         for entry in step.entries:
+            if entry.request_id not in facts:
+                continue
             if entry.kind != "running":
                 events.append((step.formed_at, 2, index, entry.kind, entry.request_id))
             spec = facts[entry.request_id]
@@ -241,7 +250,8 @@ def service_gap(
         else:
             waiting[spec.tenant] -= 1
             if kind == "admitted":
-                gap += sign[spec.tenant] * prompt_weight * spec.num_prompt_tokens
+                num_spared = 0 if counts_cached else harness.request(request_id).num_cached_tokens
+                gap += sign[spec.tenant] * prompt_weight * (spec.num_prompt_tokens - num_spared)
         if was_backlogged:
             low, high = min(low, gap), max(high, gap)
             widest = max(widest, high - low)

@@ -1,4 +1,4 @@
-"""Claims on routing: LMetric and consistent hashing."""
+"""Claims on routing: LMetric, consistent hashing, Mooncake's conductor."""
 
 from __future__ import annotations
 
@@ -122,5 +122,18 @@ CLAIMS = [
         "-",
         2,
         partial(_below, "ttft", " s", {"bounded": BOUNDED, "plain": AFFINITY}),
+    ),
+    Claim("mooncake_conductor", "the least predicted time to first token wins", "exact", 1, test=TEST),
+    Claim(
+        "mooncake_conductor",
+        "mean TTFT is below that of load balance by tokens, which is below random",
+        "3.07, 5.27, 19.65 s",
+        2,
+        partial(
+            _below,
+            "ttft",
+            " s",
+            {"conductor": "mooncake_conductor", "load": ("least_loaded", {"by": "tokens"}), "random": "random"},
+        ),
     ),
 ]

@@ -26,17 +26,23 @@ def vajra_policies() -> list[PolicySpec]:
         round_robin,
         space_sharing,
     )
+    from vajra_policies.chunking import POLICIES as CHUNKING
     from vajra_policies.fairness import POLICIES as FAIRNESS
+    from vajra_policies.fairness import ROUTERS as FAIR_ROUTERS
+    from vajra_policies.prefixes import POLICIES as PREFIXES
+    from vajra_policies.programs import POLICIES as PROGRAMS
     from vajra_policies.routers import POLICIES as ROUTERS
     from vajra_policies.size import POLICIES as SIZE
     from vajra_policies.slo import BATCHERS, PRIORITIZERS
+    from vajra_policies.slo import ROUTERS as SLO_ROUTERS
     from vajra_policies.systems import POLICIES
 
     prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, attained_service.PLAS, attained_service.ATLAS]
-    prioritizers += [*FAIRNESS, *SIZE, *PRIORITIZERS]
+    prioritizers += [*FAIRNESS, *SIZE, *PREFIXES, *PRIORITIZERS, *PROGRAMS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
-    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS]
-    return [*prioritizers, *choosers, prefix_affinity.SPEC, *ROUTERS, *batchers, *POLICIES]
+    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS, *CHUNKING]
+    routers = [prefix_affinity.SPEC, *ROUTERS, *FAIR_ROUTERS, *SLO_ROUTERS]
+    return [*prioritizers, *choosers, *routers, *batchers, *POLICIES]
 
 
 @hookimpl
@@ -58,10 +64,19 @@ def vajra_scalers() -> list[ScalerSpec]:
 @hookimpl
 def vajra_retention_policies() -> list[RetentionSpec]:
     """Orders in which idle cached content is given up; imported when asked for."""
-    from vajra_policies.retention import age, arc, frequency, recency, request_priority, session_pin, ttl
+    from vajra_policies.retention import (
+        age,
+        arc,
+        continuum_pins,
+        frequency,
+        recency,
+        request_priority,
+        session_pin,
+        ttl,
+    )
 
     simple = [recency.LRU, frequency.LFU, age.FIFO, recency.MRU, age.FILO, frequency.SLRU]
-    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC]
+    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC, continuum_pins.SPEC]
 
 
 @hookimpl

@@ -33,7 +33,9 @@ def modules_after(*arguments: str, folder: Path) -> set[str]:
     return set(names)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["check", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["atlas", "--help"], ["check", "-h"]]
+)
 def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     assert not modules_after(*arguments, folder=tmp_path).intersection(HEAVY)
 

@@ -404,5 +404,16 @@ def test_a_backend_that_keeps_its_kv_refuses_schedulers_that_move_it(hollow_mode
     assert "scheduling.replicaset_scheduler: wanderer moves requests with their KV" in str(error.value)
 
 
+def test_kv_that_is_sent_beside_computing_is_refused(hollow_model: Path) -> None:
+    mapping = mixed(hollow_model, "wanderer", hand_off={"reserve": "before_prompt", "overlap": "by_chunk"})
+    config = config_from_mapping(mapping, registry=registry())
+    services = engine_services(config, registry(), {})
+    controller = _dry_controller(config, services, {"default": {"default": ModelFacts(lambda size, fraction: 40)}})
+    with pytest.raises(
+        ConfigError, match=r"hand_off\.overlap: the engine sends KV when its prompt is computed .got by_chunk"
+    ):
+        _check_transfers(controller, config.backend.settings)
+
+
 class Stays(EngineConfig):
     can_move_kv = False

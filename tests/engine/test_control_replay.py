@@ -129,9 +129,11 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
 
 
 PRIORITIZERS: list[Any] = [
-    *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"),
+    *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lars", "priority"),
     *("vtc", "least_counter_first", "deficit_round_robin", "sjf", "srpt", "trail", "hrrn", "qoserve"),
-    *("plas", "atlas"),
+    *("plas", "atlas", "lpm", "preflow", "residual_sjf", "justitia", "continuum", "jitserve", "andes", "lrs", "parrot"),
+    {"policy": "dlpm", "params": {"quantum": 60.0}},
+    {"policy": "least_attained_service", "params": {"half_life_s": 0.05}},
     {"policy": "ltr", "params": {"starvation_s": 0.05, "boost_steps": 4}},
     {"policy": "skip_join_mlfq", "params": {"promotion_steps": 20, "starvation_s": 0.05}},
 ]
@@ -139,6 +141,9 @@ CHOOSERS: list[Any] = [
     *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
     *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
     *("lmetric", "consistent_hashing", "thunderagent", "llumnix", "splitwise_mixed_pool"),
+    "mooncake_conductor",
+    {"policy": "d2lpm", "params": {"quantum": 60.0}},
+    {"policy": "polyserve", "params": {"tiers_s": [0.01, 0.03]}},
 ]
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
@@ -155,6 +160,10 @@ BATCHERS: list[Any] = [
     {"policy": "past_future", "params": {"chunk_size": 48}},
     {"policy": "hygen", "params": {"chunk_size": 48, "latency_budget_s": 0.01}},
     {"policy": "scorpio", "params": {"chunk_size": 48}},
+    {"policy": "p_pas", "params": {"chunk_size": 48, "capped_tokens": 16}},
+    {"policy": "min_chunk_hold", "params": {"chunk_size": 48, "min_chunk": 20}},
+    {"policy": "prefill_waves", "params": {"chunk_size": 48, "wave_slots": 2}},
+    {"policy": "mixed_prefill_governor", "params": {"chunk_size": 48, "mixed_tokens": 16, "max_wait_s": 0.05}},
 ]
 
 
@@ -202,6 +211,7 @@ RETENTIONS: list[Any] = [
     "arc",
     {"policy": "ttl", "params": {"ttl_s": 0.05}},
     {"policy": "session_pin", "params": {"pin_s": 0.1}},
+    {"policy": "continuum_pins", "params": {"ttl_s": 0.1}},
 ]
 
 

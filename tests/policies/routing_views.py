@@ -59,6 +59,10 @@ class Request:
     session_id: str = ""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    tenant: str = ""
+    arrived_at: float = 0.0
+    num_computed_tokens: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def block_hashes(self) -> Sequence[Hashable]:

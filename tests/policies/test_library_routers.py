@@ -1,4 +1,4 @@
-"""Choices of LMetric and consistent hashing, and requests that move when replicas go."""
+"""Choices of LMetric, consistent hashing, D2LPM and Mooncake's conductor, and requests that move when replicas go."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.routing_views import Request, replicas
+from vajra_policies.fairness.d2lpm import D2lpm, D2lpmConfig
 from vajra_policies.routers.consistent_hashing import ConsistentHashing, ConsistentHashingConfig
 from vajra_policies.routers.lmetric import Lmetric, LmetricConfig
+from vajra_policies.routers.mooncake_conductor import MooncakeConductor
 
 Row = tuple[int, int, int, int]
 figures = st.lists(
@@ -86,3 +88,65 @@ def test_no_replica_has_more_than_the_bound_however_skewed_sessions_are(sessions
         chosen = assign(policy, one, views([(load, 0, 0, 0) for load in loads]))
         loads[chosen] += 1
         assert loads[chosen] <= ceil(factor * count / 5)
+
+
+# D2LPM and Mooncake's conductor
+
+
+@given(figures)
+def test_with_an_unlimited_quantum_the_longest_match_wins(rows: list[Row]) -> None:
+    policy = D2lpm(D2lpmConfig(quantum=1e12), 1)
+    for _ in range(3):
+        chosen = assign(policy, Request(160), views(rows))
+        hits = [row[3] for row in rows]
+        assert hits[chosen] == max(hits)
+        assert rows[chosen][0] + rows[chosen][1] == min(row[0] + row[1] for row in rows if row[3] == max(hits))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 50)), min_size=1, max_size=60), st.sampled_from([1.0, 500.0])
+)
+def test_what_a_tenant_is_charged_at_replicas_differs_by_a_quantum_and_a_request(
+    requests: list[tuple[int, int]], quantum: float
+) -> None:
+    policy = D2lpm(D2lpmConfig(quantum=quantum, output_weight=1.0), 1)
+    charged = [0.0] * 3
+    hot = views([(0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)])  # all want the last one
+    for prompt, output in requests:
+        one: Any = Request(prompt + 1, tenant="t", num_output_tokens=output)
+        chosen = assign(policy, one, hot)
+        policy.on_departures([one], 1.0)
+        charged[chosen] += prompt + 1 - (chosen == 2) + output
+    assert max(charged) - min(charged) <= quantum + 351
+    assert assign(policy, Request(10, tenant="other"), hot) == 2, "deficits are the tenant's own"
+
+
+class Prefill:
+    """A prompt takes the time of its tokens, and more for each the further on they are."""
+
+    def total_s(self, num_prompt_tokens: int) -> float:
+        return self.remaining_s(num_prompt_tokens, 0)
+
+    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
+        return sum(1e-4 + 1e-7 * one for one in range(num_done_tokens, num_prompt_tokens))
+
+
+@given(st.lists(st.tuples(st.integers(2, 300), st.lists(st.integers(0, 200), min_size=3, max_size=3)), max_size=12))
+def test_the_least_predicted_time_to_first_token_wins(requests: list[tuple[int, list[int]]]) -> None:
+    policy, times = MooncakeConductor(Prefill()), Prefill()
+    sent: list[list[tuple[Any, int]]] = [[], [], []]
+    for index, (prompt, hits) in enumerate(requests):
+        one: Any = Request(prompt)
+        predicted = []
+        for replica in range(3):
+            queued = sum(
+                times.remaining_s(each.num_prompt_tokens, max(each.num_computed_tokens, hit))
+                for each, hit in sent[replica]
+                if not each.num_output_tokens
+            )
+            predicted.append(queued + times.remaining_s(prompt, min(hits[replica], prompt - 1)))
+        chosen = assign(policy, one, replicas(hit_tokens=hits))
+        assert predicted[chosen] == min(predicted)
+        sent[chosen].append((one, min(hits[chosen], prompt - 1)))
+        if index % 3 == 0:  # its prompt is computed
+            one.num_output_tokens = 1

@@ -29,6 +29,16 @@ PRIORITIZERS: list[PolicySource] = [
     "hrrn",
     ("skip_join_mlfq", {"promotion_steps": 10, "starvation_s": 0.1}),
     ("qoserve", {"default_ttft_s": 0.3}),
+    ("lpm", {"fcfs_above": 3}),
+    ("preflow", {"doubling_s": 0.1}),
+    ("residual_sjf", {"max_wait_s": 0.1}),
+    ("dlpm", {"quantum": 40.0}),
+    ("las", {"half_life_s": 0.1}),
+    "justitia",
+    "continuum",
+    "parrot",
+    ("jitserve", {"refresh_steps": 3}),
+    ("andes", {"horizon_s": 0.2}),
 ]
 CHOOSERS: list[PolicySource] = [
     "round_robin",
@@ -39,6 +49,9 @@ CHOOSERS: list[PolicySource] = [
     "prefix_affinity",
     "lmetric",
     "consistent_hashing",
+    "mooncake_conductor",
+    ("d2lpm", {"quantum": 40.0}),
+    ("polyserve", {"tiers_s": [0.012, 0.03]}),
 ]
 BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("fixed_chunk", {"chunk_size": 48}),
@@ -53,6 +66,10 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("past_future", {"chunk_size": 48}),
     ("hygen", {"chunk_size": 48, "latency_budget_s": 0.008}),
     ("scorpio", {"chunk_size": 48, "rejects": False}),
+    ("p_pas", {"chunk_size": 48, "capped_tokens": 8}),
+    ("min_chunk_hold", {"chunk_size": 48, "min_chunk": 16}),
+    ("prefill_waves", {"chunk_size": 48, "wave_slots": 2}),
+    ("mixed_prefill_governor", {"chunk_size": 48, "mixed_tokens": 8, "max_wait_s": 0.05}),
 ]
 
 requests: st.SearchStrategy[dict[str, Any]] = st.builds(

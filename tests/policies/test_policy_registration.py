@@ -17,6 +17,8 @@ OWN = {
     Layer.REQUEST_PRIORITIZER: {
         *("fcfs", "edf", "lrs", "priority", "vtc", "least_counter_first", "deficit_round_robin"),
         *("sjf", "srpt", "trail", "ltr", "hrrn", "skip_join_mlfq", "qoserve"),
+        *("lpm", "preflow", "residual_sjf", "dlpm", "least_attained_service", "justitia", "continuum", "parrot"),
+        *("jitserve", "andes"),
     },
     Layer.REPLICASET_SCHEDULER: {
         "round_robin",
@@ -31,10 +33,14 @@ OWN = {
         "preble_e2",
         "lmetric",
         "consistent_hashing",
+        "mooncake_conductor",
+        "d2lpm",
+        "polyserve",
     },
     Layer.REPLICA_SCHEDULER: {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
+        *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)

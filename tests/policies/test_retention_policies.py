@@ -22,7 +22,7 @@ def test_it_keeps_the_contract(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("ttl", {"ttl_s": 0.2, "ttl_by_slo_class_s": {"batch": 0.0}}), ("session_pin", {"pin_s": 100.0}), ("slru", {"protected_threshold": 4})],
+    [("ttl", {"ttl_s": 0.2, "ttl_by_slo_class_s": {"batch": 0.0}}), ("session_pin", {"pin_s": 100.0}), ("slru", {"protected_threshold": 4}), ("continuum_pins", {"ttl_s": 100.0, "max_mean_gap_s": 100.0})],
 )  # fmt: skip
 def test_it_keeps_the_contract_with_other_parameters(name: str, params: dict[str, Any]) -> None:
     check_retention(POLICIES[name].spec, params)

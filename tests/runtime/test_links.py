@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -211,6 +212,58 @@ def test_mean_sojourn_of_poisson_arrivals_is_that_of_processor_sharing() -> None
         assert took[tenth].mean() == pytest.approx(sizes[tenth].mean() / GB / (1 - load), rel=0.08)
 
 
+# Bytes that become available while they are sent
+
+
+@pytest.mark.parametrize("contention", ["max_min", "none", "fixed_share", "exclusive"])
+@pytest.mark.parametrize("transfer_s", [0.01, 0.4, 1.0, 3.0])
+def test_what_is_left_after_computing_layer_by_layer(contention: Any, transfer_s: float) -> None:
+    """X / L behind computing if X <= T, else X - T (1 - 1 / L); the latency comes on top."""
+    latency, num_layers = SECOND // 100, 32
+    network = Network(LinkOptions(bandwidth=GB, latency_ticks=latency, contention=contention))
+    network.open("a", 0, 1, now=5)
+    network.release("a", int(transfer_s * GB), 5, SECOND, num_layers)
+    network.close("a", now=5 + SECOND)
+    left_s = transfer_s / num_layers if transfer_s <= 1 else transfer_s - (1 - 1 / num_layers)
+    assert drained(network, 5 + SECOND) == {"a": pytest.approx(5 + SECOND + latency + left_s * SECOND, abs=64)}
+
+
+def test_who_has_nothing_to_send_leaves_its_share_to_others() -> None:
+    """a sends 100 MB in each of two halves of a second, b 1000 MB: it has all of the link but for 2 x 200 ms."""
+    network = Network(LinkOptions(bandwidth=GB))
+    network.open("a", 0, 1, now=0)
+    network.release("a", 200 * MB, 0, SECOND, 2)
+    network.start("b", 0, 2, 1000 * MB, now=0)
+    assert (network.rate("a"), network.rate("b")) == (0, GB)
+    assert network.remaining_bytes("a", SECOND * 6 // 10) == 150 * MB
+    assert network.rate("b") == GB / 2
+    assert network.remaining_bytes("b", SECOND) == 100 * MB
+    network.close("a", now=SECOND)
+    assert drained(network, SECOND) == {"b": 12 * SECOND // 10, "a": 12 * SECOND // 10}
+
+
+def test_on_an_exclusive_link_who_waits_for_more_lets_others_go_first() -> None:
+    network = Network(LinkOptions(bandwidth=GB, contention="exclusive"))
+    network.open("a", 0, 1, now=0)
+    network.start("b", 0, 2, GB, now=0)
+    network.release("a", GB, 0, SECOND // 2)
+    network.close("a", now=SECOND // 2)
+    assert drained(network, SECOND // 2) == {"b": SECOND, "a": 2 * SECOND}
+
+
+def test_nothing_comes_any_more_of_what_is_called_off() -> None:
+    network = Network(LinkOptions(bandwidth=GB))
+    network.open("a", 0, 1, now=0)
+    network.release("a", GB, 0, SECOND, 10)
+    network.start("b", 0, 2, GB, now=SECOND // 2)
+    network.cancel("a", now=SECOND // 2)
+    assert drained(network, SECOND // 2) == {"b": 3 * SECOND // 2}
+    network.open("a", 0, 1, now=3 * SECOND)
+    assert network.next_change() is None
+    network.close("a", now=4 * SECOND)
+    assert drained(network, 4 * SECOND) == {"a": 4 * SECOND}
+
+
 # Properties
 
 Started = tuple[int, int, int, int]
@@ -234,27 +287,38 @@ def ends_of(one: Started) -> list[Any]:
 
 def fluid_ends(work: list[Started], bandwidth: float | None, shared: float | None, latency: int) -> list[Fraction]:
     """The same by exact fractions: fill all shares together, step to the next start or end, begin again."""
-    left = [Fraction(one[2]) for one in work]
-    starts_at = [Fraction(one[3] + latency) for one in work]
+    return fed_ends([(one, [(one[3], one[2])]) for one in work], bandwidth, shared, latency)
+
+
+def fed_ends(
+    work: list[tuple[Started, list[tuple[Fraction | int, Fraction | int]]]],
+    bandwidth: float | None,
+    shared: float | None,
+    latency: int,
+) -> list[Fraction]:
+    """Ends of transfers whose bytes come at several ticks each, by exact fractions."""
+    to_come = [[(Fraction(at + latency), Fraction(size)) for at, size in parts] for _, parts in work]
+    left = [Fraction(0)] * len(work)
     ends: dict[int, Fraction] = {}
     now = Fraction(0)
     while len(ends) < len(work):
-        alive = [n for n in range(len(work)) if n not in ends and starts_at[n] <= now]
-        for n in alive:
-            if left[n] == 0:
-                ends[n] = now
-        alive = [n for n in alive if n not in ends]
-        rates = filled({n: ends_of(work[n]) for n in alive}, bandwidth, shared)
-        for n in alive:
-            if rates[n] is None:
-                ends[n] = now
-        alive = [n for n in alive if n not in ends]
-        later = [at for n, at in enumerate(starts_at) if at > now and n not in ends]
-        later += [now + left[n] / rates[n] * SECOND for n in alive]  # type: ignore[operator]
+        for n, parts in enumerate(to_come):
+            while parts and parts[0][0] <= now:
+                left[n] += parts.pop(0)[1]
+        flowing = {n: ends_of(work[n][0]) for n in range(len(work)) if left[n]}
+        rates = filled(flowing, bandwidth, shared)
+        for n in range(len(work)):
+            if n in rates and rates[n] is None:
+                left[n] = Fraction(0)
+            if not left[n] and not to_come[n]:
+                ends.setdefault(n, now)
+        flowing = {n: links for n, links in flowing.items() if left[n]}
+        later = [parts[0][0] for parts in to_come if parts]
+        later += [now + left[n] / rates[n] * SECOND for n in flowing]  # type: ignore[operator]
         if not later:
             continue
         step = min(later) - now
-        for n in alive:
+        for n in flowing:
             left[n] -= rates[n] * step / SECOND  # type: ignore[operator]
         now += step
     return [ends[n] for n in range(len(work))]
@@ -296,6 +360,49 @@ def test_ends_are_those_of_exact_fractions(work: list[Started], size: tuple[floa
     ends.update(drained(network, work[-1][3]))
     for number, end in enumerate(expected):
         assert ends[number] == pytest.approx(float(end), rel=1e-6, abs=64)
+
+
+feeds = st.lists(
+    st.tuples(st.integers(0, 3000), st.integers(0, 8).map(lambda gap: gap * SECOND // 5), st.integers(1, 5)),
+    max_size=4,
+)
+"""Bytes, ticks in which they are computed, in so many parts: one after the other."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(starts.map(lambda all_: all_[0]), st.none() | feeds), min_size=1, max_size=8), sizes)
+def test_transfers_that_are_fed_end_as_exact_fractions_say(
+    work: list[tuple[Started, list[tuple[int, int, int]] | None]], size: tuple[float | None, float | None, int]
+) -> None:
+    bandwidth, shared, latency = size
+    network = Network(LinkOptions(bandwidth, shared, latency))
+    calls: list[tuple[int, int, Any]] = []
+    parts: list[list[tuple[Fraction | int, Fraction | int]]] = []
+    for number, ((source, target, num_bytes, at), feed) in enumerate(work):
+        if feed is None:
+            calls.append((at, number, partial(network.start, number, source, target, num_bytes)))
+            parts.append([(at, num_bytes)])
+            continue
+        calls.append((at, number, partial(network.open, number, source, target)))
+        parts.append([])
+        for num_released, ticks, num_parts in feed:
+            release = partial(network.release, number, num_released, ticks=ticks, num_parts=num_parts)
+            calls.append((at, number, release))
+            part = Fraction(num_released, num_parts)
+            parts[-1] += [(at + Fraction(ticks * (n + 1), num_parts), part) for n in range(num_parts) if num_released]
+            at += ticks
+        calls.append((at, number, partial(network.close, number)))
+        parts[-1].append((at - latency, 0))  # it does not end before it is closed
+        parts[-1].sort(key=lambda each: each[0])
+    ends: dict[Any, int] = {}
+    for at, _, call in sorted(calls, key=lambda one: one[:2]):
+        while (change := network.next_change()) is not None and change <= at:
+            ends.update(dict.fromkeys(network.ended(change), change))
+        call(now=at)
+    ends.update(drained(network, max(at for at, _, _ in calls)))
+    expected = fed_ends([(one, own) for (one, _), own in zip(work, parts, strict=True)], bandwidth, shared, latency)
+    for number, end in enumerate(expected):
+        assert ends[number] == pytest.approx(float(end), rel=1e-6, abs=640)
 
 
 @settings(max_examples=150, deadline=None)
@@ -398,6 +505,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         network.start("b", 0, 1, -1, now=10)
     with pytest.raises(ValueError, match="time goes back"):
         network.start("b", 0, 1, 1, now=9)
+    with pytest.raises(ValueError, match="'a' is not open"):
+        network.release("a", 1, now=10)
     with pytest.raises(ValueError, match="no transfer 'b'"):
         network.cancel("b", now=10)
     with pytest.raises(ValueError, match="no transfer 'b'"):

@@ -208,8 +208,8 @@ class World:
         )
 
 
-def drawn_world(seed: int, num_requests: int = 40) -> World:
-    """The world of a seed."""
+def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) -> World:
+    """The world of a seed. `overlaps`: KV is sent while its prompt is computed, and prompts are computed in chunks."""
     draw = random.Random(seed)
     elastic = draw.random() < 0.5
     names = draw.choice([("prefill", "decode"), ("prefill", "decode", "mixed"), ("mixed",)])
@@ -253,6 +253,16 @@ def drawn_world(seed: int, num_requests: int = 40) -> World:
             "contention": draw.choice(["max_min", "none", "fixed_share", "exclusive"]),
         },
     )
+    if overlaps:
+        more = random.Random(f"overlap {seed}")
+        mapping["hand_off"] |= {
+            "reserve": "before_prompt",
+            "overlap": more.choice(["by_chunk", "by_layer"]),
+            "overlap_min_tokens": more.choice([0, 0, 60]),
+            "num_layers": more.choice([1, 3, 32]),
+        }
+        mapping["replica"]["max_batch_tokens"] = more.choice([64, 512])
+        mapping["replica"]["memory"]["reservation"] = more.choice(["prompt", "incremental"])
     requests, at = [], 0.0
     for index in range(num_requests):
         at += draw.expovariate(num_requests / 2.0)
@@ -260,8 +270,8 @@ def drawn_world(seed: int, num_requests: int = 40) -> World:
         shared = draw.randint(0, prompt)
         parts = tuple(part for part in (("shared", shared), (f"own-{index}", prompt - shared)) if part[1])
         expires = draw.uniform(0.01, 0.8) if draw.random() < 0.15 else None
-        more = {"priority": draw.randint(0, 2), "expires_after_s": expires, "content": PromptContent(parts)}
-        requests.append(RequestSpec(f"r{index}", at, prompt, draw.randint(1, 60), **more))
+        facts = {"priority": draw.randint(0, 2), "expires_after_s": expires, "content": PromptContent(parts)}
+        requests.append(RequestSpec(f"r{index}", at, prompt, draw.randint(1, 60), **facts))
     accidents: list[tuple[str, float, int]] = []
     for _ in range(draw.randint(0, num_requests // 3)):
         kind = draw.choice(["abort", "fail", "restart"])
@@ -283,9 +293,9 @@ def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) ->
     return ways, simulator.num_steps
 
 
-def check_world(seed: int, num_requests: int = 40) -> int:
+def check_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) -> int:
     """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
-    world = drawn_world(seed, num_requests)
+    world = drawn_world(seed, num_requests, overlaps=overlaps)
     runs = [
         run_world(world, steps_alone=alone, check_every_steps=every)
         for alone, every in ((False, 1), (True, 1), (True, 7))

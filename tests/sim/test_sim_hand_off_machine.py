@@ -37,7 +37,12 @@ def requests(draw: st.DrawFn) -> list[RequestSpec]:
     return sorted(specs, key=lambda one: one.arrived_at)
 
 
-HAND_OFF = st.fixed_dictionaries(
+def _goes_together(rules: dict[str, Any]) -> dict[str, Any]:
+    """The rules, without overlap where blocks are not taken before the prompt."""
+    return rules if rules["reserve"] == "before_prompt" else rules | {"overlap": "none"}
+
+
+_RULES = st.fixed_dictionaries(
     {
         "kv_bytes_per_token": st.just(1_000_000),
         "reserve": st.sampled_from(["before_prompt", "after_prompt", "at_admission"]),
@@ -48,8 +53,12 @@ HAND_OFF = st.fixed_dictionaries(
         "first_token": st.sampled_from(["source", "recompute"]),
         "takes_effect": st.sampled_from(["at_once", "at_step_boundary"]),
         "moves": st.sampled_from(["missing", "whole_prompt"]),
+        "overlap": st.sampled_from(["none", "by_layer", "by_chunk", "by_layer"]),
+        "overlap_min_tokens": st.sampled_from([0, 60]),
+        "num_layers": st.sampled_from([3, 32]),
     }
-).filter(
+)
+HAND_OFF = _RULES.map(_goes_together).filter(
     lambda one: one["when_full"] != "retry" or (one["takes_effect"], one["reservations"]) == ("at_once", "all_that_fit")
 )
 LINKS = st.fixed_dictionaries(
@@ -77,6 +86,8 @@ def pools_of(router: str, num_blocks: int) -> dict[str, Any]:
     num_blocks=st.sampled_from([20, 30, 200]),
     scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "nano_vllm", "minivllm"]),
     router=st.sampled_from(["round_robin", "round_robin", "splitwise_mixed_pool"]),
+    batch_tokens=st.sampled_from([2048, 2048, 70]),
+    reservation=st.sampled_from(["prompt", "incremental"]),
     faults=FAULTS,
 )
 def test_every_request_ends_once_and_every_block_is_free_in_the_end(
@@ -86,9 +97,15 @@ def test_every_request_ends_once_and_every_block_is_free_in_the_end(
     num_blocks: int,
     scheduler: str,
     router: str,
+    batch_tokens: int,
+    reservation: str,
     faults: list[tuple[str, float, int]],
 ) -> None:
     mapping = settings(
+        replica={
+            "memory": {"num_blocks": 100, "watermark_fraction": 0.0, "reservation": reservation},
+            "max_batch_tokens": batch_tokens,
+        },
         scheduling={
             "request_prioritizer": "priority",
             "replicaset_scheduler": router,

@@ -36,3 +36,16 @@ STEP_ENDS_WHILE_LET_IN = 6755
 )
 def test_nothing_is_lost_whatever_happens_at_once(seed: int) -> None:
     assert check_world(seed) > 0
+
+
+MIGRATES_TO_WHERE_IT_IS_TO_GO = 25
+"""A running prompt migrates to the replica where blocks are set aside for it."""
+HELD_WITHOUT_BLOCKS = 188
+"""A request that has lost its target waits for blocks that prompts have which wait for its own."""
+STAYS_IN_A_RUN = 311
+"""A request is told to stay while its replica is in a run of steps that are worked out at once."""
+
+
+@pytest.mark.parametrize("seed", [MIGRATES_TO_WHERE_IT_IS_TO_GO, HELD_WITHOUT_BLOCKS, STAYS_IN_A_RUN])
+def test_nothing_is_lost_where_kv_is_sent_while_it_is_computed(seed: int) -> None:
+    assert check_world(seed, overlaps=True) > 0

@@ -19,6 +19,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("vajra_py.cli.serve", "Put an engine behind HTTP, as OpenAI's API does."),
     "compare": ("vajra_py.cli.compare", "Compare runs: a table, and an HTML report."),
     "capacity": ("vajra_py.cli.capacity", "Find the highest rate, or the fewest replicas, at which an SLO holds."),
+    "atlas": ("vajra_py.cli.atlas", "Compare policies on several workloads and loads, on one page."),
     "validate": ("vajra_py.cli.validate", "Compare a real engine's run with its simulation."),
     "calibrate": ("vajra_py.cli.calibrate", "Fit a profile bundle's overheads to a measured run."),
     "figures": ("vajra_py.cli.figures", "Write figures and tables of runs as files for a paper."),

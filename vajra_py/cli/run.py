@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vajra_py.cli.options import new_progress, on_option, overrides_option
+from vajra_py.cli.options import on_option, overrides_option
+from vajra_py.cli.progress import RunsDisplay
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from vajra_py.config import ExperimentConfig
     from vajra_py.experiment.runs.pool import MakePool
-    from vajra_py.experiment.runs.sweep import PointStatus
     from vajra_py.metrics.runs.run_data import RunData
-
-_MIN_RENDER_S = 0.1
 
 MOSTLY_REJECTED = 5
 """Exit code of finished runs in which more than half of the requests were rejected for reasons of their own."""
@@ -83,7 +78,7 @@ def run(  # noqa: PLR0913 - one argument for each option
             check_validation(point)
     if report is not None:  # fail before the runs rather than after them
         report.parent.mkdir(parents=True, exist_ok=True)
-    display = _Display(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
+    display = RunsDisplay(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []
     num_copies = 0
     with ray_cluster(on) as cluster, display:
@@ -144,7 +139,7 @@ class _RunOptions:
     """Place of execution; None: this machine."""
 
 
-def _run_one(config: ExperimentConfig, options: _RunOptions, display: _Display) -> RunData:
+def _run_one(config: ExperimentConfig, options: _RunOptions, display: RunsDisplay) -> RunData:
     from vajra_py.experiment.runs.pool import RunTask, run_in_pool
     from vajra_py.experiment.runs.run import run_experiment
     from vajra_py.experiment.runs.sweep import PointStatus
@@ -220,60 +215,3 @@ def _validate(runs: list[RunData]) -> None:
 
     for one in runs:
         say_accuracy(validate_run(one, load_config(one.path / "config.yaml")), f"{one.name}: measured and simulated")
-
-
-class _Display:
-    """One bar for all runs, and one per active run: finished requests, simulated time, and speed."""
-
-    def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True) -> None:
-        self._is_simulated = is_simulated
-        self._progress: Progress | None = None if quiet else new_progress()
-        self._num_runs = num_runs
-        self._all: TaskID | None = None
-        self._tasks: dict[int, TaskID] = {}
-        self._started: dict[int, float] = {}
-        self._shown_at: dict[int, float] = {}
-
-    def __enter__(self) -> _Display:
-        if self._progress is not None and self._num_runs > 1:
-            self._progress.start()
-            self._all = self._progress.add_task("all runs", total=self._num_runs, note="")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None and self._progress.live.is_started:
-            self._progress.stop()
-
-    def point(self, index: int, status: PointStatus) -> None:
-        """Show the status of a point."""
-        progress = self._progress
-        if progress is None:
-            return
-        if status.is_finished or status.error is not None:
-            self._end(progress, index, status)
-            return
-        now = time.monotonic()
-        if index not in self._tasks:
-            progress.start()
-            self._tasks[index] = progress.add_task(status.values_label, total=status.num_total or None, note="")
-            self._started[index] = now
-        if now - self._shown_at.get(index, 0.0) < _MIN_RENDER_S:
-            return
-        self._shown_at[index] = now
-        elapsed = now - self._started[index]
-        note = f"{status.now_s:,.0f} s simulated" if self._is_simulated else f"{status.now_s:,.0f} s"
-        if self._is_simulated and elapsed >= _MIN_RENDER_S:
-            note += f", {status.now_s / elapsed:,.0f} x real time"
-        progress.update(self._tasks[index], total=status.num_total, completed=status.num_done, note=note)
-
-    def _end(self, progress: Progress, index: int, status: PointStatus) -> None:
-        task = self._tasks.pop(index, None)
-        if task is not None and self._num_runs > 1:
-            progress.remove_task(task)
-        elif task is not None:
-            total = progress.tasks[task].total
-            progress.update(task, completed=total if status.error is None else None)
-        if self._all is not None:
-            progress.advance(self._all)
-        if status.was_there:
-            progress.console.print(f"was finished: {status.values_label}")

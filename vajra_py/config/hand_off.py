@@ -92,6 +92,19 @@ class HandOffConfig(BaseModel):
             "copies what is lacking."
         ),
     )
+    overlap: Literal["none", "by_chunk", "by_layer"] = Field(
+        "none",
+        description=(
+            "What is sent while the prompt is computed: nothing; the KV of each of its chunks when its step ends; or the KV of each layer "
+            "when that layer is computed. Needs `reserve: before_prompt`, and a simulation."
+        ),
+    )
+    overlap_min_tokens: Annotated[int, Field(strict=True, ge=0)] = Field(
+        0, description="Prompts of fewer tokens are sent once they are computed (Splitwise: 512)."
+    )
+    num_layers: Annotated[int, Field(strict=True, gt=0)] | None = Field(
+        None, description="Layers of the model, for `overlap: by_layer`; null: what the latency model says."
+    )
     kv_bytes_per_token: Annotated[int, Field(strict=True, gt=0)] | None = Field(
         None, description="KV of one token, bytes; null: what the latency model or the engine's model says."
     )
@@ -101,6 +114,10 @@ class HandOffConfig(BaseModel):
         if self.when_full == "retry" and (self.takes_effect != "at_once" or self.reservations != "all_that_fit"):
             given = f"{self.takes_effect}, {self.reservations}"
             raise ValueError(f"when_full: retry looks at_once, for all_that_fit (got {given})")
+        if self.overlap != "none" and self.reserve != "before_prompt":
+            raise ValueError(
+                f"overlap: {self.overlap} needs the target's blocks before_prompt (got reserve: {self.reserve})"
+            )
         return self
 
     @model_validator(mode="before")

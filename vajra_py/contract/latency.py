@@ -113,6 +113,8 @@ class ModelDescription:
     """Bytes of KV cache per token, over all layers; 0: unknown, and swapping takes no time."""
     max_model_len: int | None = None
     """Longest sequence of the model, in tokens; None: unknown."""
+    num_layers: int | None = None
+    """Layers of the model; None: unknown."""
 
 
 @runtime_checkable

@@ -147,7 +147,10 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them."""
+        """Blocks of the target are reserved, and KV of `num_tokens` tokens is on its way to them.
+
+        With `hand_off.overlap` when its prompt begins to be computed; once more, with their number, if it leaves with fewer tokens.
+        """
 
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float

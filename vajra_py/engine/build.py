@@ -393,6 +393,9 @@ def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> No
             message = f"{replicaset.scheduler_name} {message}"
             advice = "A scheduler that lets requests stay; `engine` and `simulator` move them"
             problems.append(Problem(f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}", message, advice))
+        elif replicaset.hand_off.overlaps:
+            message = f"the engine sends KV when its prompt is computed (got {replicaset.hand_off.settings.overlap})"
+            problems.append(Problem(f"{where}hand_off.overlap", message, "Allowed: none"))
         stages = {one.parts.pool: one.limits.pipeline_stages for one in replicaset.replicas}
         if len(set(stages.values())) > 1:
             message = f"KV does not move between replicas of different pipeline_stages (got {stages})"

@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from vajra_py import __version__
 from vajra_py.contract.observer import Observer
+from vajra_py.metrics.tables.movement_log import paths_of
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve.api import schema_answers as answers
 from vajra_py.serve.api.admin import add_admin
@@ -36,6 +37,7 @@ from vajra_py.serve.http.unsupported import UnknownFields
 from vajra_py.serve.observe.exposition import Exposition
 from vajra_py.serve.observe.history import History
 from vajra_py.serve.observe.live import live, server_health, totals
+from vajra_py.serve.observe.movement import MovementCounts
 from vajra_py.serve.observe.stats import ServerStats, time_policies
 from vajra_py.serve.session.catalogue import Catalogue
 from vajra_py.serve.session.session import EngineSession
@@ -66,6 +68,7 @@ class Service:
         """Number of answers by status."""
         self.history = History(self.totals, time.time)
         self.stats: ServerStats | None = None
+        self.movement: MovementCounts | None = None
         self.tracing = tracing
         self._unknown_fields = UnknownFields(strict=options.strict_fields)
         if tracing is not None:
@@ -78,7 +81,9 @@ class Service:
         time_policies(controller, stats)
         self.session.on_formed = stats.on_formed
         self.stats = stats
-        return (stats,)
+        paths = paths_of(controller)
+        self.movement = MovementCounts(paths) if paths else None
+        return (stats,) if self.movement is None else (stats, self.movement)
 
     @property
     def names(self) -> Sequence[str]:

@@ -75,9 +75,9 @@ class KeyWatch:
     def interposed(self) -> Any:
         """The policy under watch."""
         groups = self.groups
-        watched: dict[str, Callable[..., Any]] = {"key": self.key, "line": self.line}
-        watched |= {"group": groups.group, "group_key": groups.group_key}
-        return interpose(self.policy, watched)
+        replaced: dict[str, Callable[..., Any]] = {"key": self.key, "line": self.line}
+        replaced |= {"group": groups.group, "group_key": groups.group_key}
+        return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
         """The policy's line, watched."""

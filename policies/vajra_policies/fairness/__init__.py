@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_policies.fairness import deficit_round_robin, least_counter_first, vtc
+from vajra_policies.fairness import d2lpm, deficit_round_robin, dlpm, least_counter_first, vtc
 from vajra_py.contract import PolicySpec
 
-POLICIES: tuple[PolicySpec, ...] = (vtc.SPEC, least_counter_first.SPEC, deficit_round_robin.SPEC)
+POLICIES: tuple[PolicySpec, ...] = (vtc.SPEC, least_counter_first.SPEC, deficit_round_robin.SPEC, dlpm.SPEC)
+ROUTERS: tuple[PolicySpec, ...] = (d2lpm.SPEC,)

@@ -12,6 +12,8 @@ from vajra_py.contract import PolicyConfig, RequestView
 
 _EXACT = 2.0**53
 """Whole numbers up to this one are added without rounding."""
+_QUANTA_IN_MEMORY = 20
+"""Quanta that the KV memory holds, by default; as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):
@@ -26,6 +28,20 @@ class TokenCostConfig(PolicyConfig):
     )
 
 
+class QuantumConfig(TokenCostConfig):
+    """Parameters of policies that give tenants a quantum at a time."""
+
+    quantum: float | None = Field(
+        None,
+        gt=0,
+        description="Charge that a tenant may run up in one turn (Q), weighted tokens; null: a twentieth of the KV memory's tokens.",
+    )
+
+    def quantum_for(self, num_kv_tokens: int) -> float:
+        """The quantum of replicas with room for so many tokens."""
+        return self.quantum if self.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
+
+
 @dataclass(slots=True)
 class _Charged:
     """Charges of one live request so far."""
@@ -37,12 +53,16 @@ class _Charged:
 class Accounts:
     """Charges tenants for tokens: w_p for each of a prompt at its first admission, w_q for each generated one, over f_u.
 
-    A prompt is charged in full, cached or not, and once: what is computed again after a preemption is not. `charge` is called
-    with (tenant, cost, times): for a prompt when it is admitted, for generated tokens when they are collected, before another
-    prompt of the tenant is charged, a request waits again, or one leaves at the latest. The policy hands its callbacks on.
+    A prompt is charged in full, or without what the prefix cache spared, and once: what is computed again after a preemption is
+    not. `charge` is called with (tenant, cost, times): for a prompt when it is admitted, for generated tokens when they are
+    collected, before another prompt of the tenant is charged, a request waits again, or one leaves at the latest. The policy hands
+    its callbacks on.
     """
 
-    def __init__(self, config: TokenCostConfig, charge: Callable[[str, float, int], None]) -> None:
+    def __init__(
+        self, config: TokenCostConfig, charge: Callable[[str, float, int], None], *, charges_cached: bool = True
+    ) -> None:
+        self._charges_cached = charges_cached
         self._prompt_weight = config.prompt_weight
         self._output_weight = config.output_weight
         self._weights = config.tenant_weights
@@ -80,7 +100,8 @@ class Accounts:
         if not charged.was_admitted:
             charged.was_admitted = True
             self.collect(tenant)
-            self._cost(tenant, self._prompt_weight * request.num_prompt_tokens, 1)
+            num_spared = 0 if self._charges_cached else request.num_cached_tokens
+            self._cost(tenant, self._prompt_weight * (request.num_prompt_tokens - num_spared), 1)
         return stops
 
     def preempt(self, request: RequestView) -> bool:
@@ -103,6 +124,11 @@ class Accounts:
         """Charge for what the tenant's requests have generated since this was last done."""
         admitted = self._admitted.get(tenant)
         if admitted:
+            self._collect(tenant, admitted)
+
+    def collect_all(self) -> None:
+        """Charge every tenant for what its requests have generated since this was last done."""
+        for tenant, admitted in self._admitted.items():
             self._collect(tenant, admitted)
 
     def _collect(self, tenant: str, living: Mapping[RequestView, _Charged]) -> None:

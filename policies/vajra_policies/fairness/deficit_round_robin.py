@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from pydantic import Field
-
-from vajra_policies.fairness.accounts import Accounts, TokenCostConfig, added
+from vajra_policies.fairness.accounts import Accounts, QuantumConfig, added
 from vajra_py.contract import (
     EndedStep,
     KeyMotion,
@@ -18,18 +16,9 @@ from vajra_py.contract import (
     RequestView,
 )
 
-_QUANTA_IN_MEMORY = 20
-"""Quanta that the KV memory holds, by default; as in the artifact of VTC."""
 
-
-class DeficitRoundRobinConfig(TokenCostConfig):
+class DeficitRoundRobinConfig(QuantumConfig):
     """Parameters of `deficit_round_robin`."""
-
-    quantum: float | None = Field(
-        None,
-        gt=0,
-        description="Charge that a tenant may run up in one turn (Q), weighted tokens; null: a twentieth of the KV memory's tokens.",
-    )
 
 
 class DeficitRoundRobin:
@@ -47,7 +36,7 @@ class DeficitRoundRobin:
     key_motion = KeyMotion.STATIC
 
     def __init__(self, config: DeficitRoundRobinConfig, num_kv_tokens: int) -> None:
-        self._quantum = config.quantum if config.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
+        self._quantum = config.quantum_for(num_kv_tokens)
         self._accounts = Accounts(config, self._charge)
         self._credit: dict[str, float] = {}
         self._circle: OrderedDict[str, int] = OrderedDict()

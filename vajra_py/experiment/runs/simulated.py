@@ -162,7 +162,9 @@ def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Re
 def model_facts(latency: LatencyModel) -> ModelFacts:
     """Return what a latency model says about memory and lengths."""
     described = description_of(latency)
-    return ModelFacts(described.kv_blocks, described.max_model_len, described.kv_bytes_per_token)
+    return ModelFacts(
+        described.kv_blocks, described.max_model_len, described.kv_bytes_per_token, described.num_layers
+    )
 
 
 def _intake(latency: LatencyModel) -> dict[str, Any]:

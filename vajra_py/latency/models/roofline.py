@@ -185,6 +185,7 @@ class RooflineModel:
             kv_blocks=self.kv_blocks,
             kv_bytes_per_token=model.kv_bytes_per_token,
             max_model_len=model.max_model_len,
+            num_layers=model.num_layers,
         )
 
     def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:

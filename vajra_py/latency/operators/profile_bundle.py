@@ -257,6 +257,7 @@ class ProfileBundleModel:
             kv_blocks=self.kv_blocks,
             kv_bytes_per_token=self.model.kv_bytes_per_token,
             max_model_len=self.model.max_model_len,
+            num_layers=self.model.num_layers,
         )
 
     # Parts

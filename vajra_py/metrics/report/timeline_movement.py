@@ -33,7 +33,7 @@ def stops_of(rows: list[Row]) -> list[Stop]:
         held_at, start_at, arrived_at, over_at = (row[key] for key in ("held_at", "start_at", "arrived_at", "over_at"))
         if math.isnan(held_at):
             continue
-        sent_at = over_at if math.isnan(start_at) else start_at
+        sent_at = over_at if math.isnan(start_at) else max(start_at, held_at)
         there_at = over_at if math.isnan(arrived_at) else arrived_at
         target = row["target_replica_id"]
         for name, start, end in (

@@ -1,10 +1,11 @@
-"""Observer that records how requests move between replicas, as rows of the transfers table."""
+"""Observers of how requests move between replicas: what happens on each way, and its rows of the transfers table."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import EndReason, Observer
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _NEVER = float("nan")
 _NO_REPLICA = -1
 GIVEN_UP = "its blocks were given to others"
+COMPUTING, AT_SOURCE, IN_TRANSFER, AT_TARGET = STAGES = "computing", "held", "in_transfer", "at_target"
+"""Parts of a request's way: it is sent while it goes on computing; it is held at its source; its KV is on its way; it waits to run on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +101,30 @@ class _Journey:
         """True if the target has its KV."""
         return self.arrived_at == self.arrived_at
 
+    @property
+    def stage_now(self) -> str:
+        """Part of its way, one of `STAGES`."""
+        if self.is_live:
+            return COMPUTING
+        return AT_TARGET if self.has_arrived else IN_TRANSFER if self.is_sent else AT_SOURCE
 
-class MovementLog(Observer):
-    """Collects the rows of the transfers table; rows that are open when the run ends are made at `on_run_end`."""
+
+class MovementRows(Observer):
+    """Makes rows of the transfers table of what happens to requests on their way; `on_row` takes each when it is over."""
 
     wants_step_ends = False
 
     def __init__(self, paths: Mapping[str, Paths]) -> None:
-        self.table = TransfersBuilder()
         self._paths = paths
         self._journeys: dict[int, _Journey] = {}
         """Journeys under way, by index of the request."""
+
+    def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
+        """Take a row: a value for each column but the request's id."""
+
+    def num_on_their_way(self, replicaset: str) -> Counter[str]:
+        """Return the requests of a replicaset that are on their way now, by `STAGES`."""
+        return Counter(one.stage_now for one in list(self._journeys.values()) if one.request.replicaset == replicaset)
 
     # A request leaves
 
@@ -128,11 +144,15 @@ class MovementLog(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Let its KV leave."""
+        """Let its KV leave: of a request that is held, that migrates, or, first told of here, whose prompt is computed meanwhile."""
         journey = self._journeys.get(request.index)
-        if journey is not None:
-            journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
-            journey.stage += 1
+        if journey is None:
+            journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
+        if journey.is_sent and journey.end_at != journey.end_at:  # less than was announced
+            journey.num_tokens = num_tokens
+            return
+        journey.target, journey.start_at, journey.num_tokens = target, now, num_tokens
+        journey.stage += 1
 
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
@@ -146,6 +166,8 @@ class MovementLog(Observer):
         if journey.is_live:
             self._row(journey, CALLED_OFF if failure else DONE, failure or journey.asked_for, now)
             journey.was_cut = bool(failure)
+            if journey.kind == HAND_OFF:  # it begins again when it is sent again, or held
+                del self._journeys[request.index]
         elif failure and failure != REQUEST_ENDED:
             self._hold_again(journey, failure, now)
 
@@ -247,7 +269,7 @@ class MovementLog(Observer):
         """Make a row, and get ready for the next one."""
         request, source, target = journey.request, journey.source, journey.target
         paths = self._paths[request.replicaset]
-        self.table.append(
+        self.on_row(
             request.request_id,
             {
                 "index": request.index,
@@ -273,3 +295,15 @@ class MovementLog(Observer):
         )
         journey.start_at = journey.end_at = journey.arrived_at = _NEVER
         journey.num_tokens = 0
+
+
+class MovementLog(MovementRows):
+    """Collects the rows; those that are open when the run ends are made at `on_run_end`."""
+
+    def __init__(self, paths: Mapping[str, Paths]) -> None:
+        super().__init__(paths)
+        self.table = TransfersBuilder()
+
+    def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
+        """Append it to the table."""
+        self.table.append(request_id, row)

@@ -3,12 +3,13 @@
 `transfers.parquet` is written where requests may leave their replica with their KV. Times are seconds on the run's clock, NaN = never:
 
 * `held_at`: since when the request stands still at its source; NaN while it goes on computing (`is_live`, a copy of a migration);
-* `start_at`, `end_at`: when its KV left, and when all of it was at the target;
+* `start_at`, `end_at`: when its KV left, and when all of it was at the target; KV that is sent while its prompt is computed
+  (`hand_off.overlap`) leaves before `held_at`;
 * `arrived_at`: when the target took it, which may wait for the end of a step;
 * `over_at`: when it ran on at the target, was held again, or was gone.
 
-So it was held from `held_at` to `start_at`, in transfer from `start_at` to `arrived_at`, and waiting at the target from `arrived_at` to
-`over_at`; what has no beginning or end of its own ends at `over_at`. A move of a waiting request, which has no KV, is a row with
+So it was held from `held_at` to `start_at`, in transfer from then (from `held_at`, if it was sent before) to `arrived_at`, and waiting at
+the target from `arrived_at` to `over_at`; what has no beginning or end of its own ends at `over_at`. A move of a waiting request, which has no KV, is a row with
 `kind` "move" and all times equal. Rows are in order of their begin.
 """
 
@@ -133,9 +134,9 @@ class Stays:
             table.column(name).to_numpy() for name in ("held_at", "start_at", "arrived_at", "over_at")
         )
         stood = ~np.isnan(held_at)
-        self.held_s: Floats = np.where(np.isnan(start_at), over_at, start_at) - held_at
+        self.held_s: Floats = np.maximum(np.where(np.isnan(start_at), over_at, start_at) - held_at, 0.0)
         self.transfer_s: Floats = np.where(
-            stood, np.where(np.isnan(arrived_at), over_at, arrived_at) - start_at, np.nan
+            stood, np.where(np.isnan(arrived_at), over_at, arrived_at) - np.maximum(start_at, held_at), np.nan
         )
         self.target_wait_s: Floats = np.where(stood, over_at - arrived_at, np.nan)
 

@@ -4,6 +4,9 @@ A replica has a link out and a link in, and there may be one fabric that all tra
 transfer starts to flow, ends or is cancelled; in between nothing is computed. A change looks at the transfers that are
 connected with it by links, directly or through others, and at no more.
 
+The bytes of a transfer are there when it starts, or they become available while it is under way (`Network.open`): such a transfer
+takes part in the sharing of its links while it has something to send, and has no part in it while it waits for more.
+
 Bytes are conserved exactly: rates are whole numbers of 2^-20 bytes per second and times are whole ticks, so that what has
 flowed is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, no link is overbooked.
 """
@@ -14,8 +17,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+from vajra_py.runtime.movement.flows import Feed, Flow, Link, Release, rates_alone
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ _WORK_PER_BYTE = _GRAIN * TICKS_PER_SECOND
 _GIGA = 10**9
 _MIN_EVENTS = 64
 
-_ENDS, _FLOWS = 0, 1
+_ENDS, _FLOWS, _RELEASES = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,47 +72,6 @@ class LinkOptions:
         )
 
 
-class _Link:
-    """One direction of a replica's link, or the fabric."""
-
-    __slots__ = ("capacity", "number", "transfers")
-
-    def __init__(self, number: int, capacity: int) -> None:
-        self.number = number
-        self.capacity = capacity
-        """Grains per second."""
-        self.transfers: dict[_Transfer, None] = {}
-        """Transfers that use it, or wait for it (exclusive), in order."""
-
-
-@dataclass(eq=False, slots=True)
-class _Transfer:
-    """One transfer under way."""
-
-    transfer_id: Hashable
-    number: int
-    links: Sequence[_Link]
-    """Links with a limit."""
-    work_left: int
-    """Grains per second times ticks, as of `since`."""
-    since: int
-    rate: int | None = 0
-    """Grains per second now; None: no limit."""
-    version: int = 0
-    """Version of its events; those pushed with another one are void."""
-    is_flowing: bool = False
-    """True once its latency has passed."""
-    has_ended: bool = False
-
-    def work_left_at(self, now: int) -> int:
-        """Return the work left at a tick, if the rate has not changed since `since`."""
-        if not self.is_flowing:
-            return self.work_left
-        if self.rate is None:
-            return 0
-        return max(0, self.work_left - self.rate * (now - self.since))
-
-
 class Network:
     """Links of replicas and the transfers on them. Ticks never go back from call to call."""
 
@@ -117,16 +80,18 @@ class Network:
         self._capacity = _grains(options.bandwidth)
         self._now = 0
         self._num_started = 0
-        self._links: dict[tuple[str, int], _Link] = {}
+        self._num_final = 0
+        """Transfers under way that end when what is known of them has arrived; those that are open do not."""
+        self._links: dict[tuple[str, int], Link] = {}
         shared = _grains(options.shared_bandwidth)
-        self._shared = None if shared is None else _Link(0, shared)
+        self._shared = None if shared is None else Link(0, shared)
         self._num_links = 1
-        self._transfers: dict[Hashable, _Transfer] = {}
-        self._events: list[tuple[int, int, int, int, _Transfer]] = []
-        """(tick, kind, number, version, transfer): ends come before starts of a tick."""
-        self._ended: list[_Transfer] = []
+        self._transfers: dict[Hashable, Flow] = {}
+        self._events: list[tuple[int, int, int, int, Any]] = []
+        """(tick, kind, number, version, transfer or feed): ends come before starts of a tick."""
+        self._ended: list[Flow] = []
         """Transfers that have ended and were not told yet."""
-        self._touched: dict[_Link, None] = {}
+        self._touched: dict[Link, None] = {}
         """Links whose transfers have changed since rates were last worked out."""
 
     def __len__(self) -> int:
@@ -137,23 +102,62 @@ class Network:
 
     def start(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
         """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
+        one = self._begin(transfer_id, source, target, num_bytes, now)
+        self._num_final += 1
+        if not num_bytes or self._options.latency_ticks:
+            kind = _FLOWS if num_bytes else _ENDS
+            self._push(one, now + self._options.latency_ticks, kind)
+        else:
+            self._flow(one)
+
+    def open(self, transfer_id: Hashable, source: int, target: int, now: int) -> None:
+        """Begin a transfer whose bytes are announced by `release`. Raises as `start` does.
+
+        It ends when all of them have arrived and `close` was called.
+        """
+        one = self._begin(transfer_id, source, target, 0, now)
+        one.feed = Feed(one, one.number)
+
+    def release(self, transfer_id: Hashable, num_bytes: int, now: int, ticks: int = 0, num_parts: int = 1) -> None:
+        """Let more bytes of an open transfer become available in equal parts, the last of them `ticks` from now.
+
+        Each part flows after the links' latency. Releases of one transfer are announced in order of time.
+        """
+        one = self._known(transfer_id)
+        feed = one.feed
+        if feed is None or not feed.is_open:
+            raise ValueError(f"Network: transfer {transfer_id!r} is not open")
+        self._advance(now)
+        if num_bytes:
+            start = now + self._options.latency_ticks
+            feed.releases.append(Release(start, ticks, num_bytes * _WORK_PER_BYTE, num_parts))
+            if len(feed.releases) == 1 and not one.is_flowing:
+                self._push(feed, feed.releases[0].next_at(), _RELEASES)
+
+    def close(self, transfer_id: Hashable, now: int) -> None:
+        """Let an open transfer end when everything that was released has arrived."""
+        one = self._known(transfer_id)
+        self._advance(now)
+        if one.feed is not None and one.feed.is_open:
+            one.feed.is_open = False
+            self._num_final += 1
+            if not one.feed.releases and not one.is_flowing:
+                self._push(one, now, _ENDS)
+
+    def _begin(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> Flow:
         if transfer_id in self._transfers:
             raise ValueError(f"Network: transfer {transfer_id!r} is under way already")
         _check(source, target, num_bytes)
         self._advance(now)
         links = self._links_between(source, target)
-        one = _Transfer(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
+        one = Flow(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
         self._num_started += 1
         self._transfers[transfer_id] = one
         if self._options.contention == "fixed_share":
             for link in links:
                 link.transfers[one] = None
             one.rate = self._share_at_start(links)
-        if not num_bytes or self._options.latency_ticks:
-            kind = _FLOWS if num_bytes else _ENDS
-            self._push(one, now + self._options.latency_ticks, kind)
-        else:
-            self._flow(one)
+        return one
 
     def cancel(self, transfer_id: Hashable, now: int) -> None:
         """Call a transfer off: its bandwidth goes to the others. One that has ended and was not told is forgotten."""
@@ -162,17 +166,24 @@ class Network:
         one = self._transfers.pop(transfer_id)
         if one.has_ended:
             self._ended.remove(one)
-        else:
-            self._leave(one)
+            return
+        self._leave(one)
+        if one.feed is not None:
+            one.feed.version += 1
+        if one.feed is None or not one.feed.is_open:
+            self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """First tick at which `ended` may have something to tell, or rates change by themselves; None: never.
+        """First tick at which `ended` may have something to tell, or rates change by themselves; None: nothing is to end.
 
-        With a latency some of these ticks are not an end but the moment at which a transfer starts to flow.
+        With a latency, and with open transfers, some of these ticks are not an end but a moment at which a transfer starts or stops to
+        flow.
         """
         self._settle()
         if self._ended:
             return self._now
+        if not self._num_final:
+            return None
         events = self._events
         while events and events[0][3] != events[0][4].version:
             heappop(events)
@@ -191,11 +202,14 @@ class Network:
     # Questions
 
     def remaining_bytes(self, transfer_id: Hashable, now: int) -> int:
-        """Bytes that have not arrived yet; a byte that is on its way has not."""
+        """Bytes that have not arrived yet, those that are announced included; a byte that is on its way has not arrived."""
         one = self._known(transfer_id)
         self._advance(now)
         self._settle()
-        return 0 if one.has_ended else -(-one.work_left_at(now) // _WORK_PER_BYTE)
+        if one.has_ended:
+            return 0
+        to_come = 0 if one.feed is None else sum(each.work_left for each in one.feed.releases)
+        return -(-(one.work_left_at(now) + to_come) // _WORK_PER_BYTE)
 
     def rate(self, transfer_id: Hashable) -> float:
         """Bytes per second that a transfer gets now: 0 while it waits, inf without any limit."""
@@ -219,18 +233,18 @@ class Network:
         if rule == "fixed_share":
             rate = min((link.capacity // (len(link.transfers) + 1) for link in links), default=None)
         elif rule == "max_min" and links:
-            probe = _Transfer(None, self._num_started, links, 0, now)
+            probe = Flow(None, self._num_started, links, 0, now)
             rate = self._fair_rates(links, probe)[probe]
         elif rule == "exclusive":
             waits_s = max((self._busy_s(link, now) for link in links), default=0.0)
         flows_s = num_bytes * _GRAIN / rate if rate else 0.0
         return to_seconds(self._options.latency_ticks) + waits_s + flows_s
 
-    def _busy_s(self, link: _Link, now: int) -> float:
+    def _busy_s(self, link: Link, now: int) -> float:
         ticks = sum(-(-one.work_left_at(now) // min(each.capacity for each in one.links)) for one in link.transfers)
         return to_seconds(ticks)
 
-    def _known(self, transfer_id: Hashable) -> _Transfer:
+    def _known(self, transfer_id: Hashable) -> Flow:
         one = self._transfers.get(transfer_id)
         if one is None:
             raise ValueError(f"Network: no transfer {transfer_id!r} is under way")
@@ -251,22 +265,26 @@ class Network:
                 continue
             if tick > self._now:
                 self._now = tick
-            if kind == _ENDS:
-                self._end(one)
-            else:
+            if kind == _RELEASES:
+                self._resume(one)
+            elif kind == _FLOWS:
                 self._flow(one)
+            elif one.feed is not None and one.feed.goes_on:
+                self._go_on(one, one.feed)
+            else:
+                self._end(one)
             if self._touched and not (events and events[0][0] == tick):
                 self._settle()
         self._now = now
 
-    def _push(self, one: _Transfer, tick: int, kind: int) -> None:
+    def _push(self, one: Flow | Feed, tick: int, kind: int) -> None:
         events = self._events
         heappush(events, (tick, kind, one.number, one.version, one))
         if len(events) > _MIN_EVENTS and len(events) > 4 * len(self._transfers):
             events[:] = [event for event in events if event[3] == event[4].version]
             heapify(events)
 
-    def _flow(self, one: _Transfer) -> None:
+    def _flow(self, one: Flow) -> None:
         """Let a transfer's latency be over."""
         one.is_flowing, one.since = True, self._now
         rule = self._options.contention
@@ -287,12 +305,36 @@ class Network:
         if is_alone:
             self._set_rate(one, min([link.capacity for link in one.links]))
 
-    def _end(self, one: _Transfer) -> None:
+    def _resume(self, feed: Feed) -> None:
+        """Let an open transfer flow that had nothing to send."""
+        one = feed.transfer
+        one.work_left = feed.take_due(self._now)
+        self._flow(one)
+
+    def _go_on(self, one: Flow, feed: Feed) -> None:
+        """Let a transfer that has sent what it had go on with what has come meanwhile, or wait for more.
+
+        While it waits others have its links.
+        """
+        one.version += 1
+        one.work_left, one.since = feed.take_due(self._now), self._now
+        if one.work_left:
+            self._push_end(one)
+            return
+        one.is_flowing = False
+        if self._options.contention != "fixed_share":
+            one.rate = 0
+            self._leave(one)
+        if feed.releases:
+            self._push(feed, feed.releases[0].next_at(), _RELEASES)
+
+    def _end(self, one: Flow) -> None:
+        self._num_final -= 1
         self._leave(one)
         one.has_ended = True
         self._ended.append(one)
 
-    def _leave(self, one: _Transfer) -> None:
+    def _leave(self, one: Flow) -> None:
         """Take a transfer off its links; what was to happen to it does not."""
         one.version += 1
         for link in one.links:
@@ -301,25 +343,25 @@ class Network:
                 if link.transfers:
                     self._touched[link] = None
 
-    def _push_end(self, one: _Transfer) -> None:
+    def _push_end(self, one: Flow) -> None:
         ticks = 0 if one.rate is None else -(-one.work_left // one.rate)
         self._push(one, self._now + ticks, _ENDS)
 
     # Rates
 
-    def _links_between(self, source: int, target: int) -> list[_Link]:
+    def _links_between(self, source: int, target: int) -> list[Link]:
         links = [] if self._shared is None else [self._shared]
         if self._capacity is not None:
             for end in (("out", source), ("in", target)):
                 link = self._links.get(end)
                 if link is None:
-                    link = self._links[end] = _Link(self._num_links, self._capacity)
+                    link = self._links[end] = Link(self._num_links, self._capacity)
                     self._num_links += 1
                 links.append(link)
         return links
 
     @staticmethod
-    def _share_at_start(links: Sequence[_Link]) -> int | None:
+    def _share_at_start(links: Sequence[Link]) -> int | None:
         return min((max(1, link.capacity // len(link.transfers)) for link in links), default=None)
 
     def _settle(self) -> None:
@@ -330,7 +372,7 @@ class Network:
         self._touched = {}
         rule = self._options.contention
         if rule == "max_min":
-            rates = _rates_alone(touched)
+            rates = rates_alone(touched)
             for one, rate in (self._fair_rates(touched) if rates is None else rates).items():
                 self._set_rate(one, rate)
         elif rule == "exclusive":
@@ -343,7 +385,7 @@ class Network:
                 ):
                     self._set_rate(head, min(each.capacity for each in head.links))
 
-    def _set_rate(self, one: _Transfer, rate: int) -> None:
+    def _set_rate(self, one: Flow, rate: int) -> None:
         if rate == one.rate:
             return
         one.work_left, one.since = one.work_left_at(self._now), self._now
@@ -352,7 +394,7 @@ class Network:
         self._push_end(one)
 
     @staticmethod
-    def _fair_rates(touched: Iterable[_Link], probe: _Transfer | None = None) -> dict[_Transfer, int]:
+    def _fair_rates(touched: Iterable[Link], probe: Flow | None = None) -> dict[Flow, int]:
         """Max-min fair rates of all transfers connected with these links, by progressive filling.
 
         Shares grow together until a link is full; its transfers keep that share, the others go on. `probe` is counted as one
@@ -372,7 +414,7 @@ class Network:
         left = {link: (link.capacity, len(who)) for link, who in users.items() if who}
         shares = [(capacity // count, link.number, link) for link, (capacity, count) in left.items()]
         heapify(shares)
-        rates: dict[_Transfer, int] = {}
+        rates: dict[Flow, int] = {}
         while shares:
             share, number, link = heappop(shares)
             capacity, count = left[link]
@@ -388,18 +430,6 @@ class Network:
                         capacity, count = left[each]
                         left[each] = (capacity - rate, count - 1)
         return rates
-
-
-def _rates_alone(links: Iterable[_Link]) -> dict[_Transfer, int] | None:
-    """Return the rates of transfers that share none of these links, nor others of theirs; None if some do."""
-    rates: dict[_Transfer, int] = {}
-    for link in links:
-        for one in link.transfers:
-            if one not in rates:
-                if any(len(each.transfers) > 1 for each in one.links):
-                    return None
-                rates[one] = min([each.capacity for each in one.links])
-    return rates
 
 
 def _grains(bandwidth: float | None) -> int | None:

@@ -48,6 +48,8 @@ class Lifecycle:
         self.listeners = NOBODY
         self.held: dict[Request, Held] = {}
         """Requests that have left the running set and whose KV lies here until another replica has it."""
+        self.on_memory_taken: Callable[[Request], None] | None = None
+        """Called when a running request is preempted, before its blocks are free."""
         self.holding: list[Request] = []
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
 
@@ -78,6 +80,8 @@ class Lifecycle:
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
         """Take a running request's device memory and let it wait again; returns the number of blocks that move to the host."""
         running_set, memory = self._running_set, self._running_set.memory
+        if self.on_memory_taken is not None:
+            self.on_memory_taken(request)
         running_set.drop(request)
         num_moved = 0
         if mode is PreemptionMode.SWAP:

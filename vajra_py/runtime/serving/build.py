@@ -64,6 +64,7 @@ class ModelFacts:
     """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
     max_model_len: int | None = None
     kv_bytes_per_token: int = 0
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +258,8 @@ class ReplicaPlan:
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
+    num_layers: int | None = None
+    """Layers of its model; None: unknown."""
 
 
 def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
@@ -267,7 +270,8 @@ def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[Re
         limits = replica_limits(pool.replica, own.latency, own.facts)
         scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
         retention = pool.retention or settings.scheduling.retention
-        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, settings.role_of(name), retention)
+        role, num_layers = settings.role_of(name), own.facts.num_layers
+        plan = ReplicaPlan(pool.replica, limits, own.latency, scheduler, name, role, retention, num_layers)
         plans += [plan] * pool.most_replicas
     return plans
 
@@ -429,7 +433,25 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
     if any(plan.limits.kv_parallel_groups > 1 for plan in plans):
         message = "KV that is spread over KV-parallel groups does not move between replicas"
         raise ConfigError(Problem(f"{where}.pools", message, "Allowed: kv_parallel.groups: 1"))
-    return HandOffRules(settings.hand_off, links, num_bytes, settings.migration)
+    return HandOffRules(
+        settings.hand_off, links, num_bytes, settings.migration, _parts_of_steps(where, settings, plans)
+    )
+
+
+def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:
+    """Return `HandOffRules.num_parts`. Raises `ConfigError` where KV cannot be sent while its prompt is computed."""
+    overlap, num_layers = settings.hand_off.overlap, settings.hand_off.num_layers
+    if overlap != "none" and any(plan.limits.pipeline_stages > 1 for plan in plans):
+        message = f"KV is not sent while its prompt goes through pipeline stages (got {overlap})"
+        raise ConfigError(Problem(f"{where}.hand_off.overlap", message, "Allowed: none, or replica.pipeline_stages: 1"))
+    if overlap != "by_layer":
+        return 1
+    if num_layers is None:
+        num_layers = next((plan.num_layers for plan in plans if plan.num_layers is not None), None)
+    if num_layers is None:
+        message = "is not given, and the latency model does not know the model's layers"
+        raise ConfigError(Problem(f"{where}.hand_off.num_layers", message, "A number of layers"))
+    return num_layers
 
 
 def _build_replica(

@@ -153,6 +153,9 @@ class Driver(Generic[R]):
             for name, one in controller.replicasets.items()
             if one.hand_off is not None
         }
+        overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
+        self._overlapping = frozenset(overlaps if options.times_transfers else ())
+        """Replicasets whose prompts are sent while they are computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_background_is_left
@@ -544,6 +547,10 @@ class Driver(Generic[R]):
             self._set_idle(one, is_idle=False)
         self.num_steps += 1
         one.free_at = self._backend.launch(one, plan)
+        if self._overlapping and plan.chunks and one.replica.replicaset in self._overlapping:
+            overlap = movements[one.replica.replicaset].hand_offs.overlap
+            assert overlap is not None
+            overlap.step_formed(plan, one.free_at - self.now)
 
     def _set_idle(self, one: R, *, is_idle: bool) -> None:
         if is_idle is one.is_idle:

@@ -18,6 +18,7 @@ from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.overlap import Overlap
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
@@ -77,6 +78,10 @@ class HandOff(Generic[R]):
     """True if it was running; its prompt was computed before."""
     hit: int = 0
     """Tokens that the target's cache held when blocks were set aside before the prompt."""
+    num_sent: int | None = None
+    """Leading tokens whose KV has left, or leaves with the step in flight, while the prompt is computed; None: nothing has."""
+    num_announced: int = 0
+    """Leading tokens whose KV was to be sent when that began."""
 
 
 class HandOffs(Generic[R]):
@@ -101,8 +106,12 @@ class HandOffs(Generic[R]):
         """Targets whose lines are served when their step ends."""
         self._stayed: dict[Request, int] = {}
         """Requests that have come to a replica or were told to stay, with the tokens that were computed: they do not leave again at once."""
+        self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
+        """Transfers that begin before their prompt is computed; None where there are none."""
         for replica in replicaset.replicas:
             replica.builder.let_hand_off(self._why_kept)
+            if self.overlap is not None:
+                replica.lifecycle.on_memory_taken = self.overlap.preempted
         self._num_retries = 0
         """Looks at full targets since blocks were last set aside, or a replica was seen to compute."""
 
@@ -119,7 +128,7 @@ class HandOffs(Generic[R]):
         for observer in self._replicaset.observers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         if one.has_reserved:
-            self._start(one, one.hit)
+            self._start(one, min(one.hit, one.num_tokens))
         else:
             self._place(one)
 
@@ -304,6 +313,9 @@ class HandOffs(Generic[R]):
         assert target is not None
         one.stage, one.has_reserved = Stage.MOVING, True
         one.number, self._num_started = self._num_started, self._num_started + 1
+        if one.num_sent is not None and self.overlap is not None:
+            self.overlap.prompt_done(one)
+            return
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
         lacking, ends = (hit, one.num_tokens), (one.source, target)
@@ -418,6 +430,7 @@ class HandOffs(Generic[R]):
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
         """Send the last KV of a migrating request that was stopped; blocks of the target are set aside for all of it."""
         source, target = ends
+        self.recall_prompt(request)
         one = HandOff(request, source, request.num_computed_tokens, target, has_reserved=True, is_migration=True)
         self._of[request] = one
         for observer in self._replicaset.observers:
@@ -512,7 +525,7 @@ class HandOffs(Generic[R]):
             one.request.replica_id = one.source.replica.replica_id
         elif one.has_reserved:
             target.replica.lifecycle.unreserve(one.request)
-        one.target, one.has_reserved, one.stage = None, False, Stage.PLACING
+        one.target, one.has_reserved, one.num_sent, one.stage = None, False, None, Stage.PLACING
         if one.is_early:
             one.stage = Stage.HELD_BACK if one.request in self._replicaset.held_back else Stage.COMPUTING
 
@@ -532,6 +545,16 @@ class HandOffs(Generic[R]):
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
                     self._unplaced[one.request] = one
+
+    def is_being_sent(self, request: Request) -> bool:
+        """Return True while KV of a request is sent whose prompt is not computed."""
+        one = self._of.get(request)
+        return one is not None and one.is_early and one.num_sent is not None
+
+    def is_to_go_to(self, request: Request, replica_id: int) -> bool:
+        """Return True if blocks of this replica are set aside for a request whose prompt is not computed."""
+        one = self._of.get(request)
+        return one is not None and one.target is not None and one.target.replica.replica_id == replica_id
 
     def involves(self, one: R) -> bool:
         """Return True if a request leaves a replica or comes to it."""

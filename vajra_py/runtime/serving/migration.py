@@ -19,10 +19,10 @@ from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.hand_off import TARGET_FULL, HandOffs
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
-from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
+from vajra_py.runtime.serving.transfers import KV_LOST, PREEMPTED, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
 
-_PREEMPTED = "the request was preempted"
+_GOES_THERE = "it goes there when its prompt is computed"
 _TARGET_DRAINS = "its target takes no more requests"
 _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
 
@@ -83,7 +83,7 @@ class Migrations(Generic[R]):
         if move.target is not None:
             self._check_target(request, move.target)
         if request.state is not RequestState.RUNNING:
-            self._end(request, _PREEMPTED)  # while it moved
+            self._end(request, PREEMPTED)  # while it moved
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
@@ -136,6 +136,8 @@ class Migrations(Generic[R]):
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
             return  # whoever asked may ask again
+        if self._hand_offs.is_being_sent(request):
+            return  # to where it goes when its prompt is computed
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one
@@ -151,7 +153,7 @@ class Migrations(Generic[R]):
     def _next_stage(self, one: Migration[R]) -> None:
         self._driver.touch(one.source)
         if not one.is_current:
-            self._call_off(one, _PREEMPTED)
+            self._call_off(one, PREEMPTED)
             return
         size = one.source.replica.memory.block_size
         num_full = one.request.num_computed_tokens // size * size
@@ -162,27 +164,29 @@ class Migrations(Generic[R]):
         if one.num_copies >= self._rules.max_stages or num_left <= self._rules.last_stage_max_blocks:
             self._transfers.between_steps(one.source, -1, lambda: self._last_stage(one))
             return
-        if not self._reserve(one, num_full):
-            self._call_off(one, TARGET_FULL)
+        if (why := self._reserve(one, num_full)) is not None:
+            self._call_off(one, why)
             return
         start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
         ends = (one.source, one.target)
         lacking = start, one.num_copied
         self._transfers.start(one, one.request, ends, lacking, one.num_copied - start, lambda: self._next_stage(one))
 
-    def _reserve(self, one: Migration[R], num_tokens: int) -> bool:
-        """Set blocks aside at the target for so many leading tokens."""
+    def _reserve(self, one: Migration[R], num_tokens: int) -> str | None:
+        """Set blocks aside at the target for so many leading tokens; return the reason if that cannot be."""
         self._driver.touch(one.target)
         replica = one.target.replica
         if one.has_reserved:
-            return replica.memory.grow(one.request, num_tokens)
+            return None if replica.memory.grow(one.request, num_tokens) else TARGET_FULL
         if num_tokens < 1:
-            return True
+            return None
+        if self._hand_offs.is_to_go_to(one.request, replica.replica_id):
+            return _GOES_THERE
         hit = replica.lifecycle.reserve(one.request, num_tokens, to_seconds(self._driver.now))
         if hit is None:
-            return False
+            return TARGET_FULL
         one.has_reserved, one.num_copied = True, max(one.num_copied, hit)
-        return True
+        return None
 
     def _last_stage(self, one: Migration[R]) -> None:
         """Stop the request, whose source is between two steps, and send the rest of its KV."""
@@ -190,13 +194,13 @@ class Migrations(Generic[R]):
             return
         request = one.request
         if not one.is_current:
-            self._call_off(one, _PREEMPTED)
+            self._call_off(one, PREEMPTED)
             return
         if not self._replicaset.is_up(one.target.replica.replica_id):
             self._call_off(one, _TARGET_DRAINS)
             return
-        if not self._reserve(one, request.num_computed_tokens):
-            self._call_off(one, TARGET_FULL)
+        if (why := self._reserve(one, request.num_computed_tokens)) is not None:
+            self._call_off(one, why)
             return
         self._forget(one)
         one.source.replica.lifecycle.hold(request)

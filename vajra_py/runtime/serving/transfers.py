@@ -20,6 +20,7 @@ from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
+PREEMPTED = "the request was preempted"
 """Reasons for which transfers are called off, as observers are told."""
 
 
@@ -62,10 +63,24 @@ class Transfers(Generic[R]):
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent.
         """
+        source, target = self._begin(key, request, ends, lacking, num_moved, done)
+        if self._network is not None:
+            num_bytes = num_moved * self._rules.bytes_per_token
+            self._network.start(key, source, target, num_bytes, self._driver.now)
+            self._schedule(self._network)
+
+    def _begin(
+        self,
+        key: Hashable,
+        request: Request,
+        ends: tuple[R, R],
+        lacking: tuple[int, int],
+        num_moved: int,
+        done: Callable[[], None],
+    ) -> tuple[int, int]:
         source, target = (one.replica.replica_id for one in ends)
-        now = self._driver.now
         for observer in self._replicaset.observers:
-            observer.on_transfer(request, source, target, num_moved, to_seconds(now))
+            observer.on_transfer(request, source, target, num_moved, to_seconds(self._driver.now))
         one = Transfer(self._num_started, request, *ends, *lacking)
         self._num_started += 1
         self._sent[key] = one, done
@@ -73,9 +88,41 @@ class Transfers(Generic[R]):
             self._keys[one.number] = key
             ends[0].replica.running_set.materialize()  # a copy names the blocks
         self._driver.transfer(one)
-        if self._network is not None:
-            self._network.start(key, source, target, num_moved * self._rules.bytes_per_token, now)
-            self._schedule(self._network)
+        return source, target
+
+    # KV that is sent while it is computed: the links are modelled
+
+    def open(
+        self,
+        key: Hashable,
+        request: Request,
+        ends: tuple[R, R],
+        lacking: tuple[int, int],
+        num_moved: int,
+        done: Callable[[], None],
+    ) -> None:
+        """Do as `start` with KV that is not computed yet; `release` says what is, and `close` that all of it is."""
+        source, target = self._begin(key, request, ends, lacking, num_moved, done)
+        assert self._network is not None
+        self._network.open(key, source, target, self._driver.now)
+
+    def release(self, key: Hashable, num_tokens: int, ticks: int = 0, num_parts: int = 1) -> None:
+        """Send KV of an open transfer in equal parts, as they are computed, the last of them `ticks` from now."""
+        assert self._network is not None
+        num_bytes = num_tokens * self._rules.bytes_per_token
+        self._network.release(key, num_bytes, self._driver.now, ticks, num_parts)
+        self._schedule(self._network)
+
+    def close(self, key: Hashable, num_moved: int | None = None) -> None:
+        """Let an open transfer end when all that was released has arrived. `num_moved`: its tokens, if not as many as were announced."""
+        assert self._network is not None
+        if num_moved is not None:
+            one, _ = self._sent[key]
+            source, target = (end.replica.replica_id for end in (one.source, one.target))
+            for observer in self._replicaset.observers:
+                observer.on_transfer(one.request, source, target, num_moved, to_seconds(self._driver.now))
+        self._network.close(key, self._driver.now)
+        self._schedule(self._network)
 
     def cancel(self, key: Hashable, why: str) -> None:
         """Call a transfer off, if it is under way."""

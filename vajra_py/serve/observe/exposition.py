@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve.http.options import MetricNames
+from vajra_py.serve.observe.movement import MovementCounts, movement_metrics, replica_metrics
 from vajra_py.serve.observe.stats import Histogram, ServerStats, SetStats
 from vajra_py.serve.session.catalogue import Catalogue
 
@@ -70,6 +71,10 @@ class Source(Protocol):
     @property
     def stats(self) -> ServerStats | None:
         """None until the engine is loaded."""
+
+    @property
+    def movement(self) -> MovementCounts | None:
+        """None until the engine is loaded, and where no request moves."""
 
     @property
     def num_replicas_up(self) -> int:
@@ -130,6 +135,9 @@ class Exposition(Collector):
             yield from self._histograms(stats, prefix, _HISTOGRAMS + (_VLLM_HISTOGRAMS if is_vllm else ()))
         yield from self._histograms(stats, "vajra:", _OWN_HISTOGRAMS)
         yield from self._own(stats)
+        yield from replica_metrics(controller, source.catalogue)
+        if source.movement is not None:
+            yield from movement_metrics(source.movement, controller, source.catalogue)
         if controller.gate is not None:
             yield from self._admission(stats, controller.gate)
 
@@ -139,12 +147,17 @@ class Exposition(Collector):
         decisions = CounterMetricFamily(
             "vajra:admission_decisions", "Requests not accepted as they were.", labels=(*labels, "decision")
         )
+        reasons = CounterMetricFamily(
+            "vajra:admission_reasons", "Refusals and deferrals by reason.", labels=(*labels, "decision", "reason")
+        )
         deferred = GaugeMetricFamily("vajra:num_requests_deferred", "Requests that wait at the gate.", labels=labels)
         for name, one in stats.sets.items():
             for decision, count in dict(one.admission).items():
                 decisions.add_metric((*self._at(name), decision), count)
+            for (decision, reason), count in dict(one.admission_reasons).items() if self._names_clients else ():
+                reasons.add_metric((*self._at(name), decision, reason), count)
             deferred.add_metric(self._at(name), gate.num_deferred(name))
-        yield from (decisions, deferred)
+        yield from (decisions, reasons, deferred)
 
     def _histograms(
         self, stats: ServerStats, prefix: str, names: Sequence[tuple[str, str, str]]

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import AdmissionDecision, Layer, ReplicaId, RequestView
+from vajra_py.contract import AdmissionDecision, Defer, Layer, Refuse, ReplicaId, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, PolicySwap, StepEnd
 from vajra_py.errors import VajraError
@@ -26,6 +26,8 @@ from vajra_py.runtime.serving.controller import Controller
 
 OTHER = "other"
 NUM_EVENTS = 200
+MAX_REASON = 200
+"""Characters of a reason; labels are no place for more."""
 RECENT = 512
 """Requests whose latencies the percentiles are of, for each class."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -103,6 +105,8 @@ class SetStats:
         self.swaps: Counter[str] = Counter()
         self.admission: Counter[str] = Counter()
         """Decisions of the admission policy other than to accept a request as it is."""
+        self.admission_reasons: Counter[tuple[str, str]] = Counter()
+        """Its refusals and deferrals, with the reason that it gave."""
         self.num_cached_tokens = 0
         self.num_looked_up_tokens = 0
         self.predicted_s = 0.0
@@ -175,7 +179,12 @@ class ServerStats(Observer):
         """Count it."""
         admission = cast(Request, request).admission
         if admission is not None:
-            self._of(request).admission[admission.outcome] += 1
+            stats = self._of(request)
+            stats.admission[admission.outcome] += 1
+            if isinstance(decision, Refuse | Defer):
+                known = {reason for _, reason in stats.admission_reasons}
+                reason = self._capped(decision.reason[:MAX_REASON], known)
+                stats.admission_reasons[admission.outcome, reason] += 1
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
         """Count it."""

@@ -1,0 +1,116 @@
+"""Mixed-prefill governor: small steps with prompts, and steps of decodes alone between them."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_policies.chunking.prompt_budget import PromptBudget
+from vajra_policies.fixed_chunk import FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    PreemptionMode,
+    RequestView,
+    SchedulerTraits,
+)
+
+
+class MixedPrefillGovernorConfig(FixedChunkConfig):
+    """Parameters of `mixed_prefill_governor`. The fork switches all of them off by default; these are round figures."""
+
+    mixed_tokens: int = Field(
+        512, ge=1, description="Prompt tokens of a step with decodes.", json_schema_extra={"unit": "tokens"}
+    )
+    max_partial_prefills: int | None = Field(
+        2, ge=1, description="Prompts that may be in progress at a time; null: any number."
+    )
+    min_decode_steps: int = Field(
+        4,
+        ge=0,
+        description="Steps of decodes alone between two steps with prompts.",
+        json_schema_extra={"unit": "steps"},
+    )
+    max_wait_s: float | None = Field(
+        0.25, gt=0, description="Wait of the most urgent request after which a prompt is let in at once, seconds."
+    )
+
+
+class MixedPrefillGovernor(PromptBudget):
+    """While requests decode, every `min_decode_steps` + 1st step has prompts, of `mixed_tokens` in all.
+
+    - Prompts in progress share those tokens evenly. A waiting one is let in while fewer than `max_partial_prefills` are in progress, or
+      if it is computed at once.
+    - A request that waits for `max_wait_s` ends the run of decodes. Steps without decodes are as large as may be.
+    - Decodes count towards the run before a prompt waits.
+
+    Left out: the rotation by which remainders of the shares go to each prompt in turn. The wait is that of the most urgent waiting
+    request, the oldest one under `fcfs`.
+
+    Source: local-inference-lab/vllm, pull request 596, "bound mixed prefill work under active decode".
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+    """Steps of decodes alone are counted, so that they are formed one by one."""
+
+    def __init__(self, config: MixedPrefillGovernorConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+        super().__init__(config, mode)
+        self._config = config
+        self._num_decode_steps = 0
+        self._share = 0
+        self._num_partial = 0
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes, and prompts if it is their turn."""
+        has_decodes = replica.num_decodes > 0
+        self._num_partial = replica.num_partial_prefills
+        super().schedule(replica, batch, now)
+        is_decodes_alone = self._num_decodes is None or batch.num_tokens == self._num_decodes
+        self._num_decode_steps = self._num_decode_steps + 1 if has_decodes and is_decodes_alone else 0
+
+    def _budget(self, replica: LocalReplicaView, now: float) -> int:
+        config = self._config
+        self._share = self._chunk_size
+        if not replica.num_decodes:
+            return self._chunk_size
+        if self._num_decode_steps < config.min_decode_steps and not self._has_waited(replica, now):
+            return 0
+        self._share = -(-config.mixed_tokens // max(replica.num_partial_prefills, 1))
+        return config.mixed_tokens
+
+    def _has_waited(self, replica: LocalReplicaView, now: float) -> bool:
+        if self._config.max_wait_s is None or not replica.num_waiting:
+            return False
+        first = next(replica.waiting(), None)
+        return first is not None and now - first.arrived_at >= self._config.max_wait_s
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        num_tokens = super()._next_chunk(request, batch, replica)
+        if num_tokens is None:
+            return None
+        if request.is_resident:
+            num_tokens = min(num_tokens, self._share)
+            self._num_partial -= num_tokens == batch.max_chunk(request)
+            return num_tokens
+        most = self._config.max_partial_prefills
+        if num_tokens < batch.max_chunk(request) and most is not None and self._num_partial >= most:
+            return 0
+        self._num_partial += num_tokens < batch.max_chunk(request)
+        return num_tokens
+
+
+def _build(config: MixedPrefillGovernorConfig, context: PolicyContext) -> MixedPrefillGovernor:
+    return MixedPrefillGovernor(config, preemption_mode(config, context))
+
+
+SPEC = PolicySpec(
+    name="mixed_prefill_governor",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=MixedPrefillGovernorConfig,
+    build=_build,
+    summary="While requests decode, small steps with prompts and steps of decodes alone between them.",
+    source="local-inference-lab/vllm, pull request 596",
+)

@@ -1,0 +1,102 @@
+"""Bounded prefill waves: decodes alone while they fill the batch, then a few prompts at once."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    PreemptionMode,
+    Refusal,
+    RequestView,
+    SchedulerTraits,
+    SteadyState,
+    add_all_decodes,
+)
+from vajra_py.contract.fill import add_prompts, fill, least_urgent_victim
+
+
+class PrefillWavesConfig(FixedChunkConfig):
+    """Parameters of `prefill_waves`."""
+
+    wave_slots: int = Field(
+        25, ge=1, description="Prompts of a wave, those in progress included; the source's example, for 128 slots."
+    )
+
+
+class PrefillWaves(FixedChunk):
+    """With decodes for a full batch, a step has them alone. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
+
+    A wave's prompts have the slots that decodes leave, and take more of them from the decodes that were admitted last, which are
+    paused and keep their KV; so there may be more decodes than slots later, and steps stay full, of decodes alone, until some
+    of them have ended. Slots that no prompt uses go back to decodes.
+
+    It pays where steps of decodes alone are faster than others, for CUDA graphs, and many requests wait.
+
+    Source: vLLM, pull request 56455, "bounded prefill admission for scheduler".
+    """
+
+    traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
+
+    def __init__(self, config: PrefillWavesConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+        super().__init__(config, mode)
+        self._wave_slots = config.wave_slots
+        self._num_new = 0
+        """Waiting prompts that the wave may still take."""
+        self._offered: RequestView | None = None
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes alone, or a wave of prompts among them."""
+        num_slots = batch.slots_left
+        num_partial = replica.num_partial_prefills
+        if replica.num_decodes >= num_slots:
+            add_all_decodes(replica, batch, self._mode)
+            if batch.num_requests:
+                return
+        self._offered = None
+        self._num_new = max(min(self._wave_slots - num_partial, replica.num_waiting), 0)
+        num_kept = max(num_slots - min(num_partial, self._wave_slots) - self._num_new, 0)
+        if replica.num_decodes > num_kept:
+            self._add_first_decodes(num_kept, replica, batch)
+            add_prompts(replica, batch, self._next_chunk)
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def _add_first_decodes(self, num_kept: int, replica: LocalReplicaView, batch: BatchBuilder) -> None:
+        """Add the decodes that were admitted first, as many as the wave leaves slots for."""
+        for request in list(replica.decodes())[:num_kept]:
+            while request.is_resident and batch.add(request, 1) is Refusal.KV_BLOCKS:
+                victim = least_urgent_victim(replica, request)
+                if batch.preempt(victim, self._mode) is not None and batch.preempt(victim) is not None:
+                    break
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        if self._offered is not None and self._offered not in batch:
+            self._num_new += 1  # it was refused
+        self._offered = None
+        num_tokens = super()._next_chunk(request, batch, replica)
+        if num_tokens and not request.is_resident:
+            if not self._num_new:
+                return 0
+            self._num_new -= 1
+            self._offered = request
+        return num_tokens
+
+
+def _build(config: PrefillWavesConfig, context: PolicyContext) -> PrefillWaves:
+    return PrefillWaves(config, preemption_mode(config, context))
+
+
+SPEC = PolicySpec(
+    name="prefill_waves",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=PrefillWavesConfig,
+    build=_build,
+    summary="Decodes alone while they fill the batch; when they do not, a bounded wave of prompts at once.",
+    source="vLLM, pull request 56455",
+)

@@ -1,0 +1,32 @@
+"""Fixed chunks with a budget for the prompts of each step, for schedulers that change it with the load."""
+
+from __future__ import annotations
+
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_py.contract import BatchBuilder, LocalReplicaView, PreemptionMode, RequestView, fill
+
+
+class PromptBudget(FixedChunk):
+    """`fixed_chunk`, whose prompts share at most `_budget` tokens of each step; decodes take what they need."""
+
+    def __init__(self, config: FixedChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+        super().__init__(config, mode)
+        self._most_tokens = 0
+        self._num_decodes: int | None = None
+        """Tokens of the batch before its first prompt; None while decodes are added."""
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes, then prompts by urgency within the budget."""
+        self._most_tokens, self._num_decodes = self._budget(replica, now), None
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def _budget(self, replica: LocalReplicaView, now: float) -> int:
+        """Tokens that prompts may have in the step that is formed."""
+        return self._chunk_size
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        if self._num_decodes is None:
+            self._num_decodes = batch.num_tokens
+        num_tokens = super()._next_chunk(request, batch, replica)
+        left = self._most_tokens - (batch.num_tokens - self._num_decodes)
+        return None if num_tokens is None or left <= 0 else min(num_tokens, left)

@@ -1,0 +1,28 @@
+"""Refill of deficits, shared by DLPM and D2LPM."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+HolderT = TypeVar("HolderT")
+
+
+def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quantum: float) -> None:
+    """Add the quantum to every deficit that is used up, again and again, until one of the candidates has some left.
+
+    A deficit is used up at 0; who has none yet is at 0. Nothing happens where a candidate has some left, or there is no candidate.
+    """
+    if not candidates or any(deficits.get(one, 0.0) > 0 for one in candidates):
+        return
+    for one in candidates:
+        deficits.setdefault(one, 0.0)
+    num_rounds = min(_rounds(deficits[one], quantum) for one in candidates)
+    for one, deficit in deficits.items():
+        if deficit <= 0:
+            deficits[one] = deficit + min(num_rounds, _rounds(deficit, quantum)) * quantum
+
+
+def _rounds(deficit: float, quantum: float) -> int:
+    """Rounds after which a deficit that is used up is above 0."""
+    return int(-deficit // quantum) + 1

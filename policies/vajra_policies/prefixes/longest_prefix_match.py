@@ -1,0 +1,78 @@
+"""Longest prefix match: who has the most of its prompt in the cache goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, ReplicaId, RequestView
+
+
+class LongestPrefixMatchConfig(PolicyConfig):
+    """Parameters of `lpm`; the default is SGLang's."""
+
+    fcfs_above: int | None = Field(
+        128,
+        ge=0,
+        description="Waiting requests a replica above which they are served in order of arrival; null: never.",
+    )
+
+
+class LongestPrefixMatch:
+    """Key = minus the leading tokens that the cache of the request's replica holds now; 0 for all while more wait than `fcfs_above`.
+
+    Hits beget hits: a prefix that is in use is used again before it is overwritten. Nothing bounds the wait of a request without
+    one. A request that waits in a shared queue has no hits yet.
+
+    Left out: SGLang puts all but the first of the waiting requests that share an uncached prefix behind the others for a step. Here
+    a step's content can be found as soon as the step is formed, so that they hit in the same step.
+
+    Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (arXiv:2312.07104); SGLang's
+    `schedule_policy.py` for the limit.
+    """
+
+    key_motion = KeyMotion.ARBITRARY
+    """Hits come and go with what others compute."""
+
+    def __init__(self, config: LongestPrefixMatchConfig, num_replicas: int) -> None:
+        self._limit = None if config.fcfs_above is None else config.fcfs_above * num_replicas
+        self._waiting: dict[RequestView, None] = {}
+
+    def key(self, request: RequestView, now: float) -> float:
+        """Minus the cached tokens; of one that runs, minus those that the cache spared it."""
+        if self._limit is not None and len(self._waiting) > self._limit:
+            return 0.0
+        return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Count them."""
+        self._waiting.update((request, None) for request in requests if not request.is_resident)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """It waits no more."""
+        self._waiting.pop(request, None)
+
+    def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """It waits again."""
+        self._waiting[request] = None
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._waiting.pop(request, None)
+
+
+def _build(config: LongestPrefixMatchConfig, context: PolicyContext) -> LongestPrefixMatch:
+    return LongestPrefixMatch(config, context.num_replicas)
+
+
+SPEC = PolicySpec(
+    name="lpm",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=LongestPrefixMatchConfig,
+    build=_build,
+    summary="Longest cached prefix first; in order of arrival while many wait.",
+    source="SGLang (Zheng et al., arXiv:2312.07104)",
+    aliases=("longest_prefix_match",),
+)

@@ -1,0 +1,60 @@
+"""Residual shortest job first: the prompt with the fewest blocks left to compute, uncached ones alone."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
+
+
+class ResidualShortestJobConfig(PolicyConfig):
+    """Parameters of `residual_sjf`; the default is xLLM's."""
+
+    max_wait_s: float | None = Field(
+        10.0,
+        ge=0,
+        description="Wait from which requests go first, in order of arrival, seconds; 0: all do; null: never.",
+    )
+
+
+class ResidualShortestJob:
+    """Key = (0, 0) for who runs or was preempted; (1, arrival) after `max_wait_s`; else (2, blocks of the prompt - cached blocks).
+
+    A cached prefix is work that is done, so a long prompt with most of it in the cache is a short job. Costs are read again at
+    each step, since what others compute or overwrite changes them.
+
+    Left out: PrefillOnly's ageing, which subtracts a multiple of the wait from the cost; the limit takes its place.
+
+    Source: xLLM, residual shortest job first (pull request 2164); Du et al., "PrefillOnly" (arXiv:2505.07203), for the cost by
+    uncached tokens.
+    """
+
+    key_motion = KeyMotion.ARBITRARY
+    """Hits come and go with what others compute, and the limit comes with time."""
+
+    def __init__(self, config: ResidualShortestJobConfig, block_size: int) -> None:
+        self._max_wait_s = config.max_wait_s
+        self._block_size = block_size
+
+    def key(self, request: RequestView, now: float) -> tuple[float, float]:
+        """See the class."""
+        if request.is_resident or request.num_preemptions:
+            return (0.0, 0.0)
+        if self._max_wait_s is not None and now - request.arrived_at >= self._max_wait_s:
+            return (1.0, request.arrived_at)
+        size = self._block_size
+        return (2.0, float(request.num_prompt_tokens // size - request.prefix_hit_tokens() // size))
+
+
+def _build(config: ResidualShortestJobConfig, context: PolicyContext) -> ResidualShortestJob:
+    return ResidualShortestJob(config, context.limits.block_size)
+
+
+SPEC = PolicySpec(
+    name="residual_sjf",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=ResidualShortestJobConfig,
+    build=_build,
+    summary="The prompt with the fewest uncached blocks first; who has waited for long goes before all others.",
+    source="xLLM (pull request 2164); PrefillOnly (arXiv:2505.07203)",
+)

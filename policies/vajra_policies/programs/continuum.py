@@ -1,0 +1,77 @@
+"""Continuum's order: calls whose program's content is pinned first, then programs by their first arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_policies.programs.tool_gaps import ToolGapConfig, ToolGaps
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, ProgramView, RequestView
+
+
+class ContinuumConfig(ToolGapConfig):
+    """Parameters of `continuum`; those of the retention policy `continuum_pins` should be the same."""
+
+
+class Continuum:
+    """Key = (0 if the call came while its program's content was pinned, else 1; arrival of the program's first call).
+
+    After a call that is not the last one, the content is pinned for `ttl_s`, unless the tool that runs now has taken more than
+    `max_mean_gap_s` in the mean so far. A call that comes in time goes before all others and finds it; the rest is first come, first
+    served by programs, so that a program is not set back by its own tools.
+
+    The retention policy `continuum_pins` does the pinning, by the same rule. Left out: a pin that expires while its program's next call
+    waits is not prolonged. The paper's time to live maximises the expected gain over the tool's distribution; this is the
+    threshold rule of its code.
+
+    Source: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache Time-to-Live"
+    (arXiv:2511.02230); its code for the rule.
+    """
+
+    key_motion = KeyMotion.STATIC
+
+    def __init__(self, config: ContinuumConfig) -> None:
+        self._gaps = ToolGaps(config)
+        self._pinned_until: dict[ProgramView, float] = {}
+        self._came_in_time: dict[RequestView, bool] = {}
+
+    def key(self, request: RequestView, now: float) -> tuple[float, float]:
+        """(0 if it came in time, else 1; arrival of its program, seconds)."""
+        since = request.arrived_at if request.program is None else request.program.arrived_at
+        return (0.0 if self._came_in_time.get(request, False) else 1.0, since)
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """See who has come in time, and learn how long the tools took."""
+        for request in requests:
+            program = request.program
+            until = None if program is None else self._pinned_until.pop(program, None)
+            self._came_in_time[request] = until is not None and now <= until
+        self._gaps.arrive(requests, now)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Content is pinned."""
+        for request in requests:
+            self._came_in_time.pop(request, None)
+            ttl_s = self._gaps.ttl_s(request)
+            program = request.program
+            if ttl_s > 0 and program is not None and program.end_reason is None:
+                self._pinned_until[program] = now + ttl_s
+        self._gaps.depart(requests, now)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Forget it."""
+        self._pinned_until.pop(program, None)
+        self._gaps.end(program)
+
+
+def _build(config: ContinuumConfig, context: PolicyContext) -> Continuum:
+    return Continuum(config)
+
+
+SPEC = PolicySpec(
+    name="continuum",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=ContinuumConfig,
+    build=_build,
+    summary="Calls whose program's content is still pinned first, then programs by their first arrival.",
+    source="Continuum (arXiv:2511.02230)",
+)

@@ -1,0 +1,131 @@
+"""Justitia: agents in the order in which they would end if all shared the memory evenly, each served at full width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from pydantic import Field
+
+from vajra_policies.size.lengths import LengthConfig, Lengths
+from vajra_py.contract import (
+    EndedStep,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ProgramView,
+    RequestView,
+)
+
+
+class JustitiaConfig(LengthConfig):
+    """Parameters of `justitia`."""
+
+    cost_metadata: str = Field(
+        "agent_cost",
+        description="Metadata of an agent's first call with its cost in all, KV tokens times steps; predicted where it is absent.",
+    )
+
+
+class FluidShares:
+    """Virtual time of a server that all agents present share evenly.
+
+    V grows by work / (number of agents present). An agent that comes at V with the cost C is served when V reaches its finish tag V + C,
+    and then leaves; what the real server has done meanwhile plays no part.
+    """
+
+    def __init__(self) -> None:
+        self.virtual_time = 0.0
+        self._tags: list[float] = []
+
+    def join(self, cost: float) -> float:
+        """An agent comes; returns its finish tag."""
+        tag = self.virtual_time + cost
+        heappush(self._tags, tag)
+        return tag
+
+    def serve(self, work: float) -> None:
+        """The server does so much work."""
+        tags = self._tags
+        while tags:
+            needed = (tags[0] - self.virtual_time) * len(tags)
+            if needed > work:
+                self.virtual_time += work / len(tags)
+                return
+            self.virtual_time = heappop(tags)
+            work -= needed
+
+
+class Justitia:
+    """Key = F_j, the finish tag of the request's agent j under even sharing: V(arrival of j) + C_j.
+
+    - C_j is the agent's cost in KV memory over time, the sum over its calls of p * d + d^2 / 2: a call with p prompt tokens holds
+      p + i tokens in its i-th decode step.
+    - V grows by M / N(t) in each step of a replica, with M its KV tokens and N(t) the agents that even sharing would still serve.
+
+    The agent with the least F_j gets all that its calls can use, so agents end one after the other, hardly any later than
+    under even sharing and most of them sooner. An agent is a program; a request without one is an agent of its own.
+
+    C_j is what the first call states in its metadata, else its own cost, by the backend's `output_length`, times the calls that the program
+    declares. Left out: the paper's predictor of costs by the text of prompts. The growth of V follows the idea; its formula could not
+    be checked in the text.
+
+    Source: Yang et al., "Justitia: Fair and Efficient Scheduling of Task-parallel LLM Agents" (arXiv:2510.17015).
+    """
+
+    key_motion = KeyMotion.STATIC
+
+    def __init__(self, config: JustitiaConfig, context: PolicyContext) -> None:
+        self._cost_metadata = config.cost_metadata
+        self._lengths = Lengths(config, context.output_lengths)
+        self._num_kv_tokens = context.limits.num_blocks * context.limits.block_size
+        self._shares = FluidShares()
+        self._tags: dict[ProgramView | RequestView, float] = {}
+
+    def key(self, request: RequestView, now: float) -> float:
+        """The agent's finish tag, KV tokens times steps of virtual time."""
+        agent = request.program or request
+        tag = self._tags.get(agent)
+        if tag is None:
+            tag = self._tags[agent] = self._shares.join(self._cost(request))
+        return tag
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """New agents join."""
+        for request in requests:
+            self.key(request, now)
+
+    def on_step_end(self, step: EndedStep) -> None:
+        """Even sharing has served as much as the replica's memory allows."""
+        self._shares.serve(self._num_kv_tokens)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget requests that were agents."""
+        for request in requests:
+            self._tags.pop(request, None)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Forget it."""
+        self._tags.pop(program, None)
+
+    def _cost(self, first: RequestView) -> float:
+        stated = first.metadata.get(self._cost_metadata)
+        if isinstance(stated, int | float):
+            return float(stated)
+        length = self._lengths.total(first)
+        return (first.num_program_calls or 1) * length * (first.num_prompt_tokens + length / 2.0)
+
+
+def _build(config: JustitiaConfig, context: PolicyContext) -> Justitia:
+    return Justitia(config, context)
+
+
+SPEC = PolicySpec(
+    name="justitia",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=JustitiaConfig,
+    build=_build,
+    summary="Agents one after the other, in the order in which they would end under even sharing of the memory.",
+    source="Justitia (arXiv:2510.17015)",
+)

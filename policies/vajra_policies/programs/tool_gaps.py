@@ -1,0 +1,62 @@
+"""Time that programs' tools take, learned from what comes between the end of a call and the program's next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from vajra_py.contract import PolicyConfig, ProgramView, RequestView
+
+
+class ToolGapConfig(PolicyConfig):
+    """Parameters of Continuum's time to live; the defaults are those of its code."""
+
+    ttl_s: float = Field(2.0, ge=0, description="Time for which the content of a program stays after a call, seconds.")
+    max_mean_gap_s: float = Field(
+        2.0, ge=0, description="Mean time of a tool, so far, above which content is not kept, seconds."
+    )
+    tool_metadata: str = Field(
+        "tool", description="Metadata with the name of the tool that runs after a call; without it, the call's stage."
+    )
+
+
+class ToolGaps:
+    """The mean time of each tool, and what follows from it for calls that end. The policy hands its callbacks on."""
+
+    def __init__(self, config: ToolGapConfig) -> None:
+        self._config = config
+        self._last: dict[ProgramView, tuple[str, float]] = {}
+        """Tool that each program runs, and since when."""
+        self._sums: dict[str, tuple[float, int]] = {}
+        """Sum and number of the times of each tool."""
+
+    def arrive(self, requests: Iterable[RequestView], now: float) -> None:
+        """A program's next call ends the time of its tool."""
+        for request in requests:
+            begun = None if request.program is None else self._last.pop(request.program, None)
+            if begun is not None:
+                total, count = self._sums.get(begun[0], (0.0, 0))
+                self._sums[begun[0]] = (total + now - begun[1], count + 1)
+
+    def depart(self, requests: Iterable[RequestView], now: float) -> None:
+        """A call that is not the last one begins the time of a tool."""
+        for request in requests:
+            program = request.program
+            if program is not None and not request.is_last_call and program.end_reason is None:
+                self._last[program] = (self._tool(request), now)
+
+    def end(self, program: ProgramView) -> None:
+        """Forget a program that has ended."""
+        self._last.pop(program, None)
+
+    def ttl_s(self, request: RequestView) -> float:
+        """Seconds for which the content of a call that ends stays: 0 for a last call and for tools that take long."""
+        if request.program is None or request.is_last_call:
+            return 0.0
+        total, count = self._sums.get(self._tool(request), (0.0, 0))
+        is_slow = count > 0 and total / count > self._config.max_mean_gap_s
+        return 0.0 if is_slow else self._config.ttl_s
+
+    def _tool(self, request: RequestView) -> str:
+        return str(request.metadata.get(self._config.tool_metadata, request.stage))

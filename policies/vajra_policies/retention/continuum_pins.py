@@ -1,0 +1,55 @@
+"""Continuum's pins: the content of a program stays while a fast tool runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_policies.programs.tool_gaps import ToolGapConfig, ToolGaps
+from vajra_policies.retention.recency import LeastRecentlyUsed
+from vajra_py.contract import PolicyContext, ProgramView, RequestView, RetentionSpec
+
+
+class ContinuumPinsConfig(ToolGapConfig):
+    """Parameters of `continuum_pins`."""
+
+
+class ContinuumPins(LeastRecentlyUsed):
+    """Least recently used first, and pins of `ttl_s` after calls that are not the last, unless their tool takes long in the mean.
+
+    Companion of the prioritizer `continuum`, which serves those first who come while they are pinned.
+
+    Source: Continuum (arXiv:2511.02230), the threshold rule of its code.
+    """
+
+    def __init__(self, config: ContinuumPinsConfig) -> None:
+        self._gaps = ToolGaps(config)
+
+    def pin_s(self, request: RequestView, now: float) -> float:
+        """Seconds; 0 for requests without a program."""
+        return self._gaps.ttl_s(request)
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Learn how long tools took."""
+        self._gaps.arrive(requests, now)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Tools begin."""
+        self._gaps.depart(requests, now)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Forget it."""
+        self._gaps.end(program)
+
+
+def _build(config: ContinuumPinsConfig, context: PolicyContext) -> ContinuumPins:
+    return ContinuumPins(config)
+
+
+SPEC = RetentionSpec(
+    name="continuum_pins",
+    config=ContinuumPinsConfig,
+    build=_build,
+    summary="Least recently used first; a program's content is pinned while a tool runs that is fast in the mean.",
+    source="Continuum (arXiv:2511.02230)",
+    follows_release=True,
+)

@@ -1,0 +1,98 @@
+"""Mooncake's conductor: the replica with the least predicted time to first token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vajra_policies.routing import those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    PrefillTime,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
+
+
+class MooncakeConductorConfig(PolicyConfig):
+    """`mooncake_conductor` has no parameters."""
+
+
+class MooncakeConductor:
+    """Least T = T_queue + T_prefill(p, h): the prefill times of what was sent there and is not computed, and the request's own.
+
+    T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached; h is what the replica holds of it now. Ties go to
+    the replica with the fewer requests that compute their prompts, then to the lowest id.
+
+    `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the replica that holds most of it,
+    and so the threshold from which Mooncake weighs one; the choice of the decode replica, which is the replicaset's.
+
+    Source: Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST'25 (arXiv:2407.00079),
+    Algorithm 1.
+    """
+
+    def __init__(self, prefill_time: PrefillTime) -> None:
+        self._prefill_time = prefill_time
+        self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
+        """Requests sent to each replica whose prompt is not computed, with the tokens that were cached then."""
+        self._sent_to: dict[RequestView, ReplicaId] = {}
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The replica that is up with the least predicted time."""
+        self._forget(request)
+        up = those_up(replicas)
+        if not up:
+            return None
+        ranked = []
+        for one in up:
+            hit = min(one.prefix_hit_tokens(request), request.num_prompt_tokens - 1)
+            queued_s, num_queued = self._queued(one.replica_id)
+            own_s = self._prefill_time.remaining_s(request.num_prompt_tokens, hit)
+            ranked.append((queued_s + own_s, num_queued, one.replica_id, hit))
+        _, _, chosen, hit = min(ranked)
+        self._queues.setdefault(chosen, {})[request] = hit
+        self._sent_to[request] = chosen
+        return chosen
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._forget(request)
+
+    def _forget(self, request: RequestView) -> None:
+        replica_id = self._sent_to.pop(request, None)
+        if replica_id is not None:
+            self._queues[replica_id].pop(request, None)
+
+    def _queued(self, replica_id: ReplicaId) -> tuple[float, int]:
+        """Prefill times of what a replica has to compute, seconds, and the number of requests."""
+        queue = self._queues.get(replica_id)
+        if not queue:
+            return 0.0, 0
+        for request in [one for one in queue if one.num_output_tokens]:
+            del queue[request]
+        remaining_s = self._prefill_time.remaining_s
+        times = (remaining_s(one.num_prompt_tokens, max(one.num_computed_tokens, hit)) for one, hit in queue.items())
+        return sum(times), len(queue)
+
+
+def _build(config: MooncakeConductorConfig, context: PolicyContext) -> MooncakeConductor:
+    return MooncakeConductor(context.prefill_time)
+
+
+SPEC = PolicySpec(
+    name="mooncake_conductor",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=MooncakeConductorConfig,
+    build=_build,
+    summary="Each arriving request to the replica with the least predicted time to first token, queues and cached prefixes included.",
+    source="Mooncake (FAST'25, arXiv:2407.00079), Algorithm 1",
+)

@@ -1,0 +1,132 @@
+"""Andes: who gains the most quality of experience for the memory that it holds runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_policies.slo.reading import Reading
+from vajra_py.contract import (
+    EndedStep,
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    PrefillTime,
+    ReplicaId,
+    RequestView,
+)
+
+
+class AndesConfig(PolicyConfig):
+    """Parameters of `andes`."""
+
+    reading_speed: float = Field(
+        4.8, gt=0, description="Tokens a second that the reader of a request without a promised time per token reads."
+    )
+    expected_ttft_s: float = Field(
+        1.0, gt=0, description="Time to the first token that is expected where none is promised, seconds."
+    )
+    horizon_s: float = Field(
+        10.0, gt=0, description="Time over which being served or not is compared (Delta t), seconds."
+    )
+    preemption_cap: float | None = Field(
+        1.0,
+        ge=0,
+        description="Preemptions a request, in the mean, from which those that run stay; null: no cap.",
+    )
+    first_step_s: float = Field(0.03, gt=0, description="Step time before any step has ended, seconds.")
+
+
+class Andes:
+    """Key = (1, -gain / context): gain = QoE after `horizon_s` if served - QoE if not, context = tokens that the request holds or needs.
+
+    QoE is the integral of what the reader has read over that of what was expected (`Reading`): TTFT as promised, then 1 / TPOT as
+    promised, or `reading_speed`. A request whose reader has tokens in store loses nothing by a pause and lets others run; one whose reader
+    waits goes on. Once requests have been preempted `preemption_cap` times in the mean, those that run come first: (0, ..).
+
+    Needs `preemptive`, which pauses and preempts only where slots or memory are short; all run while there is room for all.
+
+    Left out: the search for the batch size; the time between tokens is that of the steps of late (mean with a weight of 0.1). Cap and
+    horizon from memory of the paper; the reading speed is a round figure.
+
+    Source: Liu et al., "Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services"
+    (arXiv:2404.16283).
+    """
+
+    key_motion = KeyMotion.ARBITRARY
+
+    def __init__(self, config: AndesConfig, prefill_time: PrefillTime) -> None:
+        self._config = config
+        self._prefill_time = prefill_time
+        self._readings: dict[RequestView, Reading] = {}
+        self._step_s = config.first_step_s
+        self._num_requests = 0
+        self._num_preemptions = 0
+
+    def key(self, request: RequestView, now: float) -> tuple[float, float]:
+        """(0 if it runs and the cap is reached, else 1; minus the gain for each token of context)."""
+        cap = self._config.preemption_cap
+        is_capped = cap is not None and self._num_preemptions > cap * self._num_requests
+        stays = is_capped and request.is_resident
+        return (0.0 if stays else 1.0, -self._gain(request, now) / request.num_known_tokens)
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Count them."""
+        self._num_requests += len(requests)
+
+    def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Count it."""
+        self._num_preemptions += 1
+
+    def on_step_end(self, step: EndedStep) -> None:
+        """Readers receive tokens."""
+        self._step_s += 0.1 * (step.duration_s - self._step_s)
+        for request in step.requests:
+            reading = self._reading(request)
+            num_new = request.num_output_tokens - reading.num_tokens
+            if num_new > 0:
+                reading.receive(step.ended_at - request.arrived_at, num_new)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._readings.pop(request, None)
+
+    def _gain(self, request: RequestView, now: float) -> float:
+        reading, age_s = self._reading(request), now - request.arrived_at
+        until_s = age_s + self._config.horizon_s
+        seconds = until_s - reading.at_s
+        prefill_s = self._prefill_time.remaining_s(request.num_known_tokens, request.num_computed_tokens)
+        delay_s = age_s - reading.at_s + (prefill_s if request.num_remaining_tokens > 1 else 0.0)
+        served = reading.area_after(seconds, delay_s, 1.0 / self._step_s)
+        waiting = reading.area_after(seconds, seconds, 0.0)
+        expected = reading.expected_area(until_s)
+        return (served - waiting) / expected if expected > 0 else 0.0
+
+    def _reading(self, request: RequestView) -> Reading:
+        reading = self._readings.get(request)
+        if reading is None:
+            config, promised_s = self._config, request.tpot_slo_s
+            if promised_s is None:
+                promised_s = request.tbt_slo_s
+            speed = config.reading_speed if not promised_s else 1.0 / promised_s
+            ttft_s = config.expected_ttft_s if request.ttft_slo_s is None else request.ttft_slo_s
+            reading = self._readings[request] = Reading(speed, ttft_s)
+        return reading
+
+
+def _build(config: AndesConfig, context: PolicyContext) -> Andes:
+    return Andes(config, context.prefill_time)
+
+
+SPEC = PolicySpec(
+    name="andes",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=AndesConfig,
+    build=_build,
+    summary="Who gains the most quality of experience for its memory first; who has tokens in store can pause.",
+    source="Andes (Liu et al., arXiv:2404.16283)",
+)

@@ -1,0 +1,65 @@
+"""Quality of experience of a token stream: what its reader has read, over what a punctual stream would have let it read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Reading:
+    """A reader who reads at most `speed` tokens a second of those that have come, and expects the first after `ttft_s`.
+
+    Tokens that come faster than they are read wait in a buffer; they add nothing until they are read. Times are seconds from the
+    arrival of the request.
+
+    Source: Andes (arXiv:2404.16283): QoE = integral of what is read / integral of min(expected, length of the answer).
+    """
+
+    speed: float
+    ttft_s: float
+    at_s: float = 0.0
+    num_tokens: int = 0
+    """Tokens that have come."""
+    num_read: float = 0.0
+    area: float = 0.0
+    """Integral of `num_read` so far, token seconds."""
+
+    def receive(self, at_s: float, num_tokens: int) -> None:
+        """Tokens come at this time."""
+        self.area += self._read(at_s - self.at_s, 0.0, 0.0)
+        self.num_read = min(self.num_tokens, self.num_read + self.speed * (at_s - self.at_s))
+        self.at_s = at_s
+        self.num_tokens += num_tokens
+
+    def area_after(self, seconds: float, delay_s: float, rate: float) -> float:
+        """Integral of what is read by `seconds` after the last event, with `rate` tokens a second coming after `delay_s`."""
+        return self.area + self._read(seconds, delay_s, rate)
+
+    def expected_area(self, until_s: float, length: float = float("inf")) -> float:
+        """Integral of min(speed * (t - ttft_s), length) up to this time."""
+        reading_s = max(until_s - self.ttft_s, 0.0)
+        rising_s = min(reading_s, length / self.speed)
+        rest = length * (reading_s - rising_s) if reading_s > rising_s else 0.0
+        return self.speed * rising_s**2 / 2.0 + rest
+
+    def qoe(self) -> float:
+        """Quality so far of an answer that has ended with its last token; 1 is perfect."""
+        expected = self.expected_area(self.at_s, self.num_tokens)
+        return 1.0 if expected <= 0 else min(self.area / expected, 1.0)
+
+    def _read(self, seconds: float, delay_s: float, rate: float) -> float:
+        """Integral of what is read over the next `seconds`."""
+        delay_s = min(delay_s, seconds)
+        buffered = self.num_tokens - self.num_read
+        area, read = self._drained(delay_s, self.num_read, buffered, 0.0)
+        more, _ = self._drained(seconds - delay_s, read, self.num_tokens - read, rate)
+        return area + more
+
+    def _drained(self, seconds: float, read: float, buffered: float, rate: float) -> tuple[float, float]:
+        """(integral of what is read, what is read in the end) with tokens coming at a rate throughout."""
+        inflow = min(rate, self.speed)
+        full_s = seconds if inflow >= self.speed else min(seconds, buffered / (self.speed - inflow))
+        rest_s = seconds - full_s
+        area = read * seconds + self.speed * full_s**2 / 2.0
+        area += self.speed * full_s * rest_s + inflow * rest_s**2 / 2.0
+        return area, read + self.speed * full_s + inflow * rest_s

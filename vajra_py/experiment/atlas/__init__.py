@@ -1,0 +1,1 @@
+"""Atlas of policies: any set of them side by side on several workloads and loads."""

@@ -1,0 +1,122 @@
+"""Entries of an atlas: policies by name, joined by `+`, and presets, as settings of one experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.contract import Layer
+from vajra_py.errors import ConfigError, Problem, UnknownNameError
+from vajra_py.metrics.comparison.policy_map import BASELINE
+from vajra_py.plugins import ADMISSION, RETENTION, AnyOffer, Registry
+
+DEFAULT_BASELINE = "fcfs+least_loaded+fixed_chunk"
+DEFAULT_POLICIES: Sequence[str] = (
+    "vtc",
+    "srpt+preemptive",
+    "trail+preemptive",
+    "ltr",
+    "skip_join_mlfq",
+    "qoserve+slack_chunk",
+    "past_future",
+    "scorpio",
+    "priority+hygen",
+    "atlas",
+    "lmetric",
+    "preble_e2",
+)
+"""Published policies of the library, each with the companion that its authors give it."""
+
+_JOIN = "+"
+_BESIDE = (ADMISSION, RETENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of an atlas."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """Value by dotted path of an experiment."""
+    parts: Mapping[str, AnyOffer] = field(default_factory=dict)
+    """Policies that it names, by the place that they take: a layer, or a kind beside the layers."""
+    preset: str = ""
+    """The preset that it is; empty if it names policies."""
+
+
+def entries_of(
+    policies: Iterable[str], presets: Iterable[str], baseline: str, registry: Registry
+) -> tuple[Entry, Sequence[Entry]]:
+    """Return the baseline and the other entries of an atlas.
+
+    A policy takes its place in the baseline; policies joined by `+` take several. A name that several layers have takes all of
+    them; one that no layer has may be an admission or retention policy.
+
+    Raises:
+        UnknownNameError: nothing installed has that name.
+        ConfigError: two policies of one entry take one place, or two entries are the same.
+    """
+    parts = {**_named(DEFAULT_BASELINE, registry), **_named(baseline, registry)}
+    base = Entry(BASELINE, _settings(parts), {place: offer for place, (_, offer) in parts.items()})
+    found = []
+    for name in policies:
+        own = _named(name, registry)
+        found.append(Entry(name, _settings({**parts, **own}), {place: offer for place, (_, offer) in own.items()}))
+    for name in presets:
+        registry.preset(name)
+        found.append(Entry(name, {"preset": name}, preset=name))
+    _check_distinct(base, found)
+    return base, found
+
+
+def _settings(parts: Mapping[str, tuple[str, AnyOffer]]) -> dict[str, Any]:
+    return {f"scheduling.{place}": name for place, (name, _) in parts.items()}
+
+
+def _named(text: str, registry: Registry) -> dict[str, tuple[str, AnyOffer]]:
+    """Return the policies of names joined by `+`, with their names, by place."""
+    parts: dict[str, tuple[str, AnyOffer]] = {}
+    for name in text.split(_JOIN):
+        for place, offer in _offers(name, registry):
+            if place in parts:
+                what = f"{parts[place][0]} and {name} are both {_plural(place)}"
+                raise ConfigError(Problem(f"policy {text!r}", what, "One policy for each place"))
+            parts[place] = name, offer
+    return parts
+
+
+def _plural(place: str) -> str:
+    words = place.replace("_", " ")
+    return f"{words} policies" if place in {kind.key for kind in _BESIDE} else f"{words}s"
+
+
+def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
+    """Return what has that name, with its place under `scheduling`. Raises `UnknownNameError`, and `ConfigError` for scalers."""
+    found: list[tuple[str, AnyOffer]] = [
+        (layer.value, registry.policy(layer, name)) for layer in Layer if name in registry.policy_names(layer)
+    ]
+    if found:
+        return found
+    for kind in _BESIDE:
+        offers: Mapping[str, AnyOffer] = registry.beside_layers[kind.key]
+        if name in offers:
+            return [(kind.key, offers[name])]
+    where = f"policy {name!r}"
+    if name in registry.scalers:
+        message = "is a scaler, and every system of an atlas has the same replicas"
+        raise ConfigError(Problem(where, message, "Compare scalers by a sweep of `scheduling.scaling`"))
+    if name in registry.presets:
+        raise ConfigError(Problem(where, "is a preset, not a policy", f"Write --preset {name}"))
+    names = {known for layer in Layer for known in registry.policy_names(layer)}
+    raise UnknownNameError("policy", name, names.union(*(registry.beside_layers[kind.key] for kind in _BESIDE)))
+
+
+def _check_distinct(base: Entry, others: Sequence[Entry]) -> None:
+    """Raise `ConfigError` for an entry that repeats another one, or has its name."""
+    for position, entry in enumerate(others):
+        for other in (base, *others[:position]):
+            if entry.settings == other.settings or entry.name == other.name:
+                what = "the baseline" if other is base else repr(other.name)
+                message = f"repeats {what}" if entry.settings == other.settings else f"has the name of {what}"
+                raise ConfigError(Problem(f"policy {entry.name!r}", message, "Each policy once, without the baseline"))

@@ -1,0 +1,114 @@
+"""Links of a network and the transfers on them, as `Network` keeps them. Work is in grains per second times ticks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+class Link:
+    """One direction of a replica's link, or the fabric."""
+
+    __slots__ = ("capacity", "number", "transfers")
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        """Grains per second."""
+        self.transfers: dict[Flow, None] = {}
+        """Transfers that use it, or wait for it (exclusive), in order."""
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """One transfer under way."""
+
+    transfer_id: Hashable
+    number: int
+    links: Sequence[Link]
+    """Links with a limit."""
+    work_left: int
+    """Grains per second times ticks, as of `since`."""
+    since: int
+    rate: int | None = 0
+    """Grains per second now; None: no limit."""
+    version: int = 0
+    """Version of its events; those pushed with another one are void."""
+    is_flowing: bool = False
+    """True once its latency has passed; False while one that is fed has nothing to send."""
+    has_ended: bool = False
+    feed: Feed | None = None
+    """Bytes to come; None: all were there at the start."""
+
+    def work_left_at(self, now: int) -> int:
+        """Return the work left at a tick, if the rate has not changed since `since`."""
+        if not self.is_flowing:
+            return self.work_left
+        if self.rate is None:
+            return 0
+        return max(0, self.work_left - self.rate * (now - self.since))
+
+
+@dataclass(slots=True)
+class Release:
+    """Work that becomes available in equal parts, the last of them after so many ticks."""
+
+    start: int
+    ticks: int
+    work: int
+    num_parts: int
+    num_done: int = 0
+
+    def next_at(self) -> int:
+        """Tick of the next part."""
+        return self.start - (-self.ticks * (self.num_done + 1) // self.num_parts)
+
+    def take(self) -> int:
+        """Return the work of the next part, and go on to the one after it."""
+        before = self.work * self.num_done // self.num_parts
+        self.num_done += 1
+        return self.work * self.num_done // self.num_parts - before
+
+    @property
+    def work_left(self) -> int:
+        """Work of the parts that are to come."""
+        return self.work - self.work * self.num_done // self.num_parts
+
+
+@dataclass(eq=False, slots=True)
+class Feed:
+    """Bytes of a transfer that become available while it is under way."""
+
+    transfer: Flow
+    number: int
+    releases: deque[Release] = field(default_factory=deque)
+    is_open: bool = True
+    """True while further releases may be announced."""
+    version: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """True if more may come."""
+        return self.is_open or bool(self.releases)
+
+    def take_due(self, now: int) -> int:
+        """Return the work of the parts that have become available and were not taken yet."""
+        work, releases = 0, self.releases
+        while releases and releases[0].next_at() <= now:
+            work += releases[0].take()
+            if releases[0].num_done == releases[0].num_parts:
+                releases.popleft()
+        return work
+
+
+def rates_alone(links: Iterable[Link]) -> dict[Flow, int] | None:
+    """Return the rates of transfers that share none of these links, nor others of theirs; None if some do."""
+    rates: dict[Flow, int] = {}
+    for link in links:
+        for one in link.transfers:
+            if one not in rates:
+                if any(len(each.transfers) > 1 for each in one.links):
+                    return None
+                rates[one] = min([each.capacity for each in one.links])
+    return rates

@@ -1,0 +1,81 @@
+"""Transfers of KV while its prompt is computed: of each layer, or of each chunk, to blocks that were set aside before.
+
+What a step computes of a prompt becomes available in equal parts over the step, one for each layer (or all of it when the step ends), and
+goes over the links behind it. What the source need not compute, from its prefix cache or from the host, is available when the prompt
+begins. So when the prompt is computed only that is left which the links could not take meanwhile, and at least the last part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Generic
+
+from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.transfers import PREEMPTED, Transfers
+from vajra_py.runtime.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.serving.hand_off import HandOff
+
+
+class Overlap(Generic[R]):
+    """Transfers of one replicaset that begin before their prompt is computed."""
+
+    def __init__(
+        self,
+        rules: HandOffRules,
+        transfers: Transfers[R],
+        hand_offs: Mapping[Request, HandOff[R]],
+        moved: Callable[[HandOff[R], R], None],
+    ) -> None:
+        """`hand_offs`: all that are under way; `moved` is called when the KV of one is at its target."""
+        self._transfers = transfers
+        self._hand_offs = hand_offs
+        self._moved = moved
+        self._num_parts = rules.num_parts
+        self._min_tokens = rules.settings.overlap_min_tokens
+        self._moves_missing = rules.settings.moves == "missing"
+
+    def step_formed(self, plan: StepPlan, ticks: int) -> None:
+        """Send what a step of so many ticks, which begins now, computes of prompts that are to leave."""
+        for request, num_tokens, num_before, _ in plan.chunks:
+            one = self._hand_offs.get(request)
+            if one is None or not (one.is_early and one.has_reserved):
+                continue
+            if one.num_sent is None and not self._open(one):
+                continue
+            assert one.num_sent is not None
+            if num_before > one.num_sent:
+                self._transfers.release(one, num_before - one.num_sent)
+                one.num_sent = num_before
+            end = num_before + num_tokens
+            if end > one.num_sent:
+                self._transfers.release(one, end - one.num_sent, ticks, self._num_parts)
+                one.num_sent = end
+
+    def _open(self, one: HandOff[R]) -> bool:
+        """Begin to send a prompt; return False if it is sent when it is computed."""
+        target = one.target
+        first = one.hit if self._moves_missing else 0
+        if target is None or one.num_tokens < self._min_tokens or one.num_tokens <= first:
+            return False
+        one.num_sent, one.num_announced = first, one.num_tokens
+        ends, lacking = (one.source, target), (one.hit, one.num_tokens)
+        num_moved = one.num_tokens - first
+        self._transfers.open(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
+        return True
+
+    def prompt_done(self, one: HandOff[R]) -> None:
+        """Let a transfer end when what is computed has arrived, which may be less than the prompt."""
+        first = one.hit if self._moves_missing else 0
+        is_whole = one.num_tokens == one.num_announced
+        self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))
+
+    def preempted(self, request: Request) -> None:
+        """Call off what is sent of a prompt whose KV is given up; it is sent anew when it is computed again."""
+        one = self._hand_offs.get(request)
+        if one is not None and one.num_sent is not None:
+            one.num_sent = None
+            self._transfers.cancel(one, PREEMPTED)
