@@ -153,7 +153,7 @@ OTHERS = [("pull", "fixed_chunk"), ("round_robin", "vllm_v1"), ("round_robin", "
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), loads(), st.sampled_from(OTHERS), st.sampled_from([14, 64]), st.integers(1, 2))
 def test_decisions_are_those_of_the_plain_definitions(
     name: str, data: Any, specs: list[RequestSpec], others: tuple[str, str], num_blocks: int, num_replicas: int

@@ -386,6 +386,30 @@ def test_a_request_that_is_refreshed_unchanged_keeps_its_turn(motion: KeyMotion)
     assert list(order) == waiting[1:]
 
 
+def test_a_reader_of_groups_goes_on_by_the_keys_of_the_moment() -> None:
+    """A reader that has passed over requests; thousands of falls; a group that comes back; requests that come too late."""
+    policy = ByFallingTenant(KeyMotion.STATIC)
+    queue: Any = make_queue(policy)
+    waiting = [Waiting(index, tenant="aabbc"[index]) for index in range(5)]
+    policy.keys |= {"a": 2, "b": 4, "c": 6}
+    for one in waiting:
+        queue.add(one, 0.0)
+    order = queue.ordered(0.0)
+    assert next(order) is waiting[0]
+    policy.keys["c"] = 0
+    for index in range(5000):
+        policy.fallen_groups.add("c" if index == 0 else "b")
+    assert next(order) is waiting[4]
+    queue.remove(waiting[4])
+    late = Waiting(5, tenant="c")
+    queue.add(late, 0.0)
+    policy.keys["a"] = 5
+    assert next(order) is waiting[2]
+    policy.keys["b"] = 9
+    assert list(order) == [waiting[1], waiting[3]]
+    assert list(queue.ordered(0.0)) == [late, *waiting[:4]]
+
+
 def test_the_second_of_few_ranks_is_known_though_others_were_removed() -> None:
     blocks = ranks.SortedRanks()
     made: Any = [(float(key), 0.0, key, key, None, 0.0, 1) for key in range(5 * ranks._BLOCK)]
