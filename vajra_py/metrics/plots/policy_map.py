@@ -200,7 +200,8 @@ def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int | 
         if any(drawn):
             panel.set_xlabel(titled(BY_KEY[_THROUGHPUT]))
             panel.set_ylabel("service difference (tokens)")
-            panel.set_ylim(bottom=0)
+            values = [own.value(policy, load, _FAIRNESS) or 0.0 for policy in policies]
+            panel.set_ylim(0, 1.2 * max(values) or 1.0)  # a wide interval would hide the means
             big_numbers(panel.yaxis)
         else:
             say_empty(panel, "no two tenants were backlogged")

@@ -53,7 +53,7 @@ _SECTIONS = (
         "fairness_by_throughput",
         "Fairness against throughput",
         "Largest difference of service between two tenants that both waited, against the output tokens per second, under the highest load that the baseline kept "
-        "up with. Low and to the right is better; hollow: overloaded.",
+        "up with. Low and to the right is better; intervals may end beyond the figure; hollow: overloaded.",
     ),
     (
         "cost",
