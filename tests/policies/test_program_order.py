@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -171,6 +172,16 @@ def test_a_stated_cost_counts_instead_of_a_predicted_one() -> None:
     assert [name for step in one.steps_until_idle() for name in step.admitted] == ["cheap", "dear"]
 
 
+@pytest.mark.parametrize("stated", [10**400, 1e300, -1e300, float("nan"), float("inf")])
+def test_a_cost_that_is_none_is_predicted(stated: float) -> None:
+    one = Harness("justitia", "round_robin", "fixed_chunk", HarnessOptions(max_batch_size=1))
+    one.submit("running", 10, 5)
+    one.step()
+    one.submit("odd", 900, 5, program_id="odd", metadata={"agent_cost": stated})
+    one.submit("cheap", 900, 5, program_id="cheap", metadata={"agent_cost": 10})
+    assert [name for step in one.steps_until_idle() for name in step.admitted] == ["cheap", "odd"]
+
+
 # Continuum
 
 
@@ -213,6 +224,27 @@ def test_tools_that_take_long_in_the_mean_are_not_waited_for() -> None:
         gaps.depart([calls["test"]], 0.0)
         gaps.arrive([Call(slow)], 0.1)  # type: ignore[list-item]
     assert gaps.ttl_s(calls["test"]) == 2.0, "the mean has fallen to (30 + 20 * 0.1) / 21 s"
+
+
+def test_names_of_tools_without_end_are_not_kept() -> None:
+    gaps, program = ToolGaps(ToolGapConfig(max_mean_gap_s=2.0)), Program("one")
+
+    def use(tool: str, gap_s: float) -> Any:
+        call: Any = Call(program, metadata={"tool": tool})
+        gaps.depart([call], 0.0)
+        gaps.arrive([Call(program)], gap_s)  # type: ignore[list-item]
+        return call
+
+    forgotten = use("slow", 30.0)
+    kept = use("slow too", 30.0)
+    tracemalloc.start()
+    for index in range(20_000):
+        use(f"tool {index}", 0.0)
+        use("slow too", 30.0)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 500_000
+    assert (gaps.ttl_s(forgotten), gaps.ttl_s(kept)) == (2.0, 0.0)
 
 
 def test_programs_keep_their_place_under_continuum_as_a_whole() -> None:

@@ -18,13 +18,16 @@ from vajra_py.contract import (
     RequestView,
 )
 
+_MOST = 1e18
+"""Cost above which what a client states is not believed."""
+
 
 class JustitiaConfig(LengthConfig):
     """Parameters of `justitia`."""
 
     cost_metadata: str = Field(
         "agent_cost",
-        description="Metadata of an agent's first call with its cost in all, KV tokens times steps; predicted where it is absent.",
+        description="Metadata of an agent's first call with its cost in all, KV tokens times steps; predicted where it is absent or no cost.",
     )
 
 
@@ -111,7 +114,7 @@ class Justitia:
 
     def _cost(self, first: RequestView) -> float:
         stated = first.metadata.get(self._cost_metadata)
-        if isinstance(stated, int | float):
+        if isinstance(stated, int | float) and 0 <= stated <= _MOST:
             return float(stated)
         length = self._lengths.total(first)
         return (first.num_program_calls or 1) * length * (first.num_prompt_tokens + length / 2.0)

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from vajra_py.contract import PolicyConfig, ProgramView, RequestView
 
+_MOST_TOOLS = 1_000
+"""Tools that are remembered, the last used ones: clients choose their names."""
+
 
 class ToolGapConfig(PolicyConfig):
     """Parameters of Continuum's time to live; the defaults are those of its code."""
@@ -29,15 +32,17 @@ class ToolGaps:
         self._last: dict[ProgramView, tuple[str, float]] = {}
         """Tool that each program runs, and since when."""
         self._sums: dict[str, tuple[float, int]] = {}
-        """Sum and number of the times of each tool."""
+        """Sum and number of the times of each tool, the last used one last."""
 
     def arrive(self, requests: Iterable[RequestView], now: float) -> None:
         """A program's next call ends the time of its tool."""
         for request in requests:
             begun = None if request.program is None else self._last.pop(request.program, None)
             if begun is not None:
-                total, count = self._sums.get(begun[0], (0.0, 0))
+                total, count = self._sums.pop(begun[0], (0.0, 0))
                 self._sums[begun[0]] = (total + now - begun[1], count + 1)
+                if len(self._sums) > _MOST_TOOLS:
+                    del self._sums[next(iter(self._sums))]
 
     def depart(self, requests: Iterable[RequestView], now: float) -> None:
         """A call that is not the last one begins the time of a tool."""

@@ -25,9 +25,9 @@ class Polyserve:
     """The most loaded replica of the request's tier that passes the checks; else one of a tighter tier; else an idle one, which joins.
 
     A replica keeps its promises with one more request if (1) the first token comes in time behind the prompts that are pending there,
-    (2) the second one does, and (3) a decode step of all of its requests, each grown by the mean output of its tier, takes at most the TPOT of the
-    replica's tier, and their memory suffices. Where no replica passes, the request waits in the shared queue until one does or is idle. One whose promises not even an idle replica
-    keeps belongs to the loosest tier, without promises.
+    (2) the second one does, and (3) a decode step of all of its requests, each grown by the mean output of its tier, takes at most
+    the TPOT of the replica's tier, and their memory suffices. Where no replica passes, the request waits in the shared queue until
+    one does or is idle. One whose promises not even an idle replica keeps belongs to the loosest tier, without promises.
 
     So load forms a gradient, and replicas that are not needed stay idle and may be scaled away. With a fixed number of replicas and
     nothing to save, `least_loaded` has shorter times.
