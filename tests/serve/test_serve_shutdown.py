@@ -143,7 +143,7 @@ def test_every_stream_ends_when_the_engine_does(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(session.controller.replicas()[0], "complete_step", broken)
+    monkeypatch.setattr(type(session.controller.replicas()[0]), "complete_step", broken)
     server.strings.let_go()
     for thread in threads:
         thread.join(60)
