@@ -16,6 +16,7 @@ from vajra_py.engine.compute import StepInput, StepOutput
 from vajra_py.engine.outputs import OutputBuffer, detokenize
 from vajra_py.engine.tokenizer import text_stream
 from vajra_py.errors import ConfigError, ExecutorError, PolicyError
+from vajra_py.runtime.serving.replica import Replica
 
 SIZES = {"replica": {"max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 60}}}
 PROMPTS = [[1, 2, 3], [500], list(range(90)), [3, 2, 1]]
@@ -155,10 +156,10 @@ def test_a_policy_that_needs_predictions_says_so_before_a_model_is_loaded(
 
 
 def test_an_engine_that_ended_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(now: int) -> Any:
+    def broken(*_: Any) -> Any:
         raise PolicyError("some policy", "broke the contract")
 
-    monkeypatch.setattr(llm.loop.controller.replicas()[0], "next_plan", broken)
+    monkeypatch.setattr(Replica, "next_plan", broken)
     with pytest.raises(PolicyError, match="broke the contract"):
         llm.generate([1, 2])
     with pytest.raises(ExecutorError, match="closed"):
@@ -226,10 +227,10 @@ def test_an_engine_that_ends_tells_its_readers(hollow_model: Path, monkeypatch: 
     async def read() -> None:
         llm = async_llm(hollow_model)
 
-        def broken(now: int) -> Any:
+        def broken(*_: Any) -> Any:
             raise PolicyError("some policy", "broke the contract")
 
-        monkeypatch.setattr(llm.loop.controller.replicas()[0], "next_plan", broken)
+        monkeypatch.setattr(Replica, "next_plan", broken)
         for _ in range(2):
             with pytest.raises(PolicyError, match="broke the contract"):
                 await llm.generate([1])
