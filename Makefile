@@ -35,7 +35,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-long test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,12 +67,15 @@ format: install ## let ruff sort imports, apply safe fixes and format; wrap the 
 	$(PY) docs/tools/wrap.py
 
 # In two runs: tensor libraries keep what compiling and loading models took, and a worker of all tests would need 2.5 GB.
-test: lint ## lint, then every test (slow ones too; those that need a GPU are skipped without one)
-	$(BIN)/pytest -n $(WORKERS) $(addprefix --ignore=,$(TENSOR_TESTS)) $(PYTEST_ARGS)
-	$(BIN)/pytest -n $(WORKERS) $(TENSOR_TESTS) $(PYTEST_ARGS)
+test: lint ## lint, then the tests (slow ones too; those that need a GPU are skipped without one)
+	$(BIN)/pytest -n $(WORKERS) -m "not long" $(addprefix --ignore=,$(TENSOR_TESTS)) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not long" $(TENSOR_TESTS) $(PYTEST_ARGS)
+
+test-long: install ## the few tests that take a minute each: engines on several nodes, an example on the engine, programs for GPUs
+	$(BIN)/pytest -n $(WORKERS) -m long $(PYTEST_ARGS)
 
 test-fast: install ## the tests that take seconds
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not long and not gpu" $(PYTEST_ARGS)
 
 test-random: install ## every test in random order, each failing for what it leaks itself (SEED=n repeats an order)
 	VAJRA_TEST_ORDER=$(SEED) $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)

@@ -68,6 +68,7 @@ def test_a_sweep_through_ray_client_gives_the_bytes_of_one_machine(
     assert results(tmp_path / "there/runs") == expected
 
 
+@pytest.mark.long
 def test_an_engine_is_led_through_ray_client_and_computes_on_two_nodes_what_one_machine_computes(
     client_address: str, model: Path, here: dict[str, list[int]], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def connected(cluster: LocalCluster) -> Iterator[RayCluster]:
         yield reached
 
 
+@pytest.mark.long
 def test_ranks_of_a_replica_meet_across_nodes(
     connected: RayCluster, model: Path, here: dict[str, list[int]], tmp_path: Path
 ) -> None:
@@ -39,6 +40,7 @@ def test_ranks_of_a_replica_meet_across_nodes(
     assert replay(there.path).is_equal
 
 
+@pytest.mark.long
 def test_requests_leave_a_node_with_their_kv(
     connected: RayCluster, model: Path, here: dict[str, list[int]], tmp_path: Path
 ) -> None:

@@ -1,11 +1,12 @@
 """Do greedy tokens equal those of transformers' own `generate`, token for token, whatever the policies make of the schedule?
 
-`pytest tests/engine/test_control_exactness.py` runs 208 fuzzed schedules over four families of models: the engine's own loop,
-executor and runner, under built-in policies and presets drawn at random, on little memory, with requests taken back.
+`pytest tests/engine/test_control_exactness.py` runs 104 fuzzed schedules over four families of models, and 208 with
+`VAJRA_FUZZ_SCHEDULES=52`: the engine's own loop, executor and runner, under built-in policies and presets drawn at random, on little memory, with requests taken back.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.json_lines import read_rows
 
 FAMILIES = ["llama", "qwen3", "gemma2", "mixtral"]
-NUM_SCHEDULES = 52
+NUM_SCHEDULES = int(os.environ.get("VAJRA_FUZZ_SCHEDULES", "26"))
 NUM_WORKLOADS = 3
 BLOCK_SIZE = 8
 MAX_LEN = 192
@@ -211,7 +212,7 @@ def test_greedy_tokens_equal_generate_under_every_policy(family: Family, tmp_pat
 
 def test_the_schedules_draw_every_policy_and_preset() -> None:
     drawn = [schedule("model", number) for number in range(len(FAMILIES) * NUM_SCHEDULES)]
-    assert len(drawn) >= 200
+    assert len(drawn) >= 100
     assert {mapping["preset"] for mapping in drawn if "preset" in mapping} == set(load_registry().presets)
     for layer, at_least in (("request_prioritizer", 4), ("replicaset_scheduler", 6), ("replica_scheduler", 8)):
         chosen = [mapping["scheduling"][layer] for mapping in drawn if "scheduling" in mapping]

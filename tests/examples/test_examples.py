@@ -198,6 +198,7 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path, with_observer: Callable[[st
     assert run.steps().sort_by(order).equals(vajra.RunData.load(first).steps().sort_by(order))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_long_context_example_runs_on_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("torch")

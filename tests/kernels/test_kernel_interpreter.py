@@ -28,7 +28,7 @@ def version(text: str) -> tuple[int, ...]:
         "check_large.py",
         "check_layer.py",
         "check_sampling.py",
-        "check_gpu_programs.py",
+        pytest.param("check_gpu_programs.py", marks=pytest.mark.long),
     ],
 )
 def test_interpreted_kernels_equal_their_references(name: str) -> None:

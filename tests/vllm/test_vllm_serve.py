@@ -28,7 +28,7 @@ policy_timeout_s: 5
 scheduling:
   request_prioritizer: {policy: example_aging_shortest, params: {forgiven_tokens: 64}}
   replicaset_scheduler: example_prefix_affinity
-  replica_scheduler: {policy: breaks, params: {at_step: 600}}
+  replica_scheduler: {policy: breaks, params: {at_step: 1500}}
 """
 DEADLINE_S = 240.0
 
@@ -194,7 +194,7 @@ def offline(model: str, options: dict[str, Any], folder: Path, known: dict[str, 
 
 def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_model: str, tmp_path: Path) -> None:
     file = tmp_path / "experiment.yaml"
-    file.write_text(EXPERIMENT.replace("600", "9") + "backend: {vllm: {fallback: vllm-v1}}\n")
+    file.write_text(EXPERIMENT.replace("1500", "9") + "backend: {vllm: {fallback: vllm-v1}}\n")
     ours = {"scheduler_cls": "vajra_py.vllm.Scheduler", "additional_config": {"vajra": {"experiment": str(file)}}}
     runs, known = [], environment(tmp_path)
     for options in (ours, {}):
