@@ -10,7 +10,6 @@ from vajra_py.contract.hookspecs import Preset
 def vajra_policies() -> list[PolicySpec]:
     """Vajra's own policies, and those of other systems; imported when asked for."""
     from vajra_policies import (
-        attained_service,
         dynamic_chunk,
         edf,
         fcfs,
@@ -37,7 +36,7 @@ def vajra_policies() -> list[PolicySpec]:
     from vajra_policies.slo import ROUTERS as SLO_ROUTERS
     from vajra_policies.systems import POLICIES
 
-    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC, attained_service.PLAS, attained_service.ATLAS]
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
     prioritizers += [*FAIRNESS, *SIZE, *PREFIXES, *PRIORITIZERS, *PROGRAMS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
     batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS, *CHUNKING]

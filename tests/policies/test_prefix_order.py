@@ -1,4 +1,4 @@
-"""Who goes first by what the cache holds: longest prefix match, PREFLOW, residual shortest job first, and DLPM between them and fairness?"""
+"""Orders by what the cache holds: longest prefix match, PREFLOW, residual shortest job first, and DLPM between them and fairness."""
 
 from __future__ import annotations
 

@@ -64,6 +64,16 @@ def test_service_halves_with_time() -> None:
     assert policy.service("p", 25.0) == 0.0
 
 
+def test_service_is_dropped_after_an_hour_without_more() -> None:
+    policy = LeastAttainedService(LeastAttainedServiceConfig(half_life_s=1e12))
+    idle, busy = (Call(Program(name), num_prompt_tokens=100, num_output_tokens=0) for name in ("idle", "busy"))
+    policy.on_departures([busy, idle], 0.0)  # type: ignore[list-item]
+    policy.on_departures([busy], 3600.0)  # type: ignore[list-item]
+    assert [round(policy.service(name, 3600.0)) for name in ("idle", "busy")] == [100, 200]
+    policy.on_departures([busy], 3601.0)  # type: ignore[list-item]
+    assert [round(policy.service(name, 3601.0)) for name in ("idle", "busy")] == [0, 300]
+
+
 def test_the_score_weighs_little_service_against_a_long_wait() -> None:
     policy = LeastAttainedService(LeastAttainedServiceConfig(half_life_s=1e12))
     calls: dict[str, Any] = {name: Call(Program(name), at) for name, at in (("new", 9.0), ("old", 0.0), ("mid", 6.0))}
@@ -265,7 +275,7 @@ def test_programs_keep_their_place_under_continuum_as_a_whole() -> None:
 
 
 def mean_completion_time(prioritizer: str, num_chains: int) -> float:
-    """Of chains of two calls of one step each, which are there at once, on a replica that runs one at a time, steps of 1 s."""
+    """Mean completion time of chains of two calls of one step each, which are there at once, on a replica that runs one at a time, steps of 1 s."""
     one = Harness(prioritizer, "round_robin", "fixed_chunk", HarnessOptions(max_batch_size=1, latency=AffineModel(1.0)))
     specs = [
         RequestSpec(f"{index} {call}", 0.0, 1, 1, program_id=f"p{index}", follows=f"{index} a" if call == "b" else None)

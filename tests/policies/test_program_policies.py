@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vajra_policies.attained_service import Atlas, AttainedServiceConfig, Plas
+from vajra_policies.programs.attained_service import Atlas, AttainedServiceConfig, Plas
 from vajra_py.contract import EndReason, KeyMotion, RequestPrioritizer, RequestView
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError

@@ -1,4 +1,4 @@
-"""How many prompt tokens has a step while others decode, under P-PAS, the mixed-prefill governor, the hold of small chunks and waves?"""
+"""Prompt tokens of steps in which others decode, under P-PAS, the mixed-prefill governor, the hold of small chunks and waves."""
 
 from __future__ import annotations
 

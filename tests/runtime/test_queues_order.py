@@ -173,7 +173,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(data=st.data(), num_read=st.integers(1, 8))
     def go_on_reading(self, data: st.DataObject, num_read: int) -> None:
-        """What is left of it comes out in the order of the reader's own time."""
+        """Empties the queue: all comes out in the order of the reader's own time."""
         reader, _, todo, _ = data.draw(st.sampled_from(self.readers))
         for _ in range(num_read):
             assert next(reader, None) is (todo.pop(0) if todo else None)
@@ -298,7 +298,7 @@ class GroupMachine(QueueMachine):
     @precondition(lambda self: self.readers)
     @rule(data=st.data(), num_read=st.integers(1, 8))
     def go_on_reading(self, data: st.DataObject, num_read: int) -> None:
-        """What is left of it comes out in the order of the moment."""
+        """Empties the queue: all comes out in the order of the moment."""
         reader, _, todo, _ = data.draw(st.sampled_from(self.readers))
         for _ in range(num_read):
             first = self.order(todo)[0] if todo else None

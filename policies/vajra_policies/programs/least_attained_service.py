@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from vajra_policies.waiting import Waiting
 from vajra_py.contract import (
     FallenGroups,
     KeyMotion,
@@ -18,6 +17,9 @@ from vajra_py.contract import (
     ReplicaId,
     RequestView,
 )
+
+_REMEMBERED_S = 3600.0
+"""Time after which the service of a program that has ended nothing since is dropped, seconds."""
 
 
 class LeastAttainedServiceConfig(PolicyConfig):
@@ -38,9 +40,8 @@ class LeastAttainedService:
     - Requests of one program are served in order of arrival. One without a program belongs to its tenant.
 
     A program that has used nothing lately goes first, and one that waits for long catches up. Time alone changes no score: services
-    fade in one proportion, and waits grow alike. What comes, is admitted or ends may change all of them.
-
-    Left out: the service of programs that are idle for an hour is not dropped; by then it has halved sixty times.
+    fade in one proportion, and waits grow alike. What comes, is admitted or ends may change all of them. Service is dropped after an
+    hour in which nothing of the program has ended.
 
     Source: llm-d's router, flow-control plugin `program-aware-fairness`, strategy `las`.
     """
@@ -49,9 +50,10 @@ class LeastAttainedService:
 
     def __init__(self, config: LeastAttainedServiceConfig) -> None:
         self._config = config
-        self._waiting = Waiting(_program_of)
+        self._waiting: dict[str, dict[RequestView, None]] = {}
+        """Waiting requests of each program that has any, in the order in which they began to wait."""
         self._services: dict[str, tuple[float, float]] = {}
-        """Service of each program, and when it was that."""
+        """Service of each program and when it was that, the latest one last."""
         self._scores: dict[str, float] | None = {}
         """Scores of the programs that wait; None: they are to be made anew."""
         self._changed_at = 0.0
@@ -81,44 +83,58 @@ class LeastAttainedService:
         """Programs have more requests that wait."""
         for request in requests:
             if not request.is_resident:
-                self._waiting.add(request)
+                self._wait(request)
         self._change(now)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The program's next request is its first one."""
-        self._waiting.remove(request)
+        self._leave(request)
         self._change(now)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """It waits again."""
-        self._waiting.add(request)
+        self._wait(request)
         self._change(now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Count the service of those that were served."""
         config = self._config
         for request in requests:
-            self._waiting.remove(request)
+            self._leave(request)
             if request.admitted_index:
                 cost = (
                     config.input_weight * request.num_prompt_tokens + config.output_weight * request.num_output_tokens
                 )
                 program = _program_of(request)
-                self._services[program] = (self.service(program, now) + cost, now)
+                service = self.service(program, now) + cost
+                self._services.pop(program, None)
+                self._services[program] = service, now
+        while self._services and now - next(iter(self._services.values()))[1] > _REMEMBERED_S:
+            del self._services[next(iter(self._services))]
         self._change(now)
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
         """Forget it."""
         self._services.pop(program.program_id, None)
 
+    def _wait(self, request: RequestView) -> None:
+        self._waiting.setdefault(_program_of(request), {})[request] = None
+
+    def _leave(self, request: RequestView) -> None:
+        program = _program_of(request)
+        members = self._waiting.get(program, {})
+        members.pop(request, None)
+        if not members:
+            self._waiting.pop(program, None)
+
     def _change(self, now: float) -> None:
         """Make scores anew; any of them may have risen."""
         self._scores, self._changed_at = None, now
-        for program in self._waiting.groups:
+        for program in self._waiting:
             self.fallen_groups.add(program)
 
     def _scores_at(self, now: float) -> dict[str, float]:
-        heads = {name: next(iter(members)) for name, members in self._waiting.groups.items()}
+        heads = {name: next(iter(members)) for name, members in self._waiting.items()}
         services = _normalised({name: self.service(name, now) for name in heads})
         waits = _normalised({name: now - head.arrived_at for name, head in heads.items()})
         by_service, by_wait = self._config.service_weight, self._config.head_wait_weight

@@ -40,7 +40,7 @@ PoolOf = Callable[[ExperimentConfig], MakePool]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an atlas is asked for."""
+    """Policies, workloads and metrics of an atlas."""
 
     baseline: Entry
     entries: Sequence[Entry]
@@ -101,7 +101,7 @@ def plans_of(asked: Request, registry: Registry) -> list[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How the runs of an atlas are made."""
+    """Options of the runs of an atlas."""
 
     workers: int | None = None
     """Runs at once; None: one for each core."""

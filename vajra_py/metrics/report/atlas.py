@@ -146,12 +146,8 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
-def render_atlas(page: AtlasPage) -> str:
-    """Return the page as HTML text; it loads nothing and has no script."""
-    return _rendered(page, _drawn(page))
-
-
 def _rendered(page: AtlasPage, figures: Mapping[str, Figure]) -> str:
+    """Return the page as HTML text; it loads nothing and has no script."""
     from vajra_py.metrics.comparison.table_renderers import html_templates
 
     workloads = page.workloads

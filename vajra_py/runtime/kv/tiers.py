@@ -95,11 +95,11 @@ class KvTiers:
         self.num_dropped = [0] * len(stores)
         """Blocks that a tier did not take, by level: all that it has were being read or written."""
         self.on_forget: Callable[[Any], None] | None = None
-        """Told of each request that leaves the replica or its queue."""
+        """Listener to requests that leave the replica or its queue."""
         self.on_give_up: Callable[[Any], None] | None = None
-        """Told of each request that gives up what it has loaded, so that others can run."""
+        """Listener to requests that give up what they have loaded, so that others can run."""
         self.on_clear: Callable[[], None] | None = None
-        """Told before everything is forgotten."""
+        """Listener to a clearance, before everything is forgotten."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
         """Records of what each tier holds; None: nobody reads it."""
         self._replica_id = replica_id

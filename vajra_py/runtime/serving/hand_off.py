@@ -319,7 +319,7 @@ class HandOffs(Generic[R]):
         is_partial = self._settings.moves == "missing" or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
         lacking, ends = (hit, one.num_tokens), (one.source, target)
-        self._transfers.start(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
+        self._transfers.start(one, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _moved(self, one: HandOff[R], target: R) -> None:
         one.stage = Stage.ARRIVING

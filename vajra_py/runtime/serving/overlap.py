@@ -8,6 +8,7 @@ begins. So when the prompt is computed only that is left which the links could n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Generic
 
 from vajra_py.runtime.movement.rules import HandOffRules
@@ -64,7 +65,8 @@ class Overlap(Generic[R]):
         one.num_sent, one.num_announced = first, one.num_tokens
         ends, lacking = (one.source, target), (one.hit, one.num_tokens)
         num_moved = one.num_tokens - first
-        self._transfers.open(one, one.request, ends, lacking, num_moved, lambda: self._moved(one, target))
+        done = partial(self._moved, one, target)
+        self._transfers.start(one, ends, lacking, num_moved, done, is_computed=False)
         return True
 
     def prompt_done(self, one: HandOff[R]) -> None:

@@ -119,7 +119,7 @@ class Replicaset:
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, where they differ."""
         self._serving: dict[Holders, Serving] = {}
-        """What of the holders of a request takes requests, until the state of a replica changes."""
+        """Replicas that take requests, by the holders of a request, until the state of a replica changes."""
         self.sync: Callable[[], None] = _do_nothing
         """Function that applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Generic
+from typing import Generic, Protocol
 
 from vajra_py.runtime.movement.links import Network
 from vajra_py.runtime.movement.rules import HandOffRules
@@ -22,6 +22,15 @@ REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
 PREEMPTED = "the request was preempted"
 """Reasons for which transfers are called off, as observers are told."""
+
+
+class Moving(Protocol):
+    """A hand-off or migration under way, which is the key of its transfer."""
+
+    request: Request
+
+    def __hash__(self) -> int:
+        """Return a hash of the object itself."""
 
 
 class Transfers(Generic[R]):
@@ -52,35 +61,23 @@ class Transfers(Generic[R]):
 
     def start(
         self,
-        key: Hashable,
-        request: Request,
+        key: Moving,
         ends: tuple[R, R],
         lacking: tuple[int, int],
         num_moved: int,
         done: Callable[[], None],
+        *,
+        is_computed: bool = True,
     ) -> None:
         """Send KV from the first replica to the second; `done` is called when it has arrived.
 
-        `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent.
+        `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent. `is_computed`: if False,
+        which takes links that are modelled, `release` says what is there to be sent, and `close` that all of it is.
         """
-        source, target = self._begin(key, request, ends, lacking, num_moved, done)
-        if self._network is not None:
-            num_bytes = num_moved * self._rules.bytes_per_token
-            self._network.start(key, source, target, num_bytes, self._driver.now)
-            self._schedule(self._network)
-
-    def _begin(
-        self,
-        key: Hashable,
-        request: Request,
-        ends: tuple[R, R],
-        lacking: tuple[int, int],
-        num_moved: int,
-        done: Callable[[], None],
-    ) -> tuple[int, int]:
-        source, target = ends[0].replica.replica_id, ends[1].replica.replica_id
+        source, target = (end.replica.replica_id for end in ends)
+        request, now = key.request, self._driver.now
         for observer in self._replicaset.observers:
-            observer.on_transfer(request, source, target, num_moved, to_seconds(self._driver.now))
+            observer.on_transfer(request, source, target, num_moved, to_seconds(now))
         one = Transfer(self._num_started, request, *ends, *lacking)
         self._num_started += 1
         self._sent[key] = one, done
@@ -88,23 +85,15 @@ class Transfers(Generic[R]):
             self._keys[one.number] = key
             ends[0].replica.running_set.materialize()  # a copy names the blocks
         self._driver.transfer(one)
-        return source, target
+        if self._network is None:
+            return
+        if is_computed:
+            self._network.start(key, source, target, num_moved * self._rules.bytes_per_token, now)
+            self._schedule(self._network)
+        else:
+            self._network.open(key, source, target, now)
 
     # KV that is sent while it is computed: the links are modelled
-
-    def open(
-        self,
-        key: Hashable,
-        request: Request,
-        ends: tuple[R, R],
-        lacking: tuple[int, int],
-        num_moved: int,
-        done: Callable[[], None],
-    ) -> None:
-        """Do as `start` with KV that is not computed yet; `release` says what is, and `close` that all of it is."""
-        source, target = self._begin(key, request, ends, lacking, num_moved, done)
-        assert self._network is not None
-        self._network.open(key, source, target, self._driver.now)
 
     def release(self, key: Hashable, num_tokens: int, ticks: int = 0, num_parts: int = 1) -> None:
         """Send KV of an open transfer in equal parts, as they are computed, the last of them `ticks` from now."""

@@ -29,7 +29,7 @@ _WITH_KV = frozenset({_SWAPPED, _REMOTE, RequestState.ARRIVED, RequestState.LOAD
 
 
 class FindsInTiers(Protocol):
-    """What the lower tiers of one replica's memory hold for its waiting requests."""
+    """Lookup of what the lower tiers of one replica's memory hold for its waiting requests."""
 
     def num_to_load(self, request: Request, num_on_device: int) -> int | None:
         """Tokens to load after those that the device holds, whole blocks; None: the request waits for a prefetch."""
@@ -80,7 +80,7 @@ class Builder(PlanDraft):
         self._keeps: Callable[[Request], Refusal | None] | None = None
         """Reason that a running request cannot leave; None: requests do not move here."""
         self._tiers: FindsInTiers | None = None
-        """What lower tiers of memory hold for waiting requests; None: there are none."""
+        """Lookup in lower tiers of memory for waiting requests; None: there are none."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
