@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# The processes that tests start would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
 WORKERS ?= 2

@@ -227,7 +227,7 @@ def measure() -> dict[str, float]:
     one_by_one, _ = measure_case(Case(256), OneByOne(2048))
     figures["step_us_one_by_one_running_256"] = one_by_one
     figures["step_one_by_one_x_bulk_running_256"] = one_by_one / figures["step_us_running_256"]
-    micros, ratio = measure_case(Case(256, 0, False, "fcfs", "vllm_v1", ()))
+    micros, ratio = measure_case(Case(256, prioritizer="fcfs", scheduler="vllm_v1", params=()))
     figures["step_us_vllm_v1_running_256"] = micros
     figures["step_x_bare_vllm_v1_running_256"] = ratio
     few, many = measure_queue(100), measure_queue(100_000)

@@ -61,6 +61,7 @@ def run(folder: Path, experiment: dict[str, Any], *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_sweep_through_ray_client_gives_the_bytes_of_one_machine(
     client_address: str, expected: dict[str, bytes], tmp_path: Path
 ) -> None:

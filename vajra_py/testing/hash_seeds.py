@@ -19,7 +19,9 @@ from vajra_py.contract import Layer, PolicySpec
 from vajra_py.testing import scenarios
 from vajra_py.testing.subject import UNCOUNTED, Subject
 
-HASH_SEEDS = (0, 1, 2)
+HASH_SEEDS = (0, 1)
+"""Hash seeds of the processes that are started; this process has one of its own, drawn by Python unless the environment sets it."""
+
 TIMEOUT_S = 300.0
 """Real time after which a process is given up."""
 
@@ -34,7 +36,7 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]:
-    """Run the policy under each of `HASH_SEEDS`, in a process for each, side by side; returns the decisions of each.
+    """Run the policy here and under each of `HASH_SEEDS`, in a process for each, side by side; returns the decisions of each.
 
     Raises `pickle.PicklingError` or another error of pickling where the policy cannot be handed to another process, and
     `RuntimeError` with the process's last line where one fails.
@@ -49,7 +51,7 @@ def rows_by_hash_seed(spec: PolicySpec, params: Mapping[str, Any]) -> list[Rows]
         for error in errors:
             if error is not None:
                 raise RuntimeError(error)
-        return [pickle.loads(result.read_bytes()) for result in results]
+        return [_rows_of(spec, params), *(pickle.loads(result.read_bytes()) for result in results)]
 
 
 def _payload(spec: PolicySpec, params: Mapping[str, Any]) -> bytes:
