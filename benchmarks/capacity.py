@@ -12,6 +12,7 @@ import argparse
 import math
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 from vajra_py.config import config_from_mapping
@@ -62,7 +63,7 @@ def grid_answer(mapping: dict[str, Any], policy: dict[str, Any], rates: list[flo
             one["scheduling"] = {**mapping["scheduling"], "replica_scheduler": policy}
             one["workload"] = {**mapping["workload"], "rate": rate}
             summary = run_experiment(config_from_mapping(one)).summary
-            slacks.append(slo.slacks(lambda metric, summary=summary: metric_value(summary, metric)))
+            slacks.append(slo.slacks(partial(metric_value, summary)))
         found = [crossing(rates, list(own)) for own in zip(*slacks, strict=True)]
         if any(one.capacity.side != "exact" for one in found):
             return math.nan  # a seed's capacity lies outside the grid

@@ -178,7 +178,7 @@ def documents(seed: int) -> list[RequestSpec]:
     stream = np.random.default_rng([294, seed])
     specs = []
     for index, at in enumerate(poisson(stream, 20.0, 40.0)):
-        segments = ((f"q{index}", int(stream.integers(50, 500))),)
+        segments: tuple[tuple[str, int], ...] = ((f"q{index}", int(stream.integers(50, 500))),)
         if stream.random() < 0.5:
             segments = ((f"document{int(stream.integers(5))}", 8000), *segments)
         content = PromptContent(segments)

@@ -160,7 +160,7 @@ def _closed_form(cells: Cells) -> Verdict:
     text = (
         f"{fmean(means):.4f} s, closed form {expected:.4f} s ({100 * off:+.1f} %, standard error {100 * error:.1f} %)"
     )
-    return Verdict(abs(off) <= 0.02 + 2 * error, text)
+    return Verdict(bool(abs(off) <= 0.02 + 2 * error), text)
 
 
 # Quality of predictions

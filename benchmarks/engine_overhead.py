@@ -21,9 +21,12 @@ from typing import Any
 
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
+from vajra_py.contract import EndReason
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.outputs import Submission
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.runtime.requests.request import Request
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "engine"))
 from fake_runner import FakeRunner
@@ -44,7 +47,7 @@ SIZES = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-POLICIES = {
+POLICIES: dict[str, dict[str, Any]] = {
     "fcfs, fixed_chunk": {"request_prioritizer": "fcfs", "replica_scheduler": "fixed_chunk"},
     "lrs, dynamic_chunk": {
         "request_prioritizer": "lrs",
@@ -110,6 +113,11 @@ class EmptyRunner:
         return StepOutput(slots, tokens, 0.0)
 
 
+def read_text(submission: Submission, request: Request, reason: EndReason | None) -> None:
+    """Read a request's text so far, as a client does that streams it."""
+    _ = submission.output.text
+
+
 def controller_ms(folder: Path, batch: int, reads: str, num_steps: int = 256) -> float:
     """Milliseconds of the controller's CPU time a decode step of so many requests."""
     replica = {"max_batch_size": batch, "max_model_len": 1024, "memory": {"num_blocks": 80 * batch}}
@@ -122,7 +130,7 @@ def controller_ms(folder: Path, batch: int, reads: str, num_steps: int = 256) ->
             made = list(llm._made(prompts, params, 1))
             if reads == "every step":
                 for one in made:
-                    one.on_progress = lambda submission, request, reason: str(submission.output.text)
+                    one.on_progress = read_text
             start = time.process_time()
             llm._run(made)
             costs.append(time.process_time() - start)

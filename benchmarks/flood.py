@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -243,7 +243,7 @@ def _ready_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 def numbers(url: str) -> dict[str, float]:
     """Sums over labels of a server's numbers."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for line in httpx.get(f"{url}/metrics", verify=False).text.splitlines():
         if line and not line.startswith("#"):
             name, value = line.rsplit(" ", 1)

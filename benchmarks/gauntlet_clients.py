@@ -319,8 +319,9 @@ async def schemathesis(url: str, seconds: float, tally: Tally) -> None:
     command += ["--continue-on-failure", "--request-timeout", str(PATIENCE_S), "--max-examples", "1000000"]
     command += ["--exclude-path", "/admin/policy"]  # excluded: it could swap in policies that cannot serve
     with tempfile.TemporaryDirectory() as folder:  # it stores its findings in the current folder
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = await asyncio.create_subprocess_exec(*command, cwd=folder, **pipes)
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         out, _ = await process.communicate()
     text = out.decode("utf-8", "replace")
     found = re.search(r"(\d[\d,]*) generated", text)

@@ -41,7 +41,7 @@ def _value(stream: random.Random, depth: int = 0) -> Any:
 def _many(stream: random.Random) -> Any:
     """Return a large list or mapping."""
     count = stream.choice((300, 5_000, 40_000))
-    one = stream.choice((1, "x", 1024, [], -1, 1.5, None))
+    one: Any = stream.choice((1, "x", 1024, [], -1, 1.5, None))
     return [one] * count if stream.random() < 0.6 else {str(k): one for k in range(count)}
 
 

@@ -201,7 +201,7 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
     """(name, check) pairs, small ones first."""
     for case in checks.gpu_cases():
         yield f"attention {case.label}", partial(check_attention, case, generator, device)
-    per_dtype = {
+    per_dtype: dict[str, Callable[..., Outcome]] = {
         **{f"write {heads} heads": partial(check_write, heads) for heads in KV_HEADS},
         "layer": check_layer,
         "merge": check_merge,

@@ -20,7 +20,8 @@ import torch
 from gpu_engine import Watch
 
 if TYPE_CHECKING:
-    from vajra_py import RequestOutput, SamplingParams
+    from vajra_py import SamplingParams
+    from vajra_py.engine import RequestOutput
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
 MODULES = ("gpt_oss",)
@@ -105,17 +106,27 @@ def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
     return different / num_tokens, TOLERANCES[case.dtype], f"{log}; {dict(counts)}"
 
 
+class _Kept(logging.Handler):
+    """Keeps log messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
+        self.messages.append(record.getMessage())
+
+
 @contextmanager
 def notes() -> Iterator[list[str]]:
     """Collect the engine's log messages within the context."""
-    said: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("vajra_py.engine")
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler, logger = _Kept(), logging.getLogger("vajra_py.engine")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        yield said
+        yield handler.messages
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, RunnerOptions, StepInput, StepOutput
 from vajra_py.experiment.profiling.bench import Reference
 
@@ -23,8 +23,8 @@ class LoadedOnce:
         self._left: list[int] = []
         """Slots that the last run left behind."""
 
-    def loader(self, config: ExperimentConfig) -> Callable[[RunnerOptions], ModelRunner]:
-        """Return the loader for a profile or a run of this experiment."""
+    def loader(self, config: SystemConfig) -> Callable[[RunnerOptions], ModelRunner]:
+        """Return the loader for a profile or a run of this system."""
 
         def load(options: RunnerOptions) -> ModelRunner:
             if self._runner is None:

@@ -125,6 +125,7 @@ def takes(config: Any, name: str) -> bool:
 
 def attempt(model_type: str) -> tuple[str, str]:
     """Return the outcome for a type (one of the four), and its reason."""
+    folder = ""
     try:
         with quiet(), limited(CPU_LIMIT_S), tempfile.TemporaryDirectory() as folder:
             try:

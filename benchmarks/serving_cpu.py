@@ -73,12 +73,12 @@ def serve_waiting(model: str) -> None:
     config = config_of_flags(ModelFlags(model=model, **given), (), registry)  # type: ignore[arg-type]
     session = EngineSession(SessionParts(config, registry, replaced={"load": WaitingRunner}))
 
-    def said(host: str, port: int) -> None:
+    def said(url: str) -> None:
         def wait() -> None:
             while not session.is_ready:
                 time.sleep(0.05)
             names = {thread.native_id: thread.name for thread in threading.enumerate()}
-            print(json.dumps([host, port, names]), file=sys.stderr, flush=True)
+            print(json.dumps([url, names]), file=sys.stderr, flush=True)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -102,8 +102,9 @@ def main() -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        host, port, names = json.loads(next(line for line in process.stderr if line.startswith("[")))
-        served = Served(process, host, port)
+        address, names = json.loads(next(line for line in process.stderr if line.startswith("[")))
+        url = httpx.URL(address)
+        served = Served(process, url.host, url.port or 80)
         assert httpx.get(f"{served.url}/ready").status_code == 200
         for round_number in range(ROUNDS + 1):
             before, own = thread_times(process.pid), time.process_time()

@@ -69,7 +69,8 @@ class Point:
 def points(path: Path) -> Iterator[Point]:
     """The points of dense models, in the file's order."""
     table = pd.read_csv(path)
-    for row in table[table["mode"] == "agg"].itertuples():
+    rows: Any = table[table["mode"] == "agg"].itertuples()
+    for row in rows:
         model = next((short for part, short in MODELS.items() if part in row.model_path), None)
         if model is None:
             continue
@@ -264,7 +265,7 @@ def report(rows: pd.DataFrame) -> None:
         if not part.is_possible.all():
             print(line(f"{title}, without what cannot be", part[part.is_possible]))
         for key, group in part.groupby(["system", "model", "engine", "precision"]):
-            print(line(", ".join(key), group))
+            print(line(", ".join(map(str, key)), group))
     for metric in ("tpot", "ttft"):
         print(f"\nWorst ten by {metric.upper()}:\n")
         worst = rows.reindex(rows[metric].abs().sort_values(ascending=False).index).head(10)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,7 +79,8 @@ def several(folder: Path) -> tuple[int, float, float, float]:
     errors, apart = [], []
     for _, group in attention(folder).groupby(["num_heads", "num_key_value_heads", "head_dim"]):
         alone = group[group.batch_size == 1].groupby("isl").latency.mean()
-        for row in group[(group.batch_size > 1) & (group.batch_size <= 8) & (group.isl >= 128)].itertuples():
+        rows: Any = group[(group.batch_size > 1) & (group.batch_size <= 8) & (group.isl >= 128)].itertuples()
+        for row in rows:
             tokens = row.batch_size * row.isl
             if tokens > PROMPT or row.isl not in alone.index:
                 continue

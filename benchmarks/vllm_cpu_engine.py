@@ -13,7 +13,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from steady import Pace
 
@@ -27,10 +29,14 @@ os.environ |= {
 }
 
 
+Job: TypeAlias = dict[str, Any]
+"""`at` (seconds), `prompt` (token ids), `output` (number of tokens)."""
+
+
 class SteadyClock:
     """CPU time at the machine's typical pace."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         import torch
 
         torch.manual_seed(0)
@@ -41,12 +47,12 @@ class SteadyClock:
         self._pace = Pace(times[len(times) // 2])
         self._since = time.process_time()
         self._told = 0.0
-        self.slowness = []
+        self.slowness: list[float] = []
         while not self._pace.is_known:
             self._pace.note(self._reference_s())
         self.settle()
 
-    def _reference_s(self):
+    def _reference_s(self) -> float:
         """CPU seconds of a few small layers: products, and attention over a cache."""
         import torch
 
@@ -61,20 +67,20 @@ class SteadyClock:
                 )
         return time.process_time() - begun
 
-    def now(self):
+    def now(self) -> float:
         """Seconds since the clock was made."""
         return self._told + (time.process_time() - self._since) / self._pace.slowness
 
-    def settle(self):
+    def settle(self) -> None:
         """Freeze the counts so far."""
         self._told, self._since = self.now(), time.process_time()
 
-    def skip_to(self, at):
+    def skip_to(self, at: float) -> None:
         """Advance the clock over an idle span."""
         self.settle()
         self._told = max(self._told, at)
 
-    def measure(self):
+    def measure(self) -> None:
         """Stop, measure the machine's slowdown, and scale the time since `settle` accordingly."""
         passed = time.process_time() - self._since
         self._pace.note(self._reference_s())
@@ -86,20 +92,21 @@ class SteadyClock:
 class Steps:
     """Records the batch of each step of a scheduler."""
 
-    def __init__(self, scheduler, prompts):
-        self.last = None
-        self.scheduled = {}
+    def __init__(self, scheduler: Any, prompts: dict[str, int]) -> None:
+        self.last: tuple[int, int, list[tuple[int, int]]] | None = None
+        self.scheduled: dict[str, None] = {}
         self._schedule = scheduler.schedule
         self._prompts = prompts
         scheduler.schedule = self.schedule
 
-    def schedule(self, *given, **named):
+    def schedule(self, *given: Any, **named: Any) -> Any:
         """Return the scheduler's output, and record it as (decodes, their context, chunks with their context)."""
         output = self._schedule(*given, **named)
         computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        decodes, context, chunks = 0, 0, []
+        decodes, context = 0, 0
+        chunks: list[tuple[int, int]] = []
         for name, number in output.num_scheduled_tokens.items():
             known = computed[name]
             self.scheduled.setdefault(name, None)
@@ -111,7 +118,9 @@ class Steps:
         return output
 
 
-def serve(engine, steps, prompts, jobs, prefix):
+def serve(
+    engine: Any, steps: Steps, prompts: dict[str, int], jobs: Sequence[Job], prefix: str
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[float]]:
     """Serve requests at their times; returns (steps, requests, the machine's slowness in each step)."""
     from vllm import SamplingParams
 
@@ -119,7 +128,8 @@ def serve(engine, steps, prompts, jobs, prefix):
     now = clock.now
 
     waiting = sorted(enumerate(jobs), key=lambda one: one[1]["at"])
-    noted, requests = [], {}
+    noted: list[tuple[Any, ...]] = []
+    requests: dict[str, dict[str, Any]] = {}
     while waiting or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests() and waiting[0][1]["at"] > now():
             clock.skip_to(waiting[0][1]["at"])
@@ -148,7 +158,7 @@ def serve(engine, steps, prompts, jobs, prefix):
     return noted, [requests[f"{prefix}{index}"] for index in range(len(jobs))], clock.slowness
 
 
-def main():
+def main() -> None:
     """Serve the job's workloads one after the other."""
     model, job_file, out = sys.argv[1:]
     job = json.loads(Path(job_file).read_text())
@@ -156,7 +166,7 @@ def main():
     from vllm import EngineArgs, LLMEngine
 
     engine = LLMEngine.from_engine_args(EngineArgs(model=model, skip_tokenizer_init=True, **job["engine"]))
-    prompts = {}
+    prompts: dict[str, int] = {}
     steps = Steps(engine.engine_core.engine_core.scheduler, prompts)
     config = engine.vllm_config
     serve(engine, steps, prompts, job["warm_up"], "warm-")
