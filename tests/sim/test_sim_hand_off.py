@@ -60,6 +60,16 @@ def test_the_sources_token_is_the_clients_or_dropped(rule: str, first_at: float,
     assert way.ended == pytest.approx(prompt_s(100) + 0.01 + num_steps * DECODE_S)
 
 
+def test_a_scheduler_that_binds_late_hands_off_when_a_replica_has_room() -> None:
+    pools = {"prefill": {"replica": {"max_batch_tokens": 100}}, "decode": {"replica": {"max_batch_size": 1}}}
+    scheduling = {**POLICIES, "replicaset_scheduler": "pull"}
+    requests = [RequestSpec(name, 0.0, 100, 5) for name in "abc"]
+    ways = simulate(settings(pools=pools, scheduling=scheduling), requests).ways
+    assert ways["b"].held < ways["a"].ended  # its prompt was computed meanwhile
+    assert ways["b"].sent == ways["a"].ended
+    assert ways["c"].reason is EndReason.STOP
+
+
 def test_one_token_is_never_moved_where_the_source_gives_it() -> None:
     way = simulate(settings(), [RequestSpec("a", 0.0, 100, 1)]).ways["a"]
     assert (way.held, way.arrived, way.ended) == (None, None, pytest.approx(prompt_s(100)))

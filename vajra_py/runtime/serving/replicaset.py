@@ -491,11 +491,18 @@ class Replicaset:
         return self._checked(chosen, candidates, request, self.scheduler.assign)
 
     def place_after_prompt(self, request: Request, now: float) -> int | None:
-        """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now."""
+        """Return the replica that goes on with a request whose prompt is computed; None where it stays, or there is none now.
+
+        A scheduler that binds late leaves the choice to the mechanism: of the replicas with room, the one with the most free blocks.
+        """
         candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:
             return None
-        chosen = self._ask(self._place[1], request, self._views.of(candidates, now), now)
+        views = self._views.of(candidates, now)
+        chosen = self._ask(self._place[1], request, views, now)
+        if chosen is None and not self.places_itself:
+            able = [one for one in views if one.num_running + one.num_waiting < one.max_batch_size and one.free_blocks]
+            chosen = max(able, key=lambda one: (one.free_blocks, -one.replica_id)).replica_id if able else None
         if type(chosen) is int and 0 <= chosen < len(self.replicas) and self.replicas[chosen] in candidates:
             return chosen
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
