@@ -172,6 +172,7 @@ class Request(_Stated):
         "caches",
         "deadline_at",
         "detail",
+        "draft_log",
         "end_epoch",
         "end_reason",
         "ended_at",
@@ -183,7 +184,9 @@ class Request(_Stated):
         "is_skipped",
         "max_tokens",
         "metadata",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
@@ -216,6 +219,10 @@ class Request(_Stated):
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        """Drafts that steps verified so far, and those of them that became output."""
+        self.draft_log: list[tuple[int, int, int]] = []
+        """(output tokens before, drafts, those that became output) of each step that verified any."""
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
@@ -347,6 +354,14 @@ class Request(_Stated):
         assert self._pool is None
         self._output += 1
         self.token_log.append(tick)
+        return self._output
+
+    def add_outputs(self, num_tokens: int, tick: int) -> int:
+        """Count tokens that came together at this tick, whose predecessors are computed by now; returns how many there are."""
+        assert self._pool is None
+        self._computed = self.num_prompt_tokens + self._output + num_tokens - 1
+        self._output += num_tokens
+        self.token_log.extend([tick] * num_tokens)
         return self._output
 
     def take_back_output(self) -> None:
