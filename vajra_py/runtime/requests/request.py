@@ -289,6 +289,11 @@ class Request(_Stated):
         return max(0, self.num_prompt_tokens - self.num_computed_tokens)
 
     @property
+    def num_drafts(self) -> int:
+        """Steps that verified drafts of it."""
+        return len(self.draft_log)
+
+    @property
     def is_resident(self) -> bool:
         """True if it holds KV blocks on its replica."""
         return self.state is RequestState.RUNNING
