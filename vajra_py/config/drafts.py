@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vajra_py.config.sections import Count, Seconds, Section, Switch, Text
-from vajra_py.latency.config import resolved_path
 
 _Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 
@@ -65,6 +64,8 @@ class SimulatedDraftsConfig(Section):
     @field_validator("table", "trace")
     @classmethod
     def _seen_from_base_folder(cls, path: str | None, info: ValidationInfo) -> str | None:
+        from vajra_py.latency.config import resolved_path  # loads numpy
+
         return None if path is None else resolved_path(path, info)
 
     @model_validator(mode="after")

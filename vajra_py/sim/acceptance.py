@@ -117,6 +117,8 @@ def acceptance_model(config: SimulatedDraftsConfig, seeds: SeedTree) -> Acceptan
         return RatesByPosition(read_acceptance(Path(config.table)), seeds)
     assert config.trace is not None  # validated
     try:
+        if not Path(config.trace).exists():
+            raise FileNotFoundError("there is no such file")
         rows = list(read_drafts(Path(config.trace)))
         accepted = {row["request_id"]: _verified(row) for row in rows}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

@@ -54,5 +54,7 @@ class DraftLog(Observer):
 
 
 def read_drafts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log. Raises `OSError`, `EOFError` or `ValueError` when it is missing or broken."""
+    """Yield the lines of a log; nothing where there is no file. Raises `OSError`, `EOFError` or `ValueError` when it is broken."""
+    if not path.exists():
+        return
     yield from read_rows(path)

@@ -192,6 +192,7 @@ class Request(_Stated):
         "num_prompt_tokens",
         "preempted_index",
         "program",
+        "proposals",
         "replica_id",
         "replicaset",
         "request_id",
@@ -221,8 +222,10 @@ class Request(_Stated):
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         """Drafts that steps verified so far, and those of them that became output."""
-        self.draft_log: list[tuple[int, int, int]] = []
+        self.draft_log: Sequence[tuple[int, int, int]] = ()
         """(output tokens before, drafts, those that became output) of each step that verified any."""
+        self.proposals: Sequence[tuple[int, int]] = ()
+        """(output tokens before, drafts that there were for those behind them), where drafts are made of tokens."""
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
@@ -368,6 +371,24 @@ class Request(_Stated):
         self._output += num_tokens
         self.token_log.extend([tick] * num_tokens)
         return self._output
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts that a step has verified, before its tokens are counted."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        entry, log = (self._output, num_drafts, num_accepted), self.draft_log
+        if isinstance(log, list):
+            log.append(entry)
+        else:
+            self.draft_log = [entry]
+
+    def note_proposal(self, num_drafts: int) -> None:
+        """Note the drafts that there are for the tokens that come next."""
+        entry, log = (self._output, num_drafts), self.proposals
+        if isinstance(log, list):
+            log.append(entry)
+        else:
+            self.proposals = [entry]
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""

@@ -584,9 +584,7 @@ class Replica:
             num_left = self._output_limit(request) - request.num_output_tokens
             num_accepted = min(result.accepted.get(request, 0), num_left - 1)
             if num_drafts:
-                request.num_draft_tokens += num_drafts
-                request.num_accepted_tokens += num_accepted
-                request.draft_log.append((request.num_output_tokens, num_drafts, num_accepted))
+                request.count_drafts(num_drafts, num_accepted)
             request.add_outputs(1 + num_accepted, now)
             request.end_epoch = num_left = num_left - 1 - num_accepted
             computed = request.num_computed_tokens
