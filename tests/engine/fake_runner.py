@@ -162,9 +162,14 @@ class FakeRunner:
             sampled.append((slot, self._sample(row, [row.last], row.num_computed)))
         for chunk in step.chunks:
             row = self._slots[chunk.slot]
-            token = self._sample(row, chunk.token_ids, chunk.num_computed, samples=chunk.samples)
+            if chunk.num_outputs is not None:
+                row.num_output = chunk.num_outputs
+            known, drafts = _cut(chunk.token_ids, chunk.num_drafts)
+            token = self._sample(row, known, chunk.num_computed, samples=chunk.samples)
             if chunk.samples:
                 sampled.append((chunk.slot, token))
+            for place, draft in enumerate(drafts, chunk.num_computed + len(known)):
+                sampled.append((chunk.slot, self._sample(row, [draft], place)))
         logprobs = {
             slot: TokenLogprobs(-0.5, 1, ((token, -0.5),))
             for slot, token in sampled
@@ -240,6 +245,12 @@ class FakeRunner:
         if token == EOS_TOKEN_ID and row.num_output < row.min_tokens:
             row.last = token + 1
         return row.last
+
+
+def _cut(token_ids: Sequence[int], num_drafts: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Known tokens, and drafts."""
+    end = len(token_ids) - num_drafts
+    return token_ids[:end], token_ids[end:]
 
 
 class _Mortal(FakeRunner):

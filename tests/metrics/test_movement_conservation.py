@@ -20,6 +20,7 @@ from tests.sim.test_sim_migration import mixed, registry_of
 from vajra_py.contract import Move, RequestView
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.tables.requests import FurtherColumns
 from vajra_py.metrics.tables.transfers import MOVE, Stays
 from vajra_py.plugins import Registry
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -37,7 +38,9 @@ class Observed:
         self.run, self.simulator, _ = prepared(mapping, registry=registry)
         controller = self.run.controller
         self._log = MovementLog(paths_of(controller))
-        self._recorder = Recorder(controller.num_blocks_of, steps=False, movement=self._log.table)
+        self._recorder = Recorder(
+            controller.num_blocks_of, steps=False, further=FurtherColumns(movement=self._log.table)
+        )
         controller.watch((self._recorder, self._log))
         self.spent: dict[int, dict[RequestState, float]] = defaultdict(lambda: defaultdict(float))
         self._since: dict[int, float] = {}

@@ -23,8 +23,10 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.step.builder_options import IllegalPlan
-from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.step.builder_options import DraftRules, IllegalPlan
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.acceptance import RatesByPosition
 from vajra_py.testing import ByArrival, BySlack, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 from vajra_py.workload import PromptContent, RequestSpec
 
@@ -41,6 +43,21 @@ CONFIGURATIONS = {
     "prefix cache": replace(SMALL, prefix_cache=PrefixCacheOptions(), host_blocks=3),
     "prefix cache, blocks forgotten": replace(
         SMALL, prefix_cache=PrefixCacheOptions(reuse_order="fifo", retain_freed=False), reserve_prompt=False
+    ),
+    "drafts": replace(
+        SMALL,
+        reserve_prompt=False,
+        prefix_cache=PrefixCacheOptions(),
+        host_blocks=3,
+        drafts=DraftRules(num_tokens=2, max_tokens=6),
+        acceptance=RatesByPosition([0.6], SeedTree(0), endless=True),
+    ),
+    "drafts that keep blocks and look ahead": replace(
+        SMALL,
+        prefix_cache=PrefixCacheOptions(retain_freed=False),
+        cache_at_schedule=False,
+        drafts=DraftRules(num_tokens=5, max_tokens=5, lookahead_tokens=5, keeps_blocks=True, past_max_tokens=True),
+        acceptance=RatesByPosition([0.9, 0.5], SeedTree(1), endless=True),
     ),
     "three pipeline stages": replace(SMALL, pipeline_stages=3, prefix_cache=PrefixCacheOptions(), host_blocks=6),
     "two KV-parallel groups": replace(SMALL, kv_parallel_groups=2, kv_group_tokens=24, num_blocks=16, host_blocks=6),
@@ -150,7 +167,11 @@ class Machine(RuleBasedStateMachine):
         assert len({entry.request for entry in entries}) == len(entries)
         num_tokens = sum(entry.num_tokens for entry in entries)
         assert num_tokens <= (self.options.max_batch_tokens or num_tokens)
-        for request, num_new, done, _ in entries:
+        for request, num_all, done, _ in entries:
+            num_drafts = plan.drafts[request].num_tokens if request in plan.drafts else 0
+            num_new = num_all - num_drafts
+            assert num_drafts == 0 or (num_new == 1 and num_drafts <= self.options.limits().max_draft_tokens)
+            assert self.replica.memory.num_held_blocks(request) * BLOCK >= done + num_all
             assert request.num_computed_tokens == done + num_new <= request.num_known_tokens
             assert self.replica.memory.num_held_blocks(request) * BLOCK >= done + num_new
             if self.options.kv_group_tokens:
@@ -178,10 +199,15 @@ class Machine(RuleBasedStateMachine):
         entries = list(plan.entries())
         outputs = [entry.request.num_output_tokens for entry in entries]
         counts = [plan.admissions is None or self.holds_its_memory(plan, entry.request) for entry in entries]
-        ended = self.replica.complete_step(plan, StepResult(), self.now)
+        ended = self.replica.complete_step(plan, self.harness._executor.result(plan), self.now)
         self.harness.controller.settle(ended, self.now)
         for entry, before, is_current in zip(entries, outputs, counts, strict=True):
             request = entry.request
+            if request in plan.drafts:
+                left = self.truth[request.request_id] - before
+                most = 1 + min(plan.drafts[request].num_tokens, left - 1)
+                assert 1 <= request.num_output_tokens - before <= most
+                continue
             caught_up = entry.num_computed_before + entry.num_tokens == request.num_prompt_tokens + before
             assert request.num_output_tokens == before + (caught_up and is_current)
 
@@ -206,6 +232,8 @@ class Machine(RuleBasedStateMachine):
     def act(self, data: st.DataObject, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         before = self.picture(batch)
         actions = ["add", "add", "add", "add_decodes", "add_running", "preempt", "ask", "nonsense"]
+        if self.options.drafts is not None:
+            actions.append("draft")
         action = data.draw(st.sampled_from(actions))
         if action == "add_decodes":
             self.bulk(replica, batch, batch.add_decodes(), decodes_only=True)
@@ -216,6 +244,10 @@ class Machine(RuleBasedStateMachine):
             one = data.draw(st.sampled_from([*replica.running(), *replica.waiting(), *self.alive]))
             if action == "preempt":
                 self.preempt(batch, one, data.draw(st.sampled_from(PreemptionMode)), before)
+            elif action == "draft":
+                refusal = batch.draft(one, data.draw(st.integers(0, self.options.limits().max_draft_tokens)))
+                assert (refusal is Refusal.ALREADY_SCHEDULED) == (one in batch)
+                assert self.picture(batch) == before
             elif action == "add":
                 self.add(data, batch, one, before)
             elif action == "ask":
@@ -358,7 +390,10 @@ class Machine(RuleBasedStateMachine):
             if reason in (EndReason.STOP, EndReason.LENGTH):
                 assert request.num_output_tokens == self.truth[request.request_id]
                 times = token_times(request)
-                assert (times[1:] > times[:-1]).all()
+                assert (times[1:] >= times[:-1]).all()
+                assert self.options.drafts is not None or (times[1:] > times[:-1]).all()
+                assert request.num_output_tokens >= 1 + request.num_accepted_tokens
+                assert request.num_accepted_tokens <= request.num_draft_tokens
                 assert times[0] == request.first_token_at
                 assert times[-1] == request.ended_at
 

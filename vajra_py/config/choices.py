@@ -74,12 +74,14 @@ class PluginParts:
         self._scheduling((), self.data, optional=bool(replicasets))
         self._pools((), self.data)
         self._tiers((), self.data)
+        self._drafts((), self.data)
         for name, replicaset in replicasets.items():
             if isinstance(replicaset, dict):
                 self._refuse_admission(("replicasets", name, "scheduling"), replicaset.get("scheduling"))
                 self._scheduling(("replicasets", name), replicaset)
                 self._pools(("replicasets", name), replicaset)
                 self._tiers(("replicasets", name), replicaset)
+                self._drafts(("replicasets", name), replicaset)
         self._backend()
         observers = self.data.get("observers")
         if isinstance(observers, list):
@@ -154,6 +156,27 @@ class PluginParts:
                 choice = {"policy": given} if isinstance(given, str) else given
                 named = self._beside(RETENTION, (*at, index, RETENTION.key), choice)
                 level[RETENTION.key] = named or PolicyChoice(policy=STAND_IN)
+
+    def _drafts(self, path: KeyPath, section: dict[str, Any]) -> None:
+        """Find drafts that are longer than the model's sequences or than what is known of their acceptance."""
+        simulator = _mapping(_mapping(self.data.get("backend")).get("simulator"))
+        rates = _mapping(simulator.get("drafts")).get("rates")
+        owners = [(path, section)]
+        owners += [((*path, "pools", name), pool) for name, pool in _mapping(section.get("pools")).items()]
+        for where, owner in owners:
+            replica = _mapping(_mapping(owner).get("replica"))
+            longest = replica.get("max_model_len")
+            for key in ("num_tokens", "max_tokens"):
+                given = _mapping(replica.get("draft")).get(key)
+                if not isinstance(given, int):
+                    continue
+                at: KeyPath = (*where, "replica", "draft", key)
+                if isinstance(longest, int) and given >= longest > 0:
+                    message = f"a sequence of the model has no room for as many drafts (got {given})"
+                    self._found(at, message, f"Allowed: 0 to {longest - 1}")
+                elif isinstance(rates, list) and given > len(rates):
+                    message = f"backend.simulator.drafts.rates has fewer positions (got {given})"
+                    self._found(at, message, f"Allowed: 0 to {len(rates)}")
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """Return the completed choice; None if it is wrong."""

@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from vajra_py.config.drafts import DraftConfig
 from vajra_py.config.sections import (
     NAME_PATTERN,
     BlockSize,
@@ -125,6 +126,17 @@ class ReplicaConfig(Section):
     pipeline_stages: StageCount | None = Field(None, description="Pipeline stages; null: what the latency model has.")
     kv_parallel: KvParallelConfig = Field(default_factory=KvParallelConfig, description="KV parallelism.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
+    draft: DraftConfig = Field(
+        default_factory=DraftConfig, description="Draft tokens that steps verify (speculative decoding)."
+    )
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `draft` out where it asks for none: then results are those of before."""
+        data: dict[str, Any] = handler(self)
+        if not self.draft.most_tokens:
+            data.pop("draft", None)
+        return data
 
 
 class ElasticConfig(Section):

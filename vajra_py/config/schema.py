@@ -25,6 +25,7 @@ from pydantic import (
 
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
+from vajra_py.config.drafts import SimulatedDraftsConfig
 from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.config.links import LinksConfig
 from vajra_py.contract import PoolRole, RequestView
@@ -207,6 +208,17 @@ class SimulatorConfig(Section):
     )
     drain: Switch = Field(True, description="Serve what is waiting after the last arrival.")
     scheduling_overhead_s: Seconds = Field(0.0, description="Time that forming a step takes, seconds a step.")
+    drafts: SimulatedDraftsConfig | None = Field(
+        None, description="How the drafts of `replica.draft` fare; needed where it asks for any."
+    )
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `drafts` out where it is not given: then results are those of before."""
+        data: dict[str, Any] = handler(self)
+        if self.drafts is None:
+            data.pop("drafts", None)
+        return data
 
 
 class BackendConfig(BaseModel):

@@ -24,6 +24,7 @@ class Refusal(Enum):
     LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
     NO_TARGET = "no other replica that is up could go on with it, or requests do not move between replicas here"
     STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"
+    NO_DRAFTS = "no drafts are made here: `replica.draft` asks for none"
     PINS = "pins hold as much of the KV memory as they may"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
@@ -114,6 +115,15 @@ class BatchBuilder(Protocol):
 
         Seconds on the run's clock, after `now`. No effect if the batch is not empty in the end. Raises `ValueError` for a time that
         is not after now.
+        """
+
+    def draft(self, request: RequestView, num_tokens: int) -> Refusal | None:
+        """Verify at most `num_tokens` drafts of a decode if it is added to this step, instead of `replica.draft.num_tokens`.
+
+        Drafts are query tokens of the decode's own entry, whichever call adds it: they take tokens of the budget and blocks. As
+        many are verified as were proposed and as budget and lengths leave room for; where blocks are lacking, adding is refused as
+        for any other decode. It counts for this step alone. Refused with `NO_DRAFTS`, and `ALREADY_SCHEDULED` for what is in the
+        batch. Raises `ValueError` for a negative number, or one above `limits.max_draft_tokens`.
         """
 
     def hand_off(self, request: RequestView) -> Refusal | None:

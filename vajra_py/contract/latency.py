@@ -29,11 +29,13 @@ class BatchFeatures(NamedTuple):
     """Query tokens whose attention is merged over several KV-parallel groups."""
     swap_bytes: int = 0
     """Bytes moved between device and host memory before the step."""
+    num_draft_tokens: int = 0
+    """Query tokens of the decodes beyond one each: drafts that the step verifies."""
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the step."""
-        return self.num_decodes + self.prefill_tokens
+        return self.num_decodes + self.prefill_tokens + self.num_draft_tokens
 
     @property
     def num_requests(self) -> int:
@@ -52,7 +54,12 @@ class BatchFeatures(NamedTuple):
             self.prefill_attention_pairs,
             self.num_merged_tokens,
             self.swap_bytes,
+            self.num_draft_tokens,
         )
+
+    def with_drafts(self, num_tokens: int) -> BatchFeatures:
+        """Return this batch with so many more drafts to verify, of decodes that are in it."""
+        return self._replace(num_draft_tokens=self.num_draft_tokens + num_tokens)
 
     def with_chunk(self, num_tokens: int, context_tokens: int) -> BatchFeatures:
         """Return this batch with one more prefill chunk of `num_tokens` behind `context_tokens` of context."""
@@ -66,6 +73,7 @@ class BatchFeatures(NamedTuple):
             self.prefill_attention_pairs + num_tokens * context_tokens + num_tokens * (num_tokens + 1) // 2,
             self.num_merged_tokens,
             self.swap_bytes,
+            self.num_draft_tokens,
         )
 
 

@@ -88,6 +88,14 @@ class RequestView(Protocol):
         """Prompt tokens that the prefix cache spared at the first admission."""
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that steps have verified for it so far."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens that became output so far."""
+
+    @property
     def num_preemptions(self) -> int:
         """Number of times that this request lost its memory or was swapped out."""
 

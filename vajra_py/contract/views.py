@@ -31,6 +31,8 @@ class ReplicaLimits:
     """Tokens of one request that one KV-parallel group may hold; None without KV parallelism."""
     bytes_per_block: int = 0
     host_blocks: int = 0
+    max_draft_tokens: int = 0
+    """Most drafts of one decode that a step may verify; 0: there are no drafts."""
 
 
 class PoolRole(Enum):

@@ -20,7 +20,8 @@ from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.ahead import LookAhead, spare_blocks
 from vajra_py.engine.clock import EngineClock, WallClock
 from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
-from vajra_py.engine.config import ModelBackendConfig
+from vajra_py.engine.config import EngineConfig, ModelBackendConfig
+from vajra_py.engine.drafts import NgramRules
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.params import PromptLimits
@@ -170,7 +171,7 @@ class Engine:
         replicasets = config.effective_replicasets
         models = {name: _facts_of(name, one, workers) for name, one in replicasets.items()}
         sizes = {name: _sizes(name, one, workers) for name, one in replicasets.items()}
-        executors = {key: _executor(maker.options[key]) for key in workers}
+        executors = {key: _executor(maker.options[key], config.backend.settings) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
         served = config.backend.settings.served_models(replicasets)
         controller = build_controller(config, replace(all_services, records_copies=True, served_models=served))
@@ -179,7 +180,7 @@ class Engine:
             for key, executor in executors.items()
         }
         for key, one in replicas.items():
-            if maker.options[key].spare_blocks:
+            if maker.options[key].spare_blocks and not maker.options[key].max_drafts:
                 one.ahead = LookAhead(one.replica, one.executor)
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
         return cls(controller, replicas, models, salted, config, maker)
@@ -464,9 +465,12 @@ def _options_by_replica(
     return {key: replace(one, num_threads=one.num_threads or num_threads) for key, one in options.items()}
 
 
-def _executor(options: RunnerOptions) -> EngineExecutor:
+def _executor(options: RunnerOptions, settings: ModelBackendConfig) -> EngineExecutor:
+    ngrams = None
+    if options.max_drafts and isinstance(settings, EngineConfig):
+        ngrams = NgramRules(settings.ngram.min_tokens, settings.ngram.max_tokens, options.max_drafts)
     is_spread = options.pipeline_stages > 1 or options.kv_groups > 1
-    return EngineExecutor(options.max_requests, options.block_size, tells_tokens=is_spread)
+    return EngineExecutor(options.max_requests, options.block_size, tells_tokens=is_spread, ngrams=ngrams)
 
 
 def _usable_cores() -> int:

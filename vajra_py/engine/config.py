@@ -259,6 +259,19 @@ class ModelBackendConfig(Section):
         raise NotImplementedError
 
 
+class NgramConfig(Section):
+    """Drafts by n-gram lookup: what followed the newest tokens when they came before in prompt or output."""
+
+    min_tokens: PositiveCount = Field(2, description="Shortest n-gram that is looked up, tokens.")
+    max_tokens: PositiveCount = Field(5, description="Longest n-gram that is looked up, tokens; it is tried first.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is above max_tokens ({self.min_tokens} of {self.max_tokens})")
+        return self
+
+
 class EngineConfig(ModelBackendConfig):
     """Compute steps with a real model instead of predicting how long they take."""
 
@@ -278,6 +291,9 @@ class EngineConfig(ModelBackendConfig):
             "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes "
             "neither decisions nor tokens. null: on a GPU. On a CPU it needs `workers: process` to gain anything."
         ),
+    )
+    ngram: NgramConfig = Field(
+        default_factory=NgramConfig, description="How the drafts of `replica.draft` are looked up."
     )
     replicasets: dict[str, ReplicasetEngineConfig] = Field(
         default_factory=dict,
@@ -340,6 +356,7 @@ class EngineConfig(ModelBackendConfig):
             max_model_len=replica.max_model_len,
             max_requests=SLOTS_PER_BATCH_ENTRY * replica.max_batch_size,
             max_step_tokens=replica.max_batch_tokens or MAX_STEP_TOKENS,
+            max_drafts=replica.draft.most_tokens,
             max_graph_rows=min(replica.max_batch_size, MAX_GRAPH_ROWS) if self.cuda_graphs else 0,
             num_threads=num_threads,
             tensor_parallel_size=self.tensor_parallel,

@@ -14,11 +14,12 @@ from typing import TypeAlias
 
 from vajra_py.engine.compute import Chunk, LookaheadDecodes, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT, forbids_tokens, needs_outputs, needs_prompt
+from vajra_py.engine.drafts import NgramIndex, NgramRules, may_have_drafts
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -58,11 +59,13 @@ class _Step:
         entries: by slot, whose rows it computes.
         sampled: by slot, whose tokens it samples.
         scored: by slot, whose prompt tokens it scores, and how many are scored then.
+        drafts: by slot, the drafts that it verifies.
     """
 
     entries: dict[int, Request] = field(default_factory=dict)
     sampled: dict[int, _Sampled] = field(default_factory=dict)
     scored: dict[int, tuple[OutputBuffer, int]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,13 @@ class _PoolRows:
 class EngineExecutor:
     """One replica's side of the protocol with its worker."""
 
-    def __init__(self, num_slots: int, block_size: int = 16, *, tells_tokens: bool = False) -> None:
-        """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all."""
+    def __init__(
+        self, num_slots: int, block_size: int = 16, *, tells_tokens: bool = False, ngrams: NgramRules | None = None
+    ) -> None:
+        """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all.
+
+        `ngrams`: how drafts are looked up; None: there are none.
+        """
         self._submissions: dict[Request, Submission] = {}
         self._rows: dict[Request, _Row] = {}
         self._num_slots = num_slots
@@ -91,6 +99,10 @@ class EngineExecutor:
         """Steps under way, in order."""
         self._pool_rows: _PoolRows | None = None
         """Pool rows of the last step."""
+        self._ngrams = ngrams
+        self._indices: dict[Request, NgramIndex] = {}
+        self._proposals: dict[Request, tuple[int, list[int]]] = {}
+        """Drafts for the tokens of a request behind so many outputs."""
         self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
         """Tokens that were sampled and are no output, unless their request stays."""
 
@@ -99,6 +111,22 @@ class EngineExecutor:
     def known_output_tokens(self, request: Request) -> int | None:
         """Number of tokens after which the request ends, if its submission states it."""
         return self._submissions[request].num_output_tokens
+
+    def num_drafts(self, request: Request, at_most: int) -> int:
+        """See `Executor`: drafts that the lookup finds, for requests whose tokens can be verified together."""
+        submission = self._submissions[request]
+        if self._ngrams is None or not may_have_drafts(submission.output.sampling):
+            return 0
+        found = self._proposals.get(request)
+        if found is None or found[0] != request.num_output_tokens:
+            index = self._indices.get(request)
+            if index is None:
+                index = self._indices[request] = NgramIndex(self._ngrams, submission.prompt_token_ids)
+            index.extend(submission.output.token_ids[len(index) - request.num_prompt_tokens :])
+            found = self._proposals[request] = request.num_output_tokens, index.drafts()
+            if found[1]:
+                request.note_proposal(len(found[1]))
+        return min(len(found[1]), at_most)
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`; it is output from now on."""
@@ -112,6 +140,8 @@ class EngineExecutor:
         """Forget a request that has left."""
         if self._submissions.pop(request, None) is not None:
             self.leave(request)
+            self._indices.pop(request, None)
+            self._proposals.pop(request, None)
 
     # For the engine loop
 
@@ -150,7 +180,11 @@ class EngineExecutor:
         step = _Step()
         self._steps.append(step)
         for entry in plan.chunks:
-            self._add_chunk(entry, memory, changes, step)
+            drafts = plan.drafts.get(entry.request)
+            if drafts is None:
+                self._add_chunk(entry, memory, changes, step)
+            else:
+                self._add_drafts(entry, drafts, memory, changes, step)
         last = self._pool_rows
         if plan.pool is not None and last is not None and last.members == members and memory.num_groups == 1:
             self._add_same_pool(plan.pool, last, memory, changes, step)
@@ -208,6 +242,7 @@ class EngineExecutor:
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         searched: dict[Request, OutputBuffer] = {}
+        verified: dict[int, list[int]] = {}
         step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
         faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
         for request, why in faulty.items():
@@ -220,6 +255,9 @@ class EngineExecutor:
             if slot in faults:
                 continue
             request, buffer = step.sampled[slot]
+            if slot in step.drafts:
+                verified.setdefault(slot, []).append(token)
+                continue
             if request in withheld:
                 self._withheld[request] = token, logprobs.get(slot)
                 continue
@@ -228,12 +266,39 @@ class EngineExecutor:
                 stopped.append(request)
             elif buffer.looks_for_stop_strings:
                 searched[request] = buffer
+        accepted: dict[Request, int] = {}
+        for slot, sampled in verified.items():
+            request, _ = step.sampled[slot]
+            given = self._given(request, step.drafts[slot], sampled)
+            tokens += [(request, token) for token in given]
+            if step.drafts[slot]:
+                accepted[request] = len(given) - 1
+            if self._submissions[request].output.stopped_by is not None:
+                stopped.append(request)
         detokenize(searched.values())
         stopped += [request for request, buffer in searched.items() if buffer.stopped_by is not None]
         for slot, entries in output.prompt_logprobs.items():
             buffer, end = step.scored[slot]
             buffer.prompt_logprobs[end - len(entries) :] = entries
-        return StepResult(tokens, frozenset(stopped), failed)
+        return StepResult(tokens, frozenset(stopped), failed, accepted)
+
+    def _given(self, request: Request, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+        """Take in what a verified row gives: tokens as sampled, up to the first that is not the draft in its place, or an end.
+
+        A draft is accepted when it is the token that is sampled there, so that tokens are those of a run without drafts.
+        """
+        submission = self._submissions[request]
+        buffer, limit = submission.output, request.max_tokens
+        if submission.num_output_tokens is not None:
+            limit = min(max(1, submission.num_output_tokens), limit)
+        given: list[int] = []
+        for token, draft in zip(sampled, [*drafts, None], strict=True):
+            given.append(token)
+            if not buffer.append(token) and buffer.looks_for_stop_strings:
+                detokenize((buffer,))
+            if buffer.stopped_by is not None or len(buffer.token_ids) >= limit or token != draft:
+                break
+        return given
 
     # Helpers
 
@@ -285,6 +350,23 @@ class EngineExecutor:
         step.entries[row.slot] = request
         if samples:
             step.sampled[row.slot] = request, self._submissions[request].output
+
+    def _add_drafts(
+        self, entry: PlannedChunk, drafts: PlannedDrafts, memory: KvMemory, changes: _Changes, step: _Step
+    ) -> None:
+        """Add a decode with its drafts, all of whose tokens are named."""
+        request, start = entry.request, entry.num_computed_before
+        row = self._row(request, changes)
+        self._tell_table(request, row, memory, changes)
+        row.num_blocks[0] = drafts.num_kept_blocks  # those behind them may be others in the next step
+        row.goes_on = False
+        proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
+        tokens = [*self._tokens(request, start, start + 1), *proposed]
+        count = request.num_output_tokens
+        changes.chunks.append(Chunk(row.slot, tokens, start, True, num_drafts=len(proposed), num_outputs=count))
+        step.entries[row.slot] = request
+        step.sampled[row.slot] = request, self._submissions[request].output
+        step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""

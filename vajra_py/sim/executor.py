@@ -12,9 +12,11 @@ from vajra_py.contract.latency import LAST_S, LatencyModel
 from vajra_py.latency import CountsSteps, VariesSteps
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.acceptance import AcceptanceModel
 from vajra_py.sim.decode_runs import check_step_time, decode_run_times_s, run_ends_of
 from vajra_py.sim.factors import StepFactors
 
@@ -84,10 +86,31 @@ class VariedTimer(PredictedTimer):
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
 
 
-def predicted_timers(
-    latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0
-) -> Callable[[Replica], PredictedTimer]:
-    """Return the timer of each replica; they differ where the latency model draws random factors."""
+class DraftingTimer:
+    """Timer whose steps with drafts take longer: drafting takes time too."""
+
+    def __init__(self, timer: StepTimer, rules: DraftRules) -> None:
+        self._timer = timer
+        self._rules = rules
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """See `StepTimer`."""
+        return self._timer.stage_ticks(plan) + to_ticks(self._rules.time_s(plan.features))
+
+
+def predicted_timers(latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0) -> Callable[[Replica], StepTimer]:
+    """Return the timer of each replica; they differ where the latency model draws random factors, or drafting takes time."""
+    timers = _timers_of_models(latency, seeds, overhead_s)
+
+    def timer_of(replica: Replica) -> StepTimer:
+        rules = replica.parts.options.drafts
+        takes_time = rules is not None and (rules.step_s or rules.token_s)
+        return DraftingTimer(timers(replica), rules) if rules is not None and takes_time else timers(replica)
+
+    return timer_of
+
+
+def _timers_of_models(latency: LatencyModel, seeds: SeedTree, overhead_s: float) -> Callable[[Replica], PredictedTimer]:
     variation = latency.variation if isinstance(latency, VariesSteps) else None
     if variation is None:
         timer = PredictedTimer(latency, overhead_s)
@@ -117,16 +140,25 @@ _NOTHING_KNOWN = StepResult()
 class SimulatedExecutor:
     """Executor that knows the true output lengths of a workload; tokens have no ids here."""
 
-    def __init__(self) -> None:
+    def __init__(self, acceptance: AcceptanceModel | None = None) -> None:
+        """`acceptance`: which drafts are accepted; None: there are none."""
         self._output_tokens: dict[Request, int] = {}
+        self._acceptance = acceptance
 
     def expect(self, request: Request, num_output_tokens: int) -> None:
         """Set the number of tokens after which the request will stop by itself."""
         self._output_tokens[request] = num_output_tokens
 
     def result(self, plan: StepPlan) -> StepResult:
-        """Return the result of a step that has just ended: one token for every entry that was due one."""
-        return _NOTHING_KNOWN
+        """Return the result of a step that has just ended: one token for every entry that was due one, and accepted drafts."""
+        if self._acceptance is None or not plan.drafts:
+            return _NOTHING_KNOWN
+        drafts = [(one, drafts.num_tokens) for one, drafts in plan.drafts.items() if drafts.num_tokens]
+        return StepResult(accepted={one: self._acceptance.num_accepted(one, count) for one, count in drafts})
+
+    def num_drafts(self, request: Request, at_most: int) -> int:
+        """As many as are wanted."""
+        return at_most
 
     def known_output_tokens(self, request: Request) -> int | None:
         """The true output length."""
@@ -139,3 +171,5 @@ class SimulatedExecutor:
     def release(self, request: Request) -> None:
         """Forget an ended request."""
         self._output_tokens.pop(request, None)
+        if self._acceptance is not None:
+            self._acceptance.release(request)

@@ -46,10 +46,10 @@ from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefi
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
-from vajra_py.runtime.step.builder_options import BuilderOptions
-from vajra_py.runtime.step.plan import StepResult
+from vajra_py.runtime.step.builder_options import BuilderOptions, DraftRules
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.acceptance import AcceptanceModel
 from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
@@ -101,6 +101,10 @@ class HarnessOptions:
     latency: LatencyModel = field(default_factory=_affine)
     """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
+    drafts: DraftRules | None = None
+    """Rules of drafts; None: decodes have none."""
+    acceptance: AcceptanceModel | None = None
+    """Which drafts are accepted; None: none."""
     seed: int = 0
     check_conservation: bool = True
     """True if requests and KV blocks are counted after every step."""
@@ -123,6 +127,7 @@ class HarnessOptions:
             kv_group_tokens=self.kv_group_tokens,
             bytes_per_block=self.bytes_per_block,
             host_blocks=self.host_blocks,
+            max_draft_tokens=0 if self.drafts is None else self.drafts.max_tokens,
         )
 
 
@@ -239,7 +244,7 @@ class Harness:
         self.options = options = options or HarnessOptions()
         self._limits = limits = options.limits()
         self._now = 0
-        self._executor = SimulatedExecutor()
+        self._executor = SimulatedExecutor(options.acceptance)
         self._timer_of = cache(predicted_timers(options.latency, SeedTree(options.seed)))
         prefill_time = ReplicasetPrefillTime()
         self.context = PolicyContext(
@@ -335,6 +340,7 @@ class Harness:
                     cache_at_schedule=options.cache_at_schedule,
                     reserves_growth=options.reserves_growth,
                     holds_ended_slots=options.holds_ended_slots,
+                    drafts=options.drafts,
                 ),
                 executor=self._executor,
                 listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler, *self._beside),
@@ -411,7 +417,7 @@ class Harness:
         if plan is None:
             return None
         self._now += max(1, self._timer_of(replica).stage_ticks(plan))
-        ended = replica.complete_step(plan, StepResult(), self._now)
+        ended = replica.complete_step(plan, self._executor.result(plan), self._now)
         self.controller.settle(ended, self._now)
         if self.options.check_conservation:
             self.controller.check_conservation()

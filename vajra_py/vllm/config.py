@@ -147,6 +147,9 @@ def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
     if replica.memory.host_blocks:
         message = f"vLLM's workers do not copy KV blocks to host memory (got {replica.memory.host_blocks})"
         found.append(Problem(f"{where}.memory.host_blocks", message, "Allowed: 0 (preemption recomputes)"))
+    if replica.draft.most_tokens:
+        message = f"drafts are not planned for vLLM's workers (got {replica.draft.most_tokens})"
+        found.append(Problem(f"{where}.draft", message, "Allowed: num_tokens: 0; `engine` and `simulator` have drafts"))
     if (replica.pipeline_stages or 1) > 1:
         message = f"vLLM's steps have one stage here (got {replica.pipeline_stages})"
         found.append(Problem(f"{where}.pipeline_stages", message, "Allowed: 1"))

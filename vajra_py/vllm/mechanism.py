@@ -103,6 +103,10 @@ class _Executor:
         """See `Executor`."""
         return None
 
+    def num_drafts(self, request: Request, at_most: int) -> int:
+        """See `Executor`; never asked, since settings with drafts are refused."""
+        return 0
+
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`."""
         return StepResult()

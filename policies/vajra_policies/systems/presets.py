@@ -37,6 +37,7 @@ _VLLM_REPLICA: Mapping[str, Any] = {
             "duplicates": "keep_first",
         },
     },
+    "draft": {"rejected_blocks": "keep", "past_max_tokens": True},
 }
 
 _NANO_CACHE: Mapping[str, Any] = {

@@ -40,7 +40,9 @@ class HostBatch:
         positions: of every token.
         write_slots: KV slot of every token (block * block_size + offset); of sequences whose newest part is here.
         table: int32 [sequences, blocks of the longest].
-        sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks).
+        sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks); with drafts in
+            that of their rows.
+        num_drafts: by sequence, its last tokens that are drafts, which are sampled from too; only of sequences that have any.
         followers: by sequence, the tokens to score by the logits of its first tokens; only of sequences that have any.
         num_newest: number of sequences with their newest part here: all, without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
@@ -56,6 +58,7 @@ class HostBatch:
     write_slots: Ints
     table: npt.NDArray[np.int32]
     sampled: Ints
+    num_drafts: Mapping[int, int]
     followers: Mapping[int, Sequence[int]]
     num_newest: int
     groups: Sequence[Sequence[int]]
@@ -64,7 +67,31 @@ class HostBatch:
     @property
     def sampled_slots(self) -> Ints:
         """The slot of each sampled row."""
-        return self.slots if self.is_all_decodes else self.slots[self.sampled]
+        if self.is_all_decodes:
+            return self.slots
+        slots = self.slots[self.sampled]
+        return np.repeat(slots, self._rows_each) if self.num_drafts else slots
+
+    @property
+    def sampled_rows(self) -> Ints:
+        """Rows of the flattened batch that are sampled."""
+        last = np.cumsum(self.query_lens)[self.sampled] - 1
+        return np.repeat(last, self._rows_each) - self._rows_behind if self.num_drafts else last
+
+    @property
+    def draft_offsets(self) -> Ints | None:
+        """How many drafts of its sequence lie before each sampled row; None without drafts."""
+        return np.repeat(self._rows_each, self._rows_each) - 1 - self._rows_behind if self.num_drafts else None
+
+    @property
+    def _rows_each(self) -> Ints:
+        """Sampled rows of each sampled sequence."""
+        return np.array([1 + self.num_drafts.get(one, 0) for one in self.sampled.tolist()], np.int64)
+
+    @property
+    def _rows_behind(self) -> Ints:
+        """Sampled rows of its sequence behind each sampled row."""
+        return np.concatenate([np.arange(count - 1, -1, -1) for count in self._rows_each.tolist()])
 
     @property
     def is_all_decodes(self) -> bool:
@@ -166,7 +193,9 @@ class BatchState:
         token_ids = _joined([chunk.token_ids for chunk in chunks])
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
-        sampled.sort()
+        num_drafts = {num_decodes + place: one.num_drafts for place, one in enumerate(chunks) if one.num_drafts}
+        if not num_drafts:  # a forward pass of which all rows are sampled wants them in order
+            sampled.sort()
         positions, held, num_newest, begins = kv_lens - 1, kv_lens, len(slots), first
         if self._groups is not None:
             size, own = self._groups.group_tokens, self._groups.own
@@ -193,6 +222,7 @@ class BatchState:
             positions=positions,
             write_slots=blocks * self.block_size + places % self.block_size,
             table=table,
+            num_drafts=num_drafts,
             sampled=np.array([*range(num_decodes), *(sequence for _, sequence in sampled)], np.int64),
             followers={num_decodes + place: one.followers for place, one in enumerate(chunks) if one.followers},
             num_newest=num_newest,
@@ -229,13 +259,12 @@ class BatchState:
             sampled_slots, positions, write_slots, rows = all_to_device(longs, self._device)
             token_ids = self.last_tokens[sampled_slots]
         else:
-            ends = np.cumsum(batch.query_lens)
             longs = [
                 batch.slots[: batch.num_decodes],
                 batch.token_ids,
                 batch.positions,
                 batch.write_slots,
-                ends[batch.sampled] - 1,
+                batch.sampled_rows,
                 batch.sampled_slots,
             ]
             last, given, positions, write_slots, rows, sampled_slots = all_to_device(longs, self._device)

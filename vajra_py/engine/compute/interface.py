@@ -129,6 +129,10 @@ class Chunk:
             log-probability from the logits of the k-th token. For requests with `prompt_logprobs`.
         groups: with KV parallelism, the groups that compute it: each holds `kv_group_tokens` earlier tokens of the
             request, the last one those behind them, this chunk's included.
+        num_drafts: number of the last tokens that are drafts: a token is sampled from the logits of each of them too, and of the
+            token before them. For requests whose sampling depends neither on their output nor on penalties.
+        num_outputs: output tokens of the request so far, where drafts may have been rejected since the last step; None: as many
+            as were sampled.
     """
 
     slot: int
@@ -137,6 +141,13 @@ class Chunk:
     samples: bool
     followers: Sequence[int] = ()
     groups: Sequence[int] = ()
+    num_drafts: int = 0
+    num_outputs: int | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that are sampled from it."""
+        return 1 + self.num_drafts if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +222,8 @@ class StepOutput:
     """Output of a step.
 
     Attributes:
-        slots: rows that sampled: the step's `decodes` in order, then its sampling `chunks` in order.
+        slots: rows that sampled: the step's `decodes` in order, then its sampling `chunks` in order. In a step with drafts chunks
+            have any order, and one with drafts is there once for each token, in order.
         token_ids: their tokens.
         duration_s: from the step's start on the device to its sampled tokens on the host.
         logprobs: by slot, for the requests with `logprobs`.
@@ -242,6 +254,7 @@ class RunnerOptions:
         max_model_len: longest sequence, or None for the model's own.
         max_requests: slots.
         max_step_tokens: largest number of tokens of one step (for the memory profile and buffers).
+        max_drafts: most drafts of a row in a step (for the memory profile).
         max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: none does.
         spare_blocks: additional KV blocks, for decodes that are started ahead.
         num_threads: threads of CPU computation, or None to leave them as they are.
@@ -264,6 +277,7 @@ class RunnerOptions:
     max_model_len: int | None = None
     max_requests: int = 256
     max_step_tokens: int = 2048
+    max_drafts: int = 0
     max_graph_rows: int = 256
     spare_blocks: int = 0
     num_threads: int | None = None

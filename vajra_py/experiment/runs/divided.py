@@ -65,6 +65,11 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
             for one in config.effective_replicasets.values()
             for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
         ),
+        "it has drafts, which are logged in one order": any(
+            replica.draft.most_tokens > 0
+            for one in config.effective_replicasets.values()
+            for replica in (one.replica, *(pool.replica for pool in one.pools.values()))
+        ),
         "its admission policy sees all requests": config.admission_policy is not None,
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (

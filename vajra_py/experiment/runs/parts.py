@@ -22,7 +22,7 @@ from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.latency import StepTimes
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, MANIFEST_FILE, RunData
 from vajra_py.metrics.tables.steps import StepsBuilder
-from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.requests import FurtherColumns, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_merge import merge_decision_logs
@@ -115,7 +115,7 @@ def _write_combined(config: ExperimentConfig, registry: Registry, place: RunFold
             merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE)
         devices = devices_of(config, latency_models(config, registry))
         transfers = TransfersBuilder() if any(map(has_transfers, paths)) else None
-        requests = RequestsBuilder(movement=transfers)
+        requests = RequestsBuilder(FurtherColumns(movement=transfers))
         emitted, notes = take_emitted(paths), take_notes(paths)
         tables = Tables(requests, StepsBuilder(), TbtBuilder(), emitted, notes, devices, transfers=transfers)
         step_times = [take_part(path, tables) for path in paths]

@@ -27,18 +27,20 @@ from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
 from vajra_py.experiment.runs.results import with_programs
+from vajra_py.metrics.summary.drafts import drafts_section
 from vajra_py.metrics.summary.movement import movement_section
 from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
-from vajra_py.metrics.tables.requests import write_parquet
+from vajra_py.metrics.tables.requests import FurtherColumns, write_parquet
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE, OutputLog
+from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
@@ -121,6 +123,7 @@ class RunRecording:
         self._admissions: AdmissionLog | None = None
         self._movement: MovementLog | None = None
         self._retention: RetentionLog | None = None
+        self._drafts: DraftLog | None = None
         self._controller: Controller | None = None
         """Controller observed by the recorder and the decision log; None before `begin`."""
         self._changes = Changes()
@@ -136,7 +139,7 @@ class RunRecording:
     def _keeps_on(self) -> bool:
         """Return whether it still records; called between events. Once stopped, its observers are removed."""
         if self.stopped and self._controller is not None:
-            kept = (self._recorder, self._decisions, self._admissions, self._retention, self._movement)
+            kept = (self._recorder, self._decisions, self._admissions, self._retention, self._drafts, self._movement)
             self._controller.unwatch([one for one in kept if one is not None])
             self._controller = self._recorder = None
         return not self.stopped
@@ -147,7 +150,8 @@ class RunRecording:
     @property
     def observers(self) -> Sequence[Observer]:
         """Observers that record the run."""
-        kept = (self._recorder, self._decisions, self._admissions, self._retention, self._movement, self._changes)
+        logs = (self._decisions, self._admissions, self._retention, self._drafts, self._movement)
+        kept = (self._recorder, *logs, self._changes)
         return [one for one in kept if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
@@ -163,13 +167,17 @@ class RunRecording:
         self._decisions.share(lambda batch: self._flush())
         has_gate, paths = controller.gate is not None, paths_of(controller)
         self._movement = MovementLog(paths) if paths else None
+        has_drafts = any(one.limits.max_draft_tokens for one in controller.replicas())
         self._recorder = Recorder(
             controller.num_blocks_of,
             steps=self._keeps_steps,
             log=self._decisions,
-            admission=has_gate,
-            movement=None if self._movement is None else self._movement.table,
+            further=FurtherColumns(
+                has_gate, has_drafts, movement=None if self._movement is None else self._movement.table
+            ),
         )
+        if has_drafts:
+            self._drafts = DraftLog(path / DRAFTS_FILE, self._open)
         if has_gate:
             self._admissions = AdmissionLog(path / ADMISSIONS_FILE, self._open)
         self._retention = RetentionLog(path / RETENTION_FILE, self._open)
@@ -188,6 +196,8 @@ class RunRecording:
                 self._admissions.flush()
             if self._retention is not None:
                 self._retention.flush()
+            if self._drafts is not None:
+                self._drafts.flush()
 
     def note(self, entry: Input) -> None:
         """Record an input of the controller."""
@@ -240,6 +250,8 @@ class RunRecording:
             self._admissions.close()
         if self._retention is not None:
             self._retention.close()
+        if self._drafts is not None:
+            self._drafts.close()
         self._inputs.close()
         self._outputs.close()
 
@@ -259,6 +271,8 @@ class RunRecording:
             write_parquet(self._movement.table, path / TRANSFERS_FILE)
             inside = np.ones(requests.num_rows, dtype=np.bool_)
             summary = summary.with_sections(movement_section(self._movement.table.to_table(), requests, inside))
+        if self._drafts is not None:
+            summary = summary.with_sections(drafts_section(requests, np.ones(requests.num_rows, dtype=np.bool_)))
         summary = with_programs(summary, requests, path) or summary
         (path / "summary.json").write_text(summary.to_json())
 

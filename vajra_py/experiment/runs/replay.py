@@ -25,6 +25,7 @@ from vajra_py.experiment.runs.folder import FINISHED, RUNNING
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog, read_admissions
+from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog, read_drafts
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
@@ -118,7 +119,14 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     try:
         engine = json.loads((path / ENGINE_FILE).read_text())
         outputs = {
-            row["index"]: RecordedOutput(row["token_ids"], row["reason"], row.get("detail", ""), row.get("failed_at"))
+            row["index"]: RecordedOutput(
+                row["token_ids"],
+                row["reason"],
+                row.get("detail", ""),
+                row.get("failed_at"),
+                dict(row.get("proposals", ())),
+                {place: accepted for place, _, accepted in row.get("drafts", ())},
+            )
             for row in read_rows(path / OUTPUTS_FILE)
         }
         durations, last = _durations(read_decisions(path / DECISIONS_FILE))
@@ -225,17 +233,29 @@ class _RecordedExecutor(SimulatedExecutor):
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
+        accepted: dict[Request, int] = {}
         withheld = {one.request for one in plan.chunks if self._withholds(one, plan.replica_id)}
         for request, num_tokens, computed_before, _ in plan.entries():
             output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
-            end = computed_before + num_tokens
+            end, count = computed_before + num_tokens, 1
+            drafts = plan.drafts.get(request)
+            if drafts is not None:
+                end -= drafts.num_tokens
+                if drafts.num_tokens:
+                    accepted[request] = output.accepted.get(position, 0)
+                    count += accepted[request]
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
                 failed[request] = output.detail
             elif end == request.num_known_tokens and position < len(output.token_ids) and request not in withheld:
-                tokens.append((request, output.token_ids[position]))
-                if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
+                tokens += [(request, token) for token in output.token_ids[position : position + count]]
+                if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
-        return StepResult(tokens, frozenset(stopped), failed)
+        return StepResult(tokens, frozenset(stopped), failed, accepted)
+
+    def num_drafts(self, request: Request, at_most: int) -> int:
+        """Return the recorded number."""
+        output = self._outputs.get(request.index, self._nothing)
+        return min(output.proposals.get(request.num_output_tokens, 0), at_most)
 
     def _withholds(self, chunk: PlannedChunk, replica_id: int) -> bool:
         return self.replicasets[chunk.request.replicaset].replicas[replica_id].withholds_token(chunk)
@@ -360,7 +380,8 @@ def _replay_log(
     log = DecisionLog(target)
     admissions = AdmissionLog(target.with_name(ADMISSIONS_FILE))
     retention = RetentionLog(target.with_name(RETENTION_FILE))
-    simulator = _simulator(recording, registry, (log, admissions, retention))
+    drafts = DraftLog(target.with_name(DRAFTS_FILE))
+    simulator = _simulator(recording, registry, (log, admissions, retention, drafts))
     try:
         simulator.run(())
     except VajraError as error:
@@ -369,6 +390,7 @@ def _replay_log(
         log.close()
         admissions.close()
         retention.close()
+        drafts.close()
     return None, simulator.violations
 
 
@@ -385,8 +407,8 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_lines(recorded: Path, replayed: Path) -> str | None:
-    """Describe the first decision of the admission policy that differs, or of what replicas keep."""
-    logs = (("admission decision", ADMISSIONS_FILE, read_admissions), ("retention", RETENTION_FILE, read_retention))
+    """Describe the first decision of the admission policy that differs, or of what replicas keep, or drafts that do."""
+    logs = (("admission decision", ADMISSIONS_FILE, read_admissions), ("retention", RETENTION_FILE, read_retention), ("drafts", DRAFTS_FILE, read_drafts))
     for what, file, read in logs:
         try:
             pairs = zip_longest(*(read(one / file) for one in (recorded, replayed)))

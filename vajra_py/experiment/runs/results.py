@@ -15,6 +15,7 @@ from vajra_py.experiment.device_figures import pools_of
 from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
+from vajra_py.metrics.summary.drafts import drafts_section
 from vajra_py.metrics.summary.movement import movement_section
 from vajra_py.metrics.summary.tiers import tiers_section
 from vajra_py.metrics.tables.tier_log import TierLog
@@ -87,6 +88,9 @@ def write_results(
         if tables.tiers is not None:
             inside = window.holds(requests.column("arrived_at").to_numpy())
             summary = summary.with_sections(tiers_section(tables.tiers, requests, inside, ended_at))
+        if tables.requests.has_drafts:
+            inside = window.holds(requests.column("arrived_at").to_numpy())
+            summary = summary.with_sections(drafts_section(requests, inside))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         programs = with_programs(summary, requests, path, tables.ideal_makespans)
         summary = summary if programs is None else programs

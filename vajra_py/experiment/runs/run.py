@@ -22,11 +22,13 @@ from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.tier_log import TierLog, links_of
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.tables.replicas import ReplicaStates
+from vajra_py.metrics.tables.requests import FurtherColumns
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
+from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 from vajra_py.workload import Workload, build_workload
@@ -105,14 +107,14 @@ class _Attempt:
         self._transfers = None if movement is None else movement.table
         links = links_of(controller)
         self._tiers = TierLog(links) if links else None
+        has_drafts = any(one.limits.max_draft_tokens for one in controller.replicas())
         self._recorder = Recorder(
             controller.num_blocks_of,
             steps=output.steps,
             log=self._log,
-            admission=has_gate,
-            movement=self._transfers,
-            tiers=self._tiers,
+            further=FurtherColumns(has_gate, has_drafts, self._transfers, self._tiers),
         )
+        self._drafts = DraftLog(place.path / DRAFTS_FILE) if has_drafts else None
         self._admissions: AdmissionLog | None = None
         if has_gate and output.decision_log:
             self._admissions = AdmissionLog(place.path / ADMISSIONS_FILE)
@@ -124,7 +126,7 @@ class _Attempt:
             self._observers.append(self._replicas)
         if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
-        logs = (self._log, self._admissions, self._retention, movement, self._tiers)
+        logs = (self._log, self._admissions, self._retention, movement, self._tiers, self._drafts)
         self._observers += [one for one in logs if one is not None]
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
@@ -173,6 +175,8 @@ class _Attempt:
             self._admissions.close()
         if self._retention is not None:
             self._retention.close()
+        if self._drafts is not None:
+            self._drafts.close()
         diary = self._backend.controller.diary
         emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
         replicas = self._replicas.table(seconds)

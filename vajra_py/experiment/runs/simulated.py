@@ -27,6 +27,7 @@ from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.acceptance import AcceptanceModel, acceptance_model
 from vajra_py.sim.executor import RecordedTimer, SimulatedExecutor, StepTimer, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 
@@ -53,7 +54,8 @@ class SimulatedRun:
         predictor = build_output_lengths(
             settings.output_length.type, settings.output_length.parameters, inputs, run.registry
         )
-        executor = SimulatedExecutor()
+        acceptance = _acceptance(run)
+        executor = SimulatedExecutor(acceptance)
         request_overhead = _intake(latency)
         services = Services(
             registry=run.registry,
@@ -65,6 +67,7 @@ class SimulatedRun:
             reserves_growth=True,
             holds_ended_slots=request_overhead.get("asynchronous", False),
             models=models,
+            draft_times_s=(settings.drafts.step_s, settings.drafts.token_s) if settings.drafts else (0.0, 0.0),
         )
         self.controller = build_controller(run.config, services)
         memories = [one.replica.memory for one in run.config.effective_replicasets.values()]
@@ -110,6 +113,26 @@ class SimulatedRun:
     def position(self) -> tuple[float, int]:
         """Simulated seconds and steps so far."""
         return to_seconds(self._simulator.now), self._simulator.num_steps
+
+
+def _acceptance(run: Run) -> AcceptanceModel | None:
+    """Return the model of which drafts are accepted; None without drafts. Raises `ConfigError` where it says too little."""
+    settings = run.config.backend.settings.drafts
+    most = max(
+        pool.replica.draft.most_tokens
+        for one in run.config.effective_replicasets.values()
+        for pool in one.effective_pools.values()
+    )
+    if not most:
+        return None
+    if settings is None:
+        message = "is not given, and replica.draft asks for drafts"
+        raise ConfigError(Problem("backend.simulator.drafts", message, "Such as {rate: 0.7}"))
+    model = acceptance_model(settings, run.seeds.child("drafts"))
+    if model.max_tokens is not None and most > model.max_tokens:
+        message = f"asks for more drafts than backend.simulator.drafts has positions (got {most})"
+        raise ConfigError(Problem("replica.draft", message, f"Allowed: 0 to {model.max_tokens}"))
+    return model
 
 
 def _by_replicaset(

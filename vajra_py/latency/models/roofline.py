@@ -119,7 +119,7 @@ class RooflineModel:
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
         num_decodes = features.num_decodes
-        num_tokens = num_decodes + features.prefill_tokens
+        num_tokens = num_decodes + features.prefill_tokens + features.num_draft_tokens
         if not num_tokens:
             return features.swap_bytes * self._step.swap_byte_s
         layers = self._layers_s(features, num_tokens)
@@ -131,14 +131,17 @@ class RooflineModel:
         """Seconds that the slowest stage is busy with this batch; the whole step when there is one stage."""
         if self.num_stages == 1:
             return self.batch_time_s(features)
-        num_tokens = features.num_decodes + features.prefill_tokens
+        num_tokens = features.num_tokens
         if not num_tokens:
             return self.batch_time_s(features)
         step = self._step
         layers = self._layers_s(features, num_tokens)
         if features.num_decodes:
             layers += self._decode_s(features.num_decodes, features.decode_context_tokens)
-        slowest = max(layers * self._first_share, layers * self._last_share + self._head_s(features.num_requests))
+        slowest = max(
+            layers * self._first_share,
+            layers * self._last_share + self._head_s(features.num_requests + features.num_draft_tokens),
+        )
         sending = step.send_fixed_s + num_tokens * step.send_token_s
         return slowest + sending + step.step_overhead_s + features.swap_bytes * step.swap_byte_s
 
@@ -207,7 +210,7 @@ class RooflineModel:
             "decode_attention": decode,
             "kernels": kernels,
             "kv_merge": merge,
-            "head": self._head_s(features.num_requests),
+            "head": self._head_s(features.num_requests + features.num_draft_tokens),
             "pipeline": (self.num_stages - 1) * (step.send_fixed_s + num_tokens * step.send_token_s),
             "overhead": self.num_stages * step.step_overhead_s,
             "swap": features.swap_bytes * step.swap_byte_s,
@@ -263,14 +266,14 @@ class RooflineModel:
         return time
 
     def _head_s(self, num_rows: int) -> float:
-        """The product with the vocabulary, one row for every request of the batch."""
+        """The product with the vocabulary, one row for every request of the batch and for every draft."""
         step = self._step
         memory, flops = step.head_weights_s + num_rows * step.head_row_s, num_rows * step.head_flops_s
         return sqrt(memory * memory + flops * flops)
 
     def _outside_s(self, features: BatchFeatures, num_tokens: int) -> float:
         """Head, transfers between stages, overhead and swapping."""
-        num_rows = features.num_decodes + features.num_prefills
+        num_rows = features.num_decodes + features.num_prefills + features.num_draft_tokens
         time = self._rows.get(num_rows)
         if time is None:
             time = self._rows[num_rows] = self._head_s(num_rows) + self.num_stages * self._step.step_overhead_s

@@ -71,7 +71,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return self._filled_s(features, self.batch_time_s(features))
 
     def _filled_s(self, features: BatchFeatures, seconds: float) -> float:
-        filled = self._dense_filled_s(features.num_decodes + features.prefill_tokens)
+        filled = self._dense_filled_s(features.num_tokens)
         if features.prefill_context_tokens:
             filled += self._attention_s(features, seconds)
         return filled

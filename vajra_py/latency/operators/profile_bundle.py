@@ -184,7 +184,7 @@ class ProfileBundleModel:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
         """
         num_decodes = features.num_decodes
-        if features.prefill_tokens or features.swap_bytes:
+        if features.prefill_tokens or features.swap_bytes or features.num_draft_tokens:
             return self._mixed_s(features) if self.covers(features) else self._beyond(features)
         if not num_decodes:
             return 0.0
@@ -221,10 +221,10 @@ class ProfileBundleModel:
 
     def covers(self, features: BatchFeatures) -> bool:
         """Return true where every size of the step is within `reach` times the largest that was measured."""
-        decodes, decode_context, prefills, prefill_tokens, _, prefill_context, _, _, _ = features
+        decodes, decode_context, prefills, prefill_tokens, _, prefill_context, _, _, _, drafts = features
         tokens, most_decodes, longest_prefill_context, longest_context = self._reached
         return (
-            decodes + prefill_tokens <= tokens
+            decodes + prefill_tokens + drafts <= tokens
             and prefill_context / max(1, prefills) <= longest_prefill_context
             and decode_context / max(1, decodes) <= longest_context
             and decodes <= most_decodes
@@ -306,7 +306,7 @@ class ProfileBundleModel:
         if self._is_sum_of_parts(features):
             gpu, (added, least) = sum(self._parts(features).values()), self._host_s(features.num_requests)
             return max(gpu + added, least)
-        decodes, context, prefills, tokens, _, _, pairs, _, _ = features
+        decodes, context, prefills, tokens, _, _, pairs, _, _, _ = features
         of_tokens = self._of_tokens_s.get(decodes + tokens)
         if of_tokens is None:
             of_tokens = sum(self._token_parts(decodes + tokens, decodes + tokens).values())
@@ -321,8 +321,8 @@ class ProfileBundleModel:
 
     def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
         """True if a step with prompts is not the sum of its attention and of what is kept by its tokens and its sequences."""
-        _, _, _, tokens, _, _, _, merged, swap_bytes = features
-        return bool(merged or swap_bytes) or self._ranks > 1 or tokens > self._longest_chunk
+        _, _, _, tokens, _, _, _, merged, swap_bytes, drafts = features
+        return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
 
     def _of_sequences(self, sequences: int) -> tuple[float, float]:
         """(seconds of the head and the host, least seconds of the step)."""
@@ -341,8 +341,10 @@ class ProfileBundleModel:
         rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
         # Prompts are not cut over ranks: one prompt alone is all on one of them.
         rank_tokens = tokens * rank_prefills / prefills if prefills else 0
-        parts = self._token_parts(rank_decodes + round(rank_tokens), decodes + tokens)
-        parts["head"] = self._head_s(rank_decodes + rank_prefills)
+        drafts = features.num_draft_tokens
+        rank_verified = rank_decodes + (-(-drafts * rank_decodes // decodes) if drafts else 0)
+        parts = self._token_parts(rank_verified + round(rank_tokens), decodes + tokens + drafts)
+        parts["head"] = self._head_s(rank_verified + rank_prefills)
         gathered = self._gathered_s(rank_decodes + rank_prefills)
         if gathered:
             parts["all_reduce"] += gathered

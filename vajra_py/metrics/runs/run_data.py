@@ -29,6 +29,7 @@ from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.requests import (
     ADMISSION_COLUMNS,
     ADMISSION_TEXTS,
+    DRAFT_COLUMNS,
     PROGRAM_COLUMNS,
     REQUEST_COLUMNS,
     STATED_COLUMNS,
@@ -64,7 +65,7 @@ _TABLES: Mapping[str, Sequence[str]] = {
     STEPS_FILE: STEP_COLUMNS,
     TBT_FILE: TBT_COLUMNS,
 }
-_FURTHER = (*ADMISSION_COLUMNS, *MOVEMENT_COLUMNS)
+_FURTHER = (*ADMISSION_COLUMNS, *MOVEMENT_COLUMNS, *DRAFT_COLUMNS)
 """Columns that the requests tables of some runs have."""
 _TEXTS = (*TEXT_COLUMNS, *ADMISSION_TEXTS, *MOVEMENT_TEXTS)
 _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "success")

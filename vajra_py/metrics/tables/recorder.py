@@ -18,10 +18,15 @@ from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.tables.columnar import GapList
-from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.requests import (
+    DRAFT_COUNTS,
+    NOTHING_FURTHER,
+    STATED_COLUMNS,
+    FurtherColumns,
+    RequestsBuilder,
+    TbtBuilder,
+)
 from vajra_py.metrics.tables.steps import StepsBuilder
-from vajra_py.metrics.tables.tier_log import TierLog
-from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.runtime.records.step_log import StepLog
 from vajra_py.runtime.requests.request import Admission
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
@@ -52,20 +57,16 @@ class Recorder(StepLog):
         *,
         steps: bool = True,
         log: StepLog | None = None,
-        admission: bool = False,
-        movement: TransfersBuilder | None = None,
-        tiers: TierLog | None = None,
+        further: FurtherColumns = NOTHING_FURTHER,
     ) -> None:
-        """`log`: another that is told of every step, so that its records are made once. `admission`: whether the requests table says
-        what an admission policy decided; `movement`: transfers that it sums up; `tiers`: hits by memory tier that it tells.
-        """
+        """`log`: another that is told of every step, so that its records are made once. `further`: columns of the requests table."""
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)
         self._step_log = self if log is None else log
         self.wants_plans = steps and log is None
         if steps:
             self._step_log.share(self._steps.take)
-        self._requests = RequestsBuilder(admission=admission, movement=movement, tiers=tiers)
+        self._requests = RequestsBuilder(further)
         self._tbt = TbtBuilder()
         self._ended: list[tuple[Request, str, str]] = []
 
@@ -110,6 +111,8 @@ class Recorder(StepLog):
         p50_s, p99_s, max_s = _gap_quantiles(gaps, num_gaps)
         if self._requests.has_admission:
             columns |= _admission_columns(requests)
+        if self._requests.has_drafts:
+            columns |= {name: [getattr(one, name) for one in requests] for name in DRAFT_COUNTS}
         self._requests.extend(
             {
                 **columns,

@@ -124,6 +124,26 @@ class TableBuilder(Protocol):
         """Yield the written rows in slices of at most `num_rows`; nothing for an empty table."""
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherColumns:
+    """Columns of a requests table that only some runs have.
+
+    Attributes:
+        admission: whether it has `ADMISSION_COLUMNS`.
+        drafts: whether it has `DRAFT_COLUMNS`.
+        movement: what `MOVEMENT_COLUMNS` are made of; None: it has none.
+        tiers: the same for hits by memory tier.
+    """
+
+    admission: bool = False
+    drafts: bool = False
+    movement: TransfersBuilder | None = None
+    tiers: TierLog | None = None
+
+
+NOTHING_FURTHER = FurtherColumns()
+
+
 class RequestsBuilder:
     """The requests table: one row per submitted request, each appended once, in any order."""
 
@@ -160,22 +180,14 @@ class RequestsBuilder:
         ),
     )
 
-    def __init__(
-        self,
-        *,
-        admission: bool = False,
-        movement: TransfersBuilder | None = None,
-        tiers: TierLog | None = None,
-    ) -> None:
-        """`admission`: whether the table has `ADMISSION_COLUMNS`; `movement`: what `MOVEMENT_COLUMNS` are made of; None: it has none;
-        `tiers`: the same for hits by memory tier.
-        """
-        self.has_admission = admission
-        self._movement = movement
-        self._tiers = tiers
+    def __init__(self, further: FurtherColumns = NOTHING_FURTHER) -> None:
+        admission, self._movement, self._tiers = further.admission, further.movement, further.tiers
+        self.has_admission, self.has_drafts = admission, further.drafts
         self.has_programs = False
         """True if a request belongs to a program, so that the table has `PROGRAM_COLUMNS`."""
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
+        if self.has_drafts:
+            self._fields = (*self._fields, *((name, "q") for name in DRAFT_COUNTS))
         self._rows = PackedRows(self._fields)
         self._texts = {name: TextColumn() for name in _DISTINCT}
         self._names = {name: NameColumn() for name in TEXT_COLUMNS if name not in _DISTINCT}
@@ -257,6 +269,9 @@ class RequestsBuilder:
         if self._tiers is not None:
             names = (*names, *self._tiers.columns)
             types |= dict.fromkeys(self._tiers.columns, pa.int64()) | {LOAD_TIME: pa.float64()}
+        if self.has_drafts:
+            names = (*names, *DRAFT_COLUMNS)
+            types |= dict.fromkeys(DRAFT_COUNTS, pa.int64())
         names = (*names, *PROGRAM_COLUMNS) if self.has_programs else names
         return pa.schema([(name, types.get(name, pa.float64())) for name in names])
 
@@ -312,6 +327,8 @@ class RequestsBuilder:
         columns["e2e_s"] = e2e_s(outcomes)
         columns["queue_s"] = columns["admitted_at"] - columns["arrived_at"]
         columns["tpot_s"] = tpot_s(outcomes)
+        if self.has_drafts:
+            columns["acceptance_length"] = acceptance_length(columns["num_drafts"], columns["num_accepted_tokens"])
         columns["slo_met"] = _slo_met(judge_slos(outcomes, promises, observed_until).overall)
         return columns
 
@@ -345,6 +362,11 @@ ADMISSION_COLUMNS = tuple(name for name, _ in _ADMISSION_FIELDS)
 empty (it was rejected before the policy was asked)."""
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Columns that hold texts."""
+
+DRAFT_COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+DRAFT_COLUMNS = (*DRAFT_COUNTS, "acceptance_length")
+"""Further columns of the requests table of a run with drafts: steps that verified drafts of the request, drafts, those that became output,
+and the mean number of tokens that these steps gave; NaN without any."""
 
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""
@@ -396,6 +418,11 @@ class TbtBuilder:
                 columns: Columns = {"gap_s": gaps[part], "weight": weights[part]}
                 columns |= {"replicaset": pa.repeat(replicaset, size), "slo_class": pa.repeat(slo_class, size)}
                 yield _table(columns, self.schema())
+
+
+def acceptance_length(num_drafts: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the mean number of tokens of steps that verified drafts; NaN where there were none."""
+    return np.where(num_drafts > 0, 1.0 + num_accepted / np.maximum(num_drafts, 1), _NAN)
 
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -478,6 +505,9 @@ def _slo_met(overall: NDArray[np.int8]) -> Any:
 __all__ = [
     "ADMISSION_COLUMNS",
     "ADMISSION_TEXTS",
+    "DRAFT_COLUMNS",
+    "DRAFT_COUNTS",
+    "NOTHING_FURTHER",
     "PROGRAM_COLUMNS",
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
@@ -490,6 +520,7 @@ __all__ = [
     "RequestsBuilder",
     "TableBuilder",
     "TbtBuilder",
+    "acceptance_length",
     "reason_masks",
     "with_facts",
     "write_parquet",

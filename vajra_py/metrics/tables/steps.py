@@ -70,7 +70,7 @@ from the ticks and blocks (rows that were made by hand)."""
 
 
 _OTHERWISE_CALLED = {
-    **{"step_index": "step", "num_decodes": "batch_decodes", "decode_tokens": "batch_decodes"},
+    **{"step_index": "step", "num_decodes": "batch_decodes"},
     **{"decode_context_tokens": "context_tokens", "num_growths": "num_growth"},
 }
 """Fields that a step log has under another name."""

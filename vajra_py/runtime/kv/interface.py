@@ -130,6 +130,9 @@ class KvMemory(Protocol):
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking."""
 
+    def shrink(self, request: KvRequest, num_blocks: int) -> None:
+        """Give back the blocks of a resident request behind its first ones, which hold nothing that is valid."""
+
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; `ValueError` if too few are free."""
 

@@ -412,6 +412,14 @@ class PagedKvMemory:
         table += self._pool.take(num_new)
         return True
 
+    def shrink(self, request: KvRequest, num_blocks: int) -> None:
+        """Give back the blocks of a resident request behind its first ones, which hold nothing that is valid."""
+        entry = self._resident(request, "shrink")
+        if not entry.num_cached <= num_blocks:
+            raise ValueError(f"PagedKvMemory.shrink: {num_blocks} blocks, and {entry.num_cached} of them have content.")
+        self._pool.release(entry.blocks[num_blocks:])
+        del entry.blocks[num_blocks:]
+
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
         tables = self._tables

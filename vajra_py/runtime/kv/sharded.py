@@ -407,6 +407,10 @@ class KvParallelMemory:
         self._take(entry, plan)
         return True
 
+    def shrink(self, request: KvRequest, num_blocks: int) -> None:
+        """Refuse: decodes have no drafts here."""
+        raise ValueError(f"KvParallelMemory.shrink: blocks are not given back one by one (to keep {num_blocks}).")
+
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """Take one more block for each of these resident requests, in this order; ValueError if too few are free."""
         growing = [self._resident(request, "grow_each") for request in requests]

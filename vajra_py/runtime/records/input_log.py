@@ -403,3 +403,7 @@ class RecordedOutput:
     detail: str = ""
     failed_at: int | None = None
     """Number of its tokens that were computed when it failed by itself; None: it did not fail."""
+    proposals: dict[int, int] = field(default_factory=dict)
+    """Number of output tokens to the drafts that there were for those behind them."""
+    accepted: dict[int, int] = field(default_factory=dict)
+    """Number of output tokens to the drafts that were accepted then."""

@@ -1,8 +1,9 @@
-"""Output log: the tokens of each request of a run whose steps are computed, and how it ended, in a file of JSON lines."""
+"""Output log: the tokens of each request of a run whose steps are computed, how it ended, and its drafts, in a file of JSON lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vajra_py.runtime.records.json_lines import JsonLinesFile
 from vajra_py.runtime.requests.request import Request
@@ -18,13 +19,16 @@ class OutputLog(JsonLinesFile):
 
         `reason`: why it ended, empty for one that had not; `is_faulty`: it failed by itself, in the token after these.
         """
-        self.write(
-            {
-                "index": request.index,
-                "request_id": request.request_id,
-                "reason": reason,
-                "detail": request.detail,
-                "failed_at": request.num_computed_tokens if is_faulty else None,
-                "token_ids": token_ids,
-            }
-        )
+        row: dict[str, Any] = {
+            "index": request.index,
+            "request_id": request.request_id,
+            "reason": reason,
+            "detail": request.detail,
+            "failed_at": request.num_computed_tokens if is_faulty else None,
+            "token_ids": token_ids,
+        }
+        if request.proposals:
+            row["proposals"] = request.proposals
+        if request.draft_log:
+            row["drafts"] = request.draft_log
+        self.write(row)

@@ -36,7 +36,15 @@ LISTS = {
 before it; -1: before it if it is none of the first `decodes_at` chunks, else none of them."""
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
-    *("num_running", "num_preempted_before", "batch_decodes", "context_tokens", "num_prefills", "prefill_tokens"),
+    *(
+        "num_running",
+        "num_preempted_before",
+        "batch_decodes",
+        "decode_tokens",
+        "context_tokens",
+        "num_prefills",
+        "prefill_tokens",
+    ),
     *("status", "num_steps", "num_waiting_after", *(f"num_{name}" for name in LISTS)),
 )
 """Whole numbers of a record: the plan's, of its features (from `batch_decodes` on), of what came of it, and entries of each list.
@@ -165,6 +173,7 @@ class StepLog(Observer):
                     plan.num_running,
                     plan.num_preempted_before,
                     features.num_decodes,
+                    features.num_decodes + features.num_draft_tokens,
                     features.decode_context_tokens,
                     features.num_prefills,
                     features.prefill_tokens,

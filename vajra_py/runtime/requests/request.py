@@ -172,6 +172,7 @@ class Request(_Stated):
         "caches",
         "deadline_at",
         "detail",
+        "draft_log",
         "end_epoch",
         "end_reason",
         "ended_at",
@@ -183,12 +184,15 @@ class Request(_Stated):
         "is_skipped",
         "max_tokens",
         "metadata",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
         "preempted_index",
         "program",
+        "proposals",
         "replica_id",
         "replicaset",
         "request_id",
@@ -216,6 +220,12 @@ class Request(_Stated):
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        """Drafts that steps verified so far, and those of them that became output."""
+        self.draft_log: Sequence[tuple[int, int, int]] = ()
+        """(output tokens before, drafts, those that became output) of each step that verified any."""
+        self.proposals: Sequence[tuple[int, int]] = ()
+        """(output tokens before, drafts that there were for those behind them), where drafts are made of tokens."""
         self.num_preemptions = 0
         self.num_losses = 0
         """Replicas that failed while it ran on them."""
@@ -280,6 +290,11 @@ class Request(_Stated):
     def num_remaining_prompt_tokens(self) -> int:
         """Prompt tokens not computed yet."""
         return max(0, self.num_prompt_tokens - self.num_computed_tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified drafts of it."""
+        return len(self.draft_log)
 
     @property
     def is_resident(self) -> bool:
@@ -348,6 +363,32 @@ class Request(_Stated):
         self._output += 1
         self.token_log.append(tick)
         return self._output
+
+    def add_outputs(self, num_tokens: int, tick: int) -> int:
+        """Count tokens that came together at this tick, whose predecessors are computed by now; returns how many there are."""
+        assert self._pool is None
+        self._computed = self.num_prompt_tokens + self._output + num_tokens - 1
+        self._output += num_tokens
+        self.token_log.extend([tick] * num_tokens)
+        return self._output
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts that a step has verified, before its tokens are counted."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        entry, log = (self._output, num_drafts, num_accepted), self.draft_log
+        if isinstance(log, list):
+            log.append(entry)
+        else:
+            self.draft_log = [entry]
+
+    def note_proposal(self, num_drafts: int) -> None:
+        """Note the drafts that there are for the tokens that come next."""
+        entry, log = (self._output, num_drafts), self.proposals
+        if isinstance(log, list):
+            log.append(entry)
+        else:
+            self.proposals = [entry]
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""

@@ -39,6 +39,7 @@ class RunningSet:
         self.shared = shared
         self.pool = DecodePool(limits.block_size)
         self.skipped: dict[Request, None] = {}
+        """Decodes outside the pool: left out of the last step, or with drafts, by which each goes on at its own pace."""
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
         self.arrived: dict[Request, None] = {}
@@ -110,6 +111,13 @@ class RunningSet:
     def skip(self, request: Request) -> None:
         """Leave a decode of the pool out of this step."""
         request.end_epoch = self._leave_pool(request)
+        request.is_skipped = True
+        self.skipped[request] = None
+
+    def decode_alone(self, request: Request, num_steps_to_end: int) -> None:
+        """Let a request whose prompt is done decode at a pace of its own, outside the pool."""
+        del self.partial[request]
+        request.end_epoch = num_steps_to_end
         request.is_skipped = True
         self.skipped[request] = None
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
+from vajra_py.config.drafts import DraftConfig
 from vajra_py.config.replica import ElasticConfig
 from vajra_py.contract import (
     AdmissionPolicy,
@@ -52,7 +53,7 @@ from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefi
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import ElasticPool, ReplicasetScaling
-from vajra_py.runtime.step.builder_options import BuilderOptions
+from vajra_py.runtime.step.builder_options import BuilderOptions, DraftRules
 from vajra_py.runtime.step.plan import Executor
 from vajra_py.runtime.support.seeds import SeedTree
 
@@ -106,6 +107,8 @@ class Services:
     """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies ask for."""
+    draft_times_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds that drafting adds to a step with drafts, and to it for each draft."""
 
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
@@ -214,7 +217,21 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
         kv_group_tokens=groups.group_tokens if groups.groups > 1 else None,
         bytes_per_block=facts.kv_bytes_per_token * memory.block_size,
         host_blocks=memory.host_blocks,
+        max_draft_tokens=settings.draft.most_tokens,
     )
+
+
+def _check_drafts(where: str, limits: ReplicaLimits) -> None:
+    """Raise `ConfigError` for drafts that are not made on a replica of these sizes."""
+    if not limits.max_draft_tokens:
+        return
+    if limits.max_draft_tokens >= limits.max_model_len:
+        message = f"asks for more drafts than a sequence of the model has room for (got {limits.max_draft_tokens})"
+        raise ConfigError(Problem(f"{where}.draft", message, f"Allowed: 0 to {limits.max_model_len - 1}"))
+    if limits.pipeline_stages > 1 or limits.kv_parallel_groups > 1:
+        what = "pipeline stages" if limits.pipeline_stages > 1 else "KV-parallel groups"
+        message = f"decodes have no drafts where there are several {what} (got {limits.max_draft_tokens})"
+        raise ConfigError(Problem(f"{where}.draft", message, "Allowed: num_tokens: 0, max_tokens: null"))
 
 
 def build_memory(
@@ -280,6 +297,7 @@ def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[Re
     for name, pool in settings.effective_pools.items():
         own = services.of_pool(name)
         limits = replica_limits(pool.replica, own.latency, own.facts)
+        _check_drafts("replica", limits)
         scheduler = pool.replica_scheduler or settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
         retention = pool.retention or settings.scheduling.retention
         role, num_layers = settings.role_of(name), own.facts.num_layers
@@ -549,4 +567,19 @@ def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits, services: S
         reserves_growth=services.reserves_growth,
         holds_ended_slots=services.holds_ended_slots,
         busy_group_tokens=settings.kv_parallel.busy_tokens,
+        drafts=_draft_rules(settings.draft, services.draft_times_s),
+    )
+
+
+def _draft_rules(draft: DraftConfig, times_s: tuple[float, float]) -> DraftRules | None:
+    if not draft.most_tokens:
+        return None
+    return DraftRules(
+        num_tokens=draft.num_tokens,
+        max_tokens=draft.most_tokens,
+        lookahead_tokens=draft.lookahead_tokens,
+        keeps_blocks=draft.rejected_blocks == "keep",
+        past_max_tokens=draft.past_max_tokens,
+        step_s=times_s[0],
+        token_s=times_s[1],
     )

@@ -75,6 +75,7 @@ class Replica:
         "_cache_at_end",
         "_end_watchers",
         "_eviction_watchers",
+        "_has_drafts",
         "_inherited",
         "_num_waiting_in_run",
         "_output_limits",
@@ -117,6 +118,9 @@ class Replica:
         self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
         self.lifecycle = Lifecycle(parts.replica_id, self.running_set, parts.replicaset, parts.pins)
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
+        self._has_drafts = parts.options.drafts is not None
+        if self._has_drafts:
+            self.builder.use_drafts(parts.executor)
         self.num_steps = 0
         self.num_in_flight = 0
         self.has_tiers = parts.memory.tiers is not None
@@ -210,8 +214,7 @@ class Replica:
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
         if request.num_remaining_tokens == 1 and request.num_output_tokens:
-            del self.running_set.partial[request]
-            self.running_set.pool.join(request, num_left)
+            self._begin_decode(request, num_left)
         return []
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
@@ -476,6 +479,8 @@ class Replica:
         if result.tokens is not None:
             self._append_tokens(result.tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
+        if plan.drafts:
+            done += self._apply_drafts(plan, result, now)
         if self._cache_at_end:
             self._cache_computed(plan)
         if plan.chunks:
@@ -532,7 +537,7 @@ class Replica:
                 self.memory.cache_blocks(request, request.num_computed_tokens)
 
     def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int) -> list[Request]:
-        running_set, memory = self.running_set, self.memory
+        memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
         is_split = memory.num_groups > 1
         for request, num_tokens, computed_before, kind in plan.chunks:
@@ -540,6 +545,8 @@ class Replica:
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
+            if drafts and request in drafts:
+                continue
             end = computed_before + num_tokens
             if request.in_flight and end == request.num_computed_tokens:
                 self._land(request)
@@ -555,8 +562,38 @@ class Replica:
             if num_left <= 0:
                 done.append(request)
             else:
-                del running_set.partial[request]
-                running_set.pool.join(request, num_left)
+                self._begin_decode(request, num_left)
+        return done
+
+    def _begin_decode(self, request: Request, num_left: int) -> None:
+        """A request whose prompt is computed decodes from now on, for so many tokens more."""
+        if self._has_drafts:
+            self.running_set.decode_alone(request, num_left)
+        else:
+            del self.running_set.partial[request]
+            self.running_set.pool.join(request, num_left)
+
+    def _apply_drafts(self, plan: StepPlan, result: StepResult, now: int) -> list[Request]:
+        """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
+        rules = self.parts.options.drafts
+        keeps = rules is not None and rules.keeps_blocks
+        done: list[Request] = []
+        for request, (num_drafts, num_kept_blocks) in plan.drafts.items():
+            if request in result.failed:
+                continue
+            num_left = self._output_limit(request) - request.num_output_tokens
+            num_accepted = min(result.accepted.get(request, 0), num_left - 1)
+            if num_drafts:
+                request.count_drafts(num_drafts, num_accepted)
+            request.add_outputs(1 + num_accepted, now)
+            request.end_epoch = num_left = num_left - 1 - num_accepted
+            computed = request.num_computed_tokens
+            if not keeps:
+                self.memory.shrink(request, max(num_kept_blocks, self.memory.blocks_for(computed)))
+            if request.hashes is not None:
+                self.memory.cache_blocks(request, computed)
+            if num_left <= 0:
+                done.append(request)
         return done
 
     def withholds_token(self, chunk: PlannedChunk) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from vajra_py.contract import DecodeStop, PreemptionMode, Refusal, RequestView
+from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.decode_pool import by_admission
@@ -17,7 +17,7 @@ from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
-from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.step.plan import Executor, PlannedDrafts, StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
@@ -42,7 +42,10 @@ class Builder(PlanDraft):
     """The `BatchBuilder` of one replica, and the only writer of its plans."""
 
     __slots__ = (
+        "_asked_drafts",
         "_caches_decodes",
+        "_draft_rules",
+        "_executor",
         "_growing",
         "_keeps",
         "_latency",
@@ -94,6 +97,16 @@ class Builder(PlanDraft):
         self._caches_decodes = False
         """Decodes that need a block, where decodes are taken one by one, and True if blocks that they fill are cached at once."""
 
+        self._draft_rules = options.drafts
+        self._executor: Executor | None = None
+        """Source of drafts; None: decodes have none."""
+        self._asked_drafts: dict[Request, int] = {}
+        """Drafts that the policy asks for in this step."""
+
+    def use_drafts(self, executor: Executor) -> None:
+        """Let decodes have the drafts of the executing side, by the rules of the options."""
+        self._executor = executor
+
     def bind_policy(self, name: str) -> None:
         """Drop requests in the name of this policy from now on."""
         self.policy_name = name
@@ -138,6 +151,8 @@ class Builder(PlanDraft):
             self.refusals.clear()
         if self._to_cache:
             self._to_cache = []
+        if self._asked_drafts:
+            self._asked_drafts.clear()
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """Return the plan; None when the policy did nothing at all."""
@@ -171,6 +186,8 @@ class Builder(PlanDraft):
         if num_tokens > num_left or not self._one_group:
             self._check_chunk(own, num_tokens, computed, computed + num_left)
         if num_tokens == 1 and own.is_decode:
+            if self._executor is not None:
+                return self._add_drafts(own, computed, reserve_tokens)
             if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
             self._put_decode(own)
@@ -208,6 +225,46 @@ class Builder(PlanDraft):
         self.tokens_left -= 1
         self.num_tokens += 1
         self._features = None
+        return None
+
+    def _add_drafts(self, request: Request, computed: int, reserve_tokens: int | None) -> Refusal | None:
+        """Add a decode with its drafts."""
+        rules = self._draft_rules
+        assert rules is not None
+        num_drafts = self._num_drafts(request)
+        memory, to_keep = self._memory, max(computed + 1, reserve_tokens or 0)
+        kept = max(memory.num_held_blocks(request), memory.blocks_for(to_keep))
+        ahead = min(computed + 1 + num_drafts + rules.lookahead_tokens, self._running_set.limits.max_model_len)
+        if not memory.grow(request, max(ahead, to_keep)):
+            return self._refuse(request, Refusal.KV_BLOCKS)
+        self._put_drafts(request, PlannedDrafts(num_drafts, kept), computed)
+        return None
+
+    def _num_drafts(self, request: Request) -> int:
+        """Return the number of drafts that a decode would have if it were added now."""
+        rules, executor = self._draft_rules, self._executor
+        assert rules is not None
+        assert executor is not None
+        known = request.num_known_tokens
+        most = min(
+            self._asked_drafts.get(request, rules.num_tokens),
+            self.tokens_left - 1,
+            self._running_set.limits.max_model_len - known,
+        )
+        if not rules.past_max_tokens:
+            most = min(most, request.max_tokens - request.num_output_tokens - 1)
+        return executor.num_drafts(request, most) if most > 0 else 0
+
+    def draft(self, request: RequestView, num_tokens: int) -> Refusal | None:
+        """Set the drafts of a decode in this step; see `BatchBuilder.draft`."""
+        own, rules = self._own(request), self._draft_rules
+        if rules is None or self._executor is None:
+            return self._refuse(own, Refusal.NO_DRAFTS)
+        if not 0 <= num_tokens <= rules.max_tokens:
+            raise IllegalPlan(own, f"cannot verify {num_tokens} drafts. Allowed: 0 to {rules.max_tokens}")
+        if own in self:
+            return self._refuse(own, Refusal.ALREADY_SCHEDULED)
+        self._asked_drafts[own] = num_tokens
         return None
 
     def _refuse(self, request: Request, refusal: Refusal) -> Refusal:
@@ -547,7 +604,7 @@ class Builder(PlanDraft):
 
     def predicted_time(self) -> float:
         """Predicted seconds of the step as it stands."""
-        return self._latency.stage_time_s(self.features())
+        return self._time_s(self.features())
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
         """Predicted seconds of the step with `num_tokens` of the request added."""
@@ -555,10 +612,16 @@ class Builder(PlanDraft):
         groups, features = self._group_features, self._features or self._sum_features()
         if own.is_decode and num_tokens == 1:
             features = groups.with_decode(features, own)
+            if self._executor is not None:
+                features = [features[0].with_drafts(self._num_drafts(own))]
         else:
             done = own.num_computed_tokens or self.cached_tokens(own)
             features = groups.with_chunk(features, own, num_tokens, done)
-        return self._latency.stage_time_s(groups.slowest(features))
+        return self._time_s(groups.slowest(features))
+
+    def _time_s(self, features: BatchFeatures) -> float:
+        seconds = self._latency.stage_time_s(features)
+        return seconds if self._draft_rules is None else seconds + self._draft_rules.time_s(features)
 
     def idle_until(self, time_s: float) -> None:
         """Run nothing until a time; see `BatchBuilder.idle_until`."""

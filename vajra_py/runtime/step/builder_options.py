@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.requests.request import Request
 
 
@@ -13,6 +14,30 @@ class IllegalPlan(ValueError):
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
         self.request_id = request.request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRules:
+    """Rules of drafts (speculative decoding), from `replica.draft`."""
+
+    num_tokens: int
+    """Drafts of a decode in a step, where the policy does not say."""
+    max_tokens: int
+    """Most drafts that a policy may ask for."""
+    lookahead_tokens: int = 0
+    """Tokens behind the drafts for which blocks are taken too."""
+    keeps_blocks: bool = False
+    """True if blocks of rejected drafts stay with their request, which uses them next; False: they go back at once."""
+    past_max_tokens: bool = False
+    """True if drafts are made for tokens beyond the request's `max_tokens`, within the model's length."""
+    step_s: float = 0.0
+    token_s: float = 0.0
+    """Seconds that drafting adds to a step with drafts, and to it for each draft."""
+
+    def time_s(self, features: BatchFeatures) -> float:
+        """Return the seconds that drafting adds to a step."""
+        num_tokens = features.num_draft_tokens
+        return self.step_s + num_tokens * self.token_s if num_tokens else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,3 +54,5 @@ class BuilderOptions:
     holds_ended_slots: bool = False
     """True if a request that ends keeps slot and blocks for one more step, scheduled before the end was known."""
     busy_group_tokens: int = 500
+    drafts: DraftRules | None = None
+    """Rules of drafts; None: decodes have none."""

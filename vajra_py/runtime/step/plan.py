@@ -12,6 +12,15 @@ from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
 from vajra_py.runtime.requests.request import Request
 
 
+class PlannedDrafts(NamedTuple):
+    """Drafts of a decode that a step verifies: they are the last tokens of its chunk."""
+
+    num_tokens: int
+    """0: none were proposed, or none fit."""
+    num_kept_blocks: int
+    """Blocks that the request holds after the step, whatever is accepted; further ones may go back."""
+
+
 class PlannedChunk(NamedTuple):
     """One entry of a plan."""
 
@@ -57,6 +66,8 @@ class StepPlan:
     copies: Sequence[BlockCopy] = ()
     """KV blocks to move between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
+    drafts: Mapping[Request, PlannedDrafts] = field(default_factory=dict)
+    """Drafts of each decode, where decodes have drafts; they are among the chunks then, and `pool` is None."""
 
     @property
     def num_requests(self) -> int:
@@ -98,11 +109,13 @@ class StepResult:
     identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests
     whose token ended them (end of sequence or a stop string), for executors that cannot know lengths in advance.
     `failed` names requests whose own part of the step gave no token, and why: they end, and nothing else does.
+    `accepted` holds the number of drafts that were accepted and became output, where there were any.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None
     stopped: frozenset[Request] = frozenset()
     failed: Mapping[Request, str] = field(default_factory=dict)
+    accepted: Mapping[Request, int] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -110,6 +123,9 @@ class Executor(Protocol):
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Number of output tokens after which the request stops by itself, where it is known (simulation, replay)."""
+
+    def num_drafts(self, request: Request, at_most: int) -> int:
+        """Return how many drafts there are for a decode's next tokens; asked where `replica.draft` allows any."""
 
     def withheld_token(self, request: Request) -> StepResult:
         """Return the token that the last step of a request's prompt sampled and that its result left out, since the request stays.

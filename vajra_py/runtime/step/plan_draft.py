@@ -11,7 +11,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.features import GroupFeatures, features_of
-from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, in_batch_order
+from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
 
 UNLIMITED = 2**62
 
@@ -42,6 +42,7 @@ class PlanDraft:
         "bulk",
         "bulk_position",
         "chunks",
+        "drafts",
         "hands_off",
         "notes",
         "now",
@@ -78,6 +79,8 @@ class PlanDraft:
         self.num_preempted_before = 0
         """Requests that were preempted in attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
+        self.drafts: dict[Request, PlannedDrafts] = {}
+        """Drafts of the decodes in the batch, where decodes have drafts; they are among `chunks`."""
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
         # Contents and rest of the batch: attributes rather than properties, since policies read them for every chunk.
@@ -129,6 +132,8 @@ class PlanDraft:
         self._features: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
+        if self.drafts:
+            self.drafts = {}
         if self._group_tokens:
             self._group_tokens.clear()
         if self.selected:
@@ -144,7 +149,7 @@ class PlanDraft:
     @property
     def num_decodes(self) -> int:
         """Decodes in the batch."""
-        return len(self._members if self.bulk else self.selected)
+        return len(self._members if self.bulk else self.selected) + len(self.drafts)
 
     @property
     def num_requests(self) -> int:
@@ -184,7 +189,16 @@ class PlanDraft:
                     num_decodes += len(moved)
                     context += sum(one.num_computed_before for one in moved)
                     chunks = [one for one in chunks if one.kind != MOVED or one.num_tokens > 1]
+                num_drafts = 0
+                if self.drafts:
+                    decoding = [one for one in chunks if one.request in self.drafts]
+                    num_decodes += len(decoding)
+                    context += sum(one.num_computed_before for one in decoding)
+                    num_drafts = sum(one.num_tokens - 1 for one in decoding)
+                    chunks = [one for one in chunks if one.request not in self.drafts]
                 features = [features_of(chunks, num_decodes, context, self._swap_bytes)]
+                if num_drafts:
+                    features = [features[0].with_drafts(num_drafts)]
             else:
                 features = [BatchFeatures(len(decodes), context)]
         else:
@@ -214,6 +228,19 @@ class PlanDraft:
         if request.hashes is not None and self._options.cache_at_schedule:
             self._memory.cache_blocks(request, computed + num_tokens)
 
+    def _put_drafts(self, request: Request, drafts: PlannedDrafts, computed: int) -> None:
+        """Put in a decode with drafts."""
+        num_tokens = 1 + drafts.num_tokens
+        self.chunks[request] = PlannedChunk(request, num_tokens, computed, "running")
+        self.drafts[request] = drafts
+        self.slots_left -= 1
+        self.tokens_left -= num_tokens
+        self.num_tokens += num_tokens
+        if self._features is not None:
+            self._features = [self._features[0].with_decodes(1, computed).with_drafts(drafts.num_tokens)]
+        if request.hashes is not None and self._options.cache_at_schedule:
+            self._memory.cache_blocks(request, computed + 1)
+
     def _put_decode(self, request: Request) -> None:
         if self.bulk:
             self._running_set.unskip(request)
@@ -232,6 +259,7 @@ class PlanDraft:
             if list(self.chunks).index(request) < self.bulk_position:
                 self.bulk_position -= 1
             num_tokens = self.chunks.pop(request).num_tokens
+            self.drafts.pop(request, None)
             if not self._one_group:
                 self._group_tokens.clear()
                 for kept in self.chunks.values():
@@ -265,6 +293,8 @@ class PlanDraft:
         chunks = tuple(self.chunks.values())
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
+        for request, (num_drafts, _) in self.drafts.items():  # they are known only once they are accepted
+            request.set_computed(request.num_computed_tokens - num_drafts)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
@@ -294,6 +324,7 @@ class PlanDraft:
             admissions,
             memory.take_copies() if runs_something else (),
             self.notes or {},
+            self.drafts,
         )
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> StepPlan:

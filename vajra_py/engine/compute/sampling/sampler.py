@@ -110,24 +110,34 @@ class Sampler:
         self._rows[slot] = None
         self._is_plain[slot] = True
 
+    def set_num_outputs(self, slot: int, num_tokens: int) -> None:
+        """Set the number of a row's tokens so far."""
+        self._num_outputs[slot] = num_tokens
+
     def undo(self, slots: Sequence[int]) -> None:
         """Undo one token of each of these slots, whose sampling does not depend on their outputs."""
         self._num_outputs[list(slots)] -= 1
 
     def sample(
-        self, logits: torch.Tensor, slots: Ints, likeliest: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        slots: Ints,
+        likeliest: torch.Tensor | None = None,
+        offsets: Ints | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those with `logprobs`.
 
         `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if no row needs
-        more.
+        more. `offsets`: the number of further tokens, drafts, before each row; slots are not distinct then.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
             self._num_outputs[slots] += 1
             return tokens, None
         parameters = self._parameters[slots]
-        parameters[:, Column.NUMBER] = uniform_numbers(self._seeds[slots], self._num_outputs[slots])
+        parameters[:, Column.NUMBER] = uniform_numbers(
+            self._seeds[slots], self._num_outputs[slots] if offsets is None else self._num_outputs[slots] + offsets
+        )
         possible = self._constraints.apply(self._without_early_ends(logits, slots), slots)
         if uses_triton(self._device):
             tokens = sample_tokens(possible, to_device(parameters, self._device), self._histories.seen)

@@ -36,7 +36,7 @@ def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> in
 def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: torch.device) -> int:
     """Bytes of activations and logits that the largest step holds at once, by the model's widths."""
     activations = options.max_step_tokens * _token_bytes(facts, config)
-    rows = min(options.max_requests, options.max_step_tokens)
+    rows = min(options.max_requests * (1 + options.max_drafts), options.max_step_tokens)
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
     if device.type == "cpu":
         return activations + logits

@@ -293,6 +293,9 @@ class TorchRunner:
             for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
                 if slot in self._faults:
                     raise ValueError(self._faults[slot])
+        for chunk in step.chunks:
+            if chunk.num_outputs is not None:
+                self._sampler.set_num_outputs(chunk.slot, chunk.num_outputs)
         batch = self._state.take(step)
         given, vocab_size = batch.token_ids, self._model.facts.vocab_size
         if given.size and not 0 <= given.min() <= given.max() < vocab_size:
@@ -308,7 +311,7 @@ class TorchRunner:
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        tokens: dict[int, int] = {}
+        tokens: dict[int, list[int]] = {}
         logprobs: list[Logprobs] = []
         scores: Scores = {}
         rows = [(slot, StepInput(decodes=[slot])) for slot in step.decodes]
@@ -330,7 +333,7 @@ class TorchRunner:
                 failed[slot] = problem
                 unwritten |= written
                 continue
-            tokens |= zip(computed.slots.tolist(), computed.tokens.tolist(), strict=True)
+            tokens[slot] = computed.tokens.tolist()
             logprobs += computed.logprobs
             scores |= computed.prompt_logprobs
         if len(failed) == len(rows) > num_known + 1:
@@ -338,8 +341,10 @@ class TorchRunner:
         for slot, found_wrong in failed.items():
             if slot not in self._faults:
                 self._fault(slot, found_wrong)
-        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
-        sampled = torch.tensor([tokens.get(slot, NO_TOKEN) for slot in slots], dtype=torch.int64)
+        counts = dict.fromkeys(step.decodes, 1) | {chunk.slot: chunk.num_sampled for chunk in step.chunks}
+        slots = [slot for slot, count in counts.items() for _ in range(count)]
+        found = [token for slot, count in counts.items() for token in tokens.get(slot) or [NO_TOKEN] * count]
+        sampled = torch.tensor(found, dtype=torch.int64)
         return Computed(np.array(slots, np.int64), sampled, logprobs, scores)
 
     def _blocks(self, row: StepInput) -> tuple[set[int], set[int]]:
@@ -404,7 +409,7 @@ class TorchRunner:
                 logits = self._logits(inputs, inputs.rows, memory)
         if not slots.size:
             return Computed(slots, torch.empty(0, dtype=torch.int64), [], scores)
-        tokens, logprobs = self._sampler.sample(logits, slots, likeliest)
+        tokens, logprobs = self._sampler.sample(logits, slots, likeliest, batch.draft_offsets)
         if tokens is not likeliest:
             places = to_device(slots, self._model.device) if places is None else places
             state.last_tokens.index_copy_(0, places, tokens.clamp_min(0))
@@ -421,7 +426,7 @@ class TorchRunner:
         """
         ends = np.cumsum(batch.query_lens)
         starts = ends - batch.query_lens
-        sampled = ends[batch.sampled] - 1
+        sampled = batch.sampled_rows
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens

@@ -1,0 +1,76 @@
+"""Schema of drafts (speculative decoding): `replica.draft`, and how drafts fare in a simulation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from vajra_py.config.sections import Count, Seconds, Section, Switch, Text
+
+_Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+class DraftConfig(Section):
+    """Draft tokens that a step verifies for each decode (speculative decoding)."""
+
+    num_tokens: Count = Field(0, description="Drafts of a decode in a step, where the policy does not say; tokens.")
+    max_tokens: Count | None = Field(
+        None, description="Most drafts that a policy may ask for, tokens; null: `num_tokens`."
+    )
+    lookahead_tokens: Count = Field(
+        0,
+        description="Tokens behind the drafts for which blocks are taken too, for drafters that write KV ahead (vLLM: as many as drafts for EAGLE, 0 for n-grams).",
+    )
+    rejected_blocks: Literal["free", "keep"] = Field(
+        "free",
+        description="What becomes of blocks that hold nothing but rejected drafts: they are free at once, or stay with their request (vLLM).",
+    )
+    past_max_tokens: Switch = Field(
+        False, description="Make drafts beyond the request's `max_tokens` too, up to the model's length (vLLM)."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_tokens is not None and self.max_tokens < self.num_tokens:
+            raise ValueError(f"max_tokens is below num_tokens ({self.max_tokens} of {self.num_tokens})")
+        return self
+
+    @property
+    def most_tokens(self) -> int:
+        """Most drafts of a decode in a step; 0: there are none."""
+        return self.num_tokens if self.max_tokens is None else self.max_tokens
+
+
+class SimulatedDraftsConfig(Section):
+    """How drafts fare in a simulation: exactly one of `rate`, `rates`, `table` and `trace`, and what drafting takes."""
+
+    rate: _Fraction | None = Field(
+        None, description="Chance that a draft is accepted, given that those before it are, fraction."
+    )
+    rates: tuple[_Fraction, ...] | None = Field(
+        None, min_length=1, description="The same by position, the first draft's first, fractions."
+    )
+    table: Text | None = Field(
+        None,
+        description="CSV file with columns `position` (from 1) and `acceptance`: of all verifications, the part in which the drafts up to this one were accepted.",
+    )
+    trace: Text | None = Field(
+        None, description="`drafts.jsonl.gz` of another run, whose requests have the same ids: what was accepted there."
+    )
+    step_s: Seconds = Field(0.0, description="Time that drafting adds to a step with drafts, seconds.")
+    token_s: Seconds = Field(0.0, description="Time that each draft adds to its step, seconds.")
+
+    @field_validator("table", "trace")
+    @classmethod
+    def _seen_from_base_folder(cls, path: str | None, info: ValidationInfo) -> str | None:
+        from vajra_py.latency.config import resolved_path  # loads numpy
+
+        return None if path is None else resolved_path(path, info)
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [name for name in ("rate", "rates", "table", "trace") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of rate, rates, table, trace is needed (got {', '.join(given) or 'none'})")
+        return self

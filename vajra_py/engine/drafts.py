@@ -1,0 +1,63 @@
+"""Drafts by n-gram lookup (prompt lookup decoding): what followed the newest tokens when they came before.
+
+The rule is vLLM's: the longest n-gram at the end that occurred earlier, its first occurrence, and the tokens behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vajra_py.engine.compute.interface import SamplingParams, forbids_tokens, needs_history
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRules:
+    """Lengths of the n-grams that are looked up, and most drafts of a lookup."""
+
+    min_tokens: int
+    max_tokens: int
+    most_drafts: int
+
+
+def may_have_drafts(sampling: SamplingParams) -> bool:
+    """Return True if tokens of a request can be verified together: none depends on its output but through the model."""
+    is_free = not needs_history(sampling) and not forbids_tokens(sampling)
+    return is_free and not sampling.logit_bias and sampling.logprobs is None and not sampling.min_tokens
+
+
+class NgramIndex:
+    """Tokens of one request, and where each n-gram occurred first."""
+
+    __slots__ = ("_first", "_rules", "_tokens")
+
+    def __init__(self, rules: NgramRules, tokens: Sequence[int]) -> None:
+        self._rules = rules
+        self._tokens: list[int] = []
+        self._first: list[dict[tuple[int, ...], int]] = [{} for _ in range(rules.max_tokens + 1)]
+        """By length: n-gram to the place behind its first occurrence, where a token follows."""
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        known, lengths = self._tokens, range(self._rules.min_tokens, self._rules.max_tokens + 1)
+        for token in tokens:
+            place = len(known)
+            for length in lengths:
+                if length > place:
+                    break
+                self._first[length].setdefault(tuple(known[place - length : place]), place)
+            known.append(token)
+
+    def drafts(self) -> list[int]:
+        """Return the tokens that followed the longest known n-gram at the end; empty if there is none."""
+        known, rules = self._tokens, self._rules
+        for length in range(min(rules.max_tokens, len(known)), rules.min_tokens - 1, -1):
+            place = self._first[length].get(tuple(known[len(known) - length :]))
+            if place is not None:
+                return known[place : place + rules.most_drafts]
+        return []

@@ -1,0 +1,38 @@
+"""Section `drafts` of a summary: what became of draft tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vajra_py.metrics.definitions import Bools
+from vajra_py.metrics.summary.distributions import distribution
+from vajra_py.metrics.tables.columns import floats_of, ints_of
+from vajra_py.metrics.tables.requests import DRAFT_COUNTS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+
+def drafts_section(requests: ArrowTable, inside: Bools) -> dict[str, Any]:
+    """Return the section for these rows of a requests table.
+
+    `acceptance_rate` is accepted drafts by drafts; `mean_acceptance_length` the mean number of tokens of a step that verified drafts
+    of a request, as vLLM reports it; `acceptance_length` is of the requests' own means. None where nothing was drafted.
+    """
+    import pyarrow as pa
+
+    rows = requests.filter(pa.array(inside))
+    counts = {name: int(ints_of(rows, name).sum()) for name in DRAFT_COUNTS}
+    num_drafts, num_tokens, num_accepted = counts.values()
+    return {
+        "drafts": {
+            **counts,
+            "acceptance_rate": num_accepted / num_tokens if num_tokens else None,
+            "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else None,
+            "acceptance_length": distribution(floats_of(rows, "acceptance_length")),
+        }
+    }
