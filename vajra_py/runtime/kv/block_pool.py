@@ -294,6 +294,12 @@ class BlockPool:
             self._forget(block)
         return True
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Take the hashes of these blocks in use away, also where several requests share one."""
+        for block in blocks:
+            if block in self._hash_of:
+                self._forget(block)
+
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """Return the blocks of the leading hashes that are found."""
         get = self._entries.get

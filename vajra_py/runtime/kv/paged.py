@@ -355,6 +355,23 @@ class PagedKvMemory:
         entry.num_valid_tokens = min(entry.num_valid_tokens, num_tokens)
         return True
 
+    def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """Let nobody find the KV of a request beyond its first `num_tokens` tokens any more: it is void.
+
+        Requests that share such blocks keep them.
+        """
+        entry = self._tables[request]
+        keep = num_tokens // self.block_size
+        void = set(entry.blocks[keep : entry.num_cached])
+        if void:
+            self._pool.withdraw(void)
+            for other in self._tables.values():
+                first = next((place for place, block in enumerate(other.blocks) if block in void), None)
+                if first is not None and first < other.num_cached:
+                    self._pool.withdraw(other.blocks[first : other.num_cached])
+                    other.num_cached = first
+        entry.num_valid_tokens = min(entry.num_valid_tokens, num_tokens)
+
     # Taking and giving blocks
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
