@@ -5,12 +5,12 @@ The recorded connector's answers and reports are inputs; what waits, what stops 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.golden.readers.driver import Arrival, Driver
 from tests.golden.readers.trace import Difference, Result, first_difference
-from tests.golden.readers.vllm import KINDS, REASONS, arrivals_of, setup_of
+from tests.golden.readers.vllm import REASONS, arrivals_of, setup_of
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.connector import ConnectorRules, KvReport, Match
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -53,7 +53,7 @@ class _Connector:
         self.calls.append(["alloc", request.request_id, num_tokens, held])
 
     def ended(self, request: Request, num_blocks: int) -> bool:
-        delays = self._scripts[request.request_id]["send_steps"] is not None
+        delays = num_blocks > 0 and self._scripts[request.request_id]["send_steps"] is not None
         self.calls.append(["finished", request.request_id, num_blocks, delays])
         return delays
 
@@ -68,7 +68,7 @@ def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
     before: list[str] = []
     for position, expected in enumerate(trace["steps"]):
         actual = run.step(expected)
-        absent = {"preempted": [], "finished": [], "connector_end": []}
+        absent: dict[str, Any] = {"preempted": [], "finished": [], "connector_end": []}
         field = first_difference({**absent, **expected}, actual)
         if field is not None:
             recorded = [f"{key}: {value}" for key, value in expected.items()]
@@ -105,10 +105,10 @@ class _Run:
     def step(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         driver, memory = self.driver, self.driver.replica.memory
         self._connector.step = recorded["step"]
+        for request_id in recorded.get("aborted", ()):
+            driver.abort(request_id)  # nothing, if it is yet to come
         for request_id in recorded.get("added", ()):
             self._arrive(self._arrivals[request_id])
-        for request_id in recorded.get("aborted", ()):
-            driver.abort(request_id)
         entries, preempted = driver.form()
         calls = self._connector.take_calls()
         for what, request_id, num_tokens, *_ in calls:
@@ -117,7 +117,7 @@ class _Run:
         holding = [one.request_id for one in self._holding()]
         actual: dict[str, Any] = {
             "sched": [[entry.request.request_id, entry.num_tokens] for entry in entries],
-            "kind": "".join(KINDS[entry.kind] for entry in entries),
+            "kind": "".join("R" if entry.kind == "running" else "N" for entry in entries),
             "computed": [entry.num_computed_before for entry in entries],
             "preempted": preempted,
             "free_sched": memory.free_blocks,
@@ -127,10 +127,10 @@ class _Run:
             "waiting": [one.request_id for one in driver.waiting() if one.request_id not in holding],
         }
         finished = driver.complete(entries, self._next_token, self._report(recorded))
-        order = sorted(finished, key=lambda one: one[1] is EndReason.FAILED and one[0] or "")
-        ends = self._connector.take_calls()
+        order, ends = finished, self._connector.take_calls()
         if any(reason is EndReason.FAILED for _, reason in finished):
-            order, ends = sorted(finished), sorted(ends, key=lambda call: str(call[1]))
+            order = sorted(finished, key=lambda one: self._numbers[one[0]])
+            ends = sorted(ends, key=lambda call: self._numbers[str(call[1])])
         actual |= {
             "finished": [[request_id, REASONS.get(reason, "error")] for request_id, reason in order],
             "connector_end": ends,
@@ -144,7 +144,7 @@ class _Run:
         self.driver.arrive(arrival)
         self._requests[arrival.request_id] = self.driver.requests[arrival.request_id]
 
-    def _holding(self) -> list[Request]:
+    def _holding(self) -> Sequence[Request]:
         driver = self.driver
         return self._kv.in_order(lambda one: driver.replica.queue.urgency(one, driver.seconds))
 

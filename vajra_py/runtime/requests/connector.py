@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 from vajra_py.contract import PriorityKey, RequestView
 from vajra_py.runtime.requests.lifecycle import Lifecycle
@@ -78,6 +78,13 @@ class _Load:
     is_over: bool = False
 
 
+@dataclass(slots=True)
+class _Kept:
+    num_tokens: int
+    """Leading tokens whose KV the blocks hold, or would hold if it had come."""
+    reasons: set[Literal["load", "send"]]
+
+
 @dataclass(frozen=True, slots=True)
 class FailedLoads:
     """Requests that failed loads concern."""
@@ -109,8 +116,8 @@ class ConnectedKv:
         """Loads under way, over or failed, of requests that were not admitted since, in order of their begin."""
         self._matches: dict[Request, tuple[int, Match]] = {}
         """Cached tokens and the connector's answer for requests that were looked at in this step."""
-        self._kept: dict[Request, set[str]] = {}
-        """Ended requests that keep their blocks, and what they keep them for."""
+        self._kept: dict[Request, _Kept] = {}
+        """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
         """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
 
@@ -131,9 +138,9 @@ class ConnectedKv:
             if self._is_full() or self._is_ready(request, now):
                 yield request
         for view in in_order:
-            request: Request = view  # type: ignore[assignment]  # a waiting request of this replica
-            if request not in self._loads and (self._is_full() or self._ask(request) is not None):
-                yield request
+            own = cast(Request, view)
+            if own not in self._loads and (self._is_full() or self._ask(own) is not None):
+                yield own
 
     def _is_ready(self, request: Request, now: float) -> bool:
         load = self._loads.get(request)
@@ -183,9 +190,7 @@ class ConnectedKv:
         """Blocks that requests whose prompt is loaded or computed lack for what is known of them."""
         memory = self._running_set.memory
         under_way = dict.fromkeys((*self._loads, *self._running_set.partial))
-        return sum(
-            max(memory.blocks_for(one.num_known_tokens) - memory.num_held_blocks(one), 0) for one in under_way
-        )
+        return sum(max(memory.blocks_for(one.num_known_tokens) - memory.num_held_blocks(one), 0) for one in under_way)
 
     def begin_load(self, request: Request, now: float) -> bool | None:
         """Begin to load a request's KV beside steps; None: there is nothing to load so; False: it does not fit."""
@@ -202,7 +207,6 @@ class ConnectedKv:
         if memory.allocate(request, num_tokens) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, now)
-        self._loads.pop(request, None)
         self._loads[request] = _Load(num_tokens)
         self._connector.allocated(request, match.num_tokens)
         return True
@@ -221,7 +225,10 @@ class ConnectedKv:
     # Reports
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Leading tokens that the load of a request brings; None if it has none under way."""
+        """Leading tokens that the load of a request brings, or that are kept of one that has ended; None if it is neither."""
+        kept = self._kept.get(request)
+        if kept is not None:
+            return kept.num_tokens
         load = self._loads.get(request)
         return None if load is None or request.state is not _LOADING else load.num_tokens
 
@@ -248,12 +255,12 @@ class ConnectedKv:
         for request in report.sent:
             self._release(request, "send")
 
-    def _release(self, request: Request, reason: str) -> None:
-        reasons = self._kept.get(request)
-        if reasons is None:
+    def _release(self, request: Request, reason: Literal["load", "send"]) -> None:
+        kept = self._kept.get(request)
+        if kept is None:
             return  # it was lost with its replica
-        reasons.discard(reason)
-        if not reasons:
+        kept.reasons.discard(reason)
+        if not kept.reasons:
             del self._kept[request]
             self._lifecycle.release_kept(request)
 
@@ -302,13 +309,13 @@ class ConnectedKv:
         memory = self._running_set.memory
         is_loading = load is not None and request.state is _LOADING
         num_tokens = load.num_tokens if load is not None and is_loading else request.num_computed_tokens
-        reasons = set()
+        reasons: set[Literal["load", "send"]] = set()
         if self._connector.ended(request, min(memory.blocks_for(num_tokens), memory.num_held_blocks(request))):
             reasons.add("send")
         if is_loading and load is not None and not load.is_over:
             reasons.add("load")
         if reasons and memory.num_held_blocks(request):
-            self._kept[request] = reasons
+            self._kept[request] = _Kept(num_tokens, reasons)
             return True
         return False
 

@@ -461,7 +461,9 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
-        is_awaited = self.expects_kv or self._connected is not None or self.builder.hands_off  # what was handed off may be told to stay
+        is_awaited = (
+            self.expects_kv or self._connected is not None or self.builder.hands_off
+        )  # what was handed off may be told to stay
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
@@ -601,9 +603,7 @@ class Replica:
             if request.state is _RUNNING:
                 self.memory.cache_blocks(request, request.num_computed_tokens)
 
-    def _apply_chunks(
-        self, plan: StepPlan, result: StepResult, now: int, lost: FailedLoads | None
-    ) -> list[Request]:
+    def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int, lost: FailedLoads | None) -> list[Request]:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1

@@ -291,9 +291,7 @@ class Builder(PlanDraft):
     def _cached_tokens(self, request: Request) -> int:
         """Leading tokens that a waiting request without KV need not compute."""
         return (
-            self._memory.cached_tokens(request)
-            if self._connected is None
-            else self._connected.cached_tokens(request)
+            self._memory.cached_tokens(request) if self._connected is None else self._connected.cached_tokens(request)
         )
 
     def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.kv import BlockCopy
-from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
 from vajra_py.runtime.requests.connector import KvReport
+from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
 from vajra_py.runtime.requests.request import Request
 
 
