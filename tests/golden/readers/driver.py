@@ -16,6 +16,7 @@ from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.kv import TokenBlockHashes
+from vajra_py.runtime.requests.connector import KvReport
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
@@ -129,11 +130,13 @@ class Driver:
             return [], []
         return list(plan.entries()), [request.request_id for request, _ in plan.preempted]
 
-    def complete(self, entries: Sequence[PlannedChunk], next_token: NextToken) -> list[tuple[str, EndReason]]:
-        """The step comes back with everyone's token; who ended, in order of admission."""
+    def complete(
+        self, entries: Sequence[PlannedChunk], next_token: NextToken, report: KvReport | None = None
+    ) -> list[tuple[str, EndReason]]:
+        """The step comes back with everyone's token, and a connector's report; who ended, in order of admission."""
         self._now += TICKS_PER_SECOND
         if self._plan is None or not self._plan.num_requests:
-            return []
+            return [] if report is None else self._ended(self.replica.take_report(report, self._now))
         tokens: list[tuple[Request, int]] = []
         stopped: set[Request] = set()
         for entry in entries:
@@ -143,8 +146,10 @@ class Driver:
                 tokens.append((request, token))
                 if ends:
                     stopped.add(request)
-        result = StepResult(tokens=tokens, stopped=frozenset(stopped))
-        ended = self.replica.complete_step(self._plan, result, self._now)
+        result = StepResult(tokens=tokens, stopped=frozenset(stopped), report=report)
+        return self._ended(self.replica.complete_step(self._plan, result, self._now))
+
+    def _ended(self, ended: Sequence[tuple[Request, EndReason]]) -> list[tuple[str, EndReason]]:
         for request, _ in ended:
             del self.requests[request.request_id]
         if self.replica.limits.num_blocks <= MAX_CHECKED_BLOCKS:

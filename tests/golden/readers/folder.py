@@ -18,6 +18,7 @@ from tests.golden.readers import (
     thunderagent,
     vidur,
     vllm,
+    vllm_connector,
 )
 from tests.golden.readers.trace import Difference, Result, read_json
 
@@ -31,6 +32,7 @@ BY_REQUESTS: Mapping[str, Callable[[str, str, Mapping[str, Any]], Result]] = {
     radix_cache.SCHEMA: radix_cache.compare,
     splitwise.SCHEMA: splitwise.compare,
     thunderagent.SCHEMA: thunderagent.compare,
+    vllm_connector.SCHEMA: vllm_connector.compare,
 }
 """Readers of traces that are no sequences of steps."""
 

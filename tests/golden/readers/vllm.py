@@ -58,7 +58,7 @@ class _Comparison:
         config = trace["config"]
         self._driver = Driver(setup_of(config))
         self._arrivals: dict[int, list[Arrival]] = defaultdict(list)
-        for request, arrival in _arrivals(trace["requests"], config):
+        for request, arrival in arrivals_of(trace["requests"], config):
             self._arrivals[request["arrival_step"]].append(arrival)
         self._numbers = {request["id"]: request["index"] for request in trace["requests"]}
         self._aborts: dict[int, list[str]] = defaultdict(list)
@@ -119,7 +119,7 @@ class _Comparison:
         return 1_000_000 + 10_000 * self._numbers[request.request_id] + request.num_output_tokens, False
 
 
-def _arrivals(requests: list[dict[str, Any]], config: Mapping[str, Any]) -> list[tuple[dict[str, Any], Arrival]]:
+def arrivals_of(requests: list[dict[str, Any]], config: Mapping[str, Any]) -> list[tuple[dict[str, Any], Arrival]]:
     """Requests with what orders them.
 
     First come first served is the order in which they were added. Equal priorities are followed by the arrival time,

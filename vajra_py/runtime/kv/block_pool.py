@@ -93,6 +93,7 @@ class BlockPool:
         "_kept",
         "_next_fresh",
         "_pins",
+        "_shares_void",
         "events",
         "idle_version",
         "lower",
@@ -131,6 +132,8 @@ class BlockPool:
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
         """The block of a hash, or several (keep_first) in order of entry."""
+        self._shares_void = False
+        """True if several requests may share a block without content, which `withdraw` has taken from it."""
         self._extra_references: dict[int, int] = {}
         """References beyond the first; blocks with one reference are not listed."""
         self._pins: dict[Hashable, int] = {}
@@ -200,6 +203,8 @@ class BlockPool:
         """Give back a request's references, of one table whose first `num_hashed` blocks carry hashes; what has no user is free."""
         hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
         plain = blocks[num_hashed:] if num_hashed else blocks
+        if self._shares_void:
+            plain = self._without_users(plain)
         if self._pins and hashed:
             hashed = self._without_pinned(hashed)
         self.num_free += len(hashed) + len(plain)
@@ -290,9 +295,16 @@ class BlockPool:
         """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
         if not self._extra_references.keys().isdisjoint(blocks):
             return False
-        for block in blocks:
-            self._forget(block)
+        self.withdraw(blocks)
         return True
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Take the hashes of these blocks in use away, also where several requests share one."""
+        if not self._extra_references.keys().isdisjoint(blocks):
+            self._shares_void = True
+        for block in blocks:
+            if block in self._hash_of:
+                self._forget(block)
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """Return the blocks of the leading hashes that are found."""

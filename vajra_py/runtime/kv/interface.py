@@ -226,6 +226,9 @@ class KvMemory(Protocol):
     def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
         """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""
 
+    def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+
     # Groups
 
     @property

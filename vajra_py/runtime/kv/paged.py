@@ -355,6 +355,27 @@ class PagedKvMemory:
         entry.num_valid_tokens = min(entry.num_valid_tokens, num_tokens)
         return True
 
+    def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends.
+
+        Others that hold such blocks keep them, and enter nothing in the cache any more.
+        """
+        entry = self._tables[request]
+        void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])
+        self._withdraw(entry, num_tokens // self.block_size)
+        for other in self._tables.values() if void else ():
+            first = next((place for place, block in enumerate(other.blocks) if block in void), None)
+            if first is not None:
+                self._withdraw(other, first)
+
+    def _withdraw(self, entry: _BlockTable, num_kept: int) -> None:
+        """Take the hashes of a table's blocks away beyond the first ones, for good."""
+        if entry.num_cached > num_kept:
+            self._pool.withdraw(entry.blocks[num_kept : entry.num_cached])
+            entry.num_cached = num_kept
+        entry.num_valid_tokens = min(entry.num_valid_tokens, num_kept * self.block_size)
+        entry.hashes = None
+
     # Taking and giving blocks
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:

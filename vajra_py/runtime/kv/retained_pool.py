@@ -208,6 +208,11 @@ class RetainedBlockPool(BlockPool):
         """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
         if not self._extra_references.keys().isdisjoint(blocks):
             return False
+        self.withdraw(blocks)
+        return True
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Take the hashes of these blocks in use away, also where several requests share one."""
         now = self._clock()
         for block in reversed(blocks):
             entry = self._entry_of.get(block)
@@ -218,7 +223,6 @@ class RetainedBlockPool(BlockPool):
                     self._drop_continuations(entry, now)
                 self._tell("on_withdrawn", entry, now)
                 self._remove(entry, now)
-        return True
 
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
         """Forget idle content that continues an entry which is withdrawn: nobody can find it any more.

@@ -207,6 +207,9 @@ class KvParallelMemory:
         """Return True: nothing was entered."""
         return True
 
+    def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """Do nothing: no prefix cache."""
+
     # Nothing is cached, so there is nothing to pin, to expire or to hear of
 
     next_due = inf

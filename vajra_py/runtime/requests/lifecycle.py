@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason, Observer
@@ -33,6 +33,16 @@ class Held:
     """Tokens whose KV is here; elsewhere the request may have computed more."""
 
 
+class KeepsEnded(Protocol):
+    """Connector that needs the blocks of requests beyond their end."""
+
+    def keeps(self, request: Request) -> bool:
+        """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept`."""
+
+    def give_up(self, request: Request) -> None:
+        """A waiting request gives up what was loaded for it, because nobody can run."""
+
+
 class Lifecycle:
     """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""
 
@@ -50,6 +60,8 @@ class Lifecycle:
         """Requests that have left the running set and whose KV lies here until another replica has it."""
         self.on_memory_taken: Callable[[Request], None] | None = None
         """Called when a running request is preempted, before its blocks are free."""
+        self.connected: KeepsEnded | None = None
+        """Connector to KV outside the replica; None: there is none."""
         self.holding: list[Request] = []
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
 
@@ -109,6 +121,8 @@ class Lifecycle:
         running_set = self._running_set
         if running_set.memory.tiers is not None:
             running_set.memory.tiers.give_up(request)
+        if self.connected is not None:
+            self.connected.give_up(request)
         del running_set.arrived[request]
         running_set.queue.remove(request)
         running_set.memory.free(request, request.num_computed_tokens)
@@ -158,7 +172,8 @@ class Lifecycle:
         With `keeps_blocks` it is free when `release_ended` is called.
         """
         self._running_set.drop(request)
-        self.holding.append(request)
+        if self.connected is None or not self.connected.keeps(request):
+            self.holding.append(request)
         if not keeps_blocks:
             self.release_ended()
         self._tell_end(request, reason, detail, now)
@@ -172,6 +187,12 @@ class Lifecycle:
                 self._pin_ended(request, self._pins)
             memory.forget(request)
         self.holding.clear()
+
+    def release_kept(self, request: Request) -> None:
+        """Free the blocks of an ended request that a connector has kept."""
+        memory = self._running_set.memory
+        memory.free(request, request.num_computed_tokens, for_good=True)
+        memory.forget(request)
 
     def _pin_ended(self, request: Request, pins: PinSeconds) -> None:
         now = self._running_set.memory.now()
@@ -278,11 +299,20 @@ class Lifecycle:
         """The KV of a request's first tokens is in its blocks; it waits to run."""
         running_set = self._running_set
         running_set.queue.remove(request)
-        request.set_computed(num_tokens)
+        request.set_computed(min(num_tokens, request.num_known_tokens - 1))
         request.move_to(RequestState.LOADED)
         running_set.memory.cache_blocks(request, num_tokens)
         del running_set.loading[request]
         running_set.arrived[request] = None
+        running_set.queue.add(request, now)
+
+    def load_again(self, request: Request, now: float) -> None:
+        """Nothing of a load has come: the request waits as it did before, without blocks."""
+        running_set = self._running_set
+        running_set.queue.remove(request)
+        running_set.memory.free(request, 0)
+        request.move_to(RequestState.PREEMPTED if request.num_preemptions else _WAITING)
+        del running_set.loading[request]
         running_set.queue.add(request, now)
 
     # Ends
@@ -307,13 +337,19 @@ class Lifecycle:
         running_set.queue.remove(request)
         if request.state is RequestState.SWAPPED:
             running_set.memory.drop_swapped(request)
-        elif request in running_set.arrived:
+        is_kept = self.connected is not None and self.connected.keeps(request)
+        if request in running_set.arrived:
             del running_set.arrived[request]
-            running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+            if not is_kept:
+                running_set.memory.free(request, request.num_computed_tokens, for_good=True)
         elif request in running_set.loading:
             del running_set.loading[request]
-            running_set.memory.free(request, 0, for_good=True)
-        self._end(request, reason, detail, now)
+            if not is_kept:
+                running_set.memory.free(request, 0, for_good=True)
+        if is_kept:
+            self._tell_end(request, reason, detail, now)
+        else:
+            self._end(request, reason, detail, now)
 
     def end_held(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         """End a request that was on its way to another replica."""

@@ -75,7 +75,9 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
         {RequestState.HELD, RequestState.ARRIVED, RequestState.PREEMPTED, RequestState.ENDED}
     ),
     RequestState.ARRIVED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
-    RequestState.LOADING: frozenset({RequestState.LOADED, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.LOADING: frozenset(
+        {RequestState.LOADED, RequestState.WAITING, RequestState.PREEMPTED, RequestState.ENDED}
+    ),
     RequestState.LOADED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }

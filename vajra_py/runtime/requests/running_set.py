@@ -6,9 +6,9 @@ prefills, or in flight (part of a step that has not come back, under pipeline pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
 from vajra_py.runtime.kv import KvMemory
@@ -29,6 +29,15 @@ class PoolChanges(NamedTuple):
 NO_CHANGES = PoolChanges((), ())
 
 
+class OffersWaiting(Protocol):
+    """Connector by whose answers waiting requests may be admitted."""
+
+    def offered(
+        self, in_order: Iterator[RequestView], urgency: Callable[[RequestView], PriorityKey], now: float
+    ) -> Iterator[RequestView]:
+        """Iterate over the waiting requests that may be admitted, most urgent first."""
+
+
 class RunningSet:
     """The requests of one replica, grouped by state."""
 
@@ -46,6 +55,8 @@ class RunningSet:
         """Waiting requests that came with their KV, or whose prefix was loaded: they hold blocks, and are offered before the others, lest these wait for them."""
         self.loading: dict[Request, None] = {}
         """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
+        self.connected: OffersWaiting | None = None
+        """Connector to KV outside the replica; None: there is none."""
         self.num_running = 0
         """Requests that hold KV blocks."""
         self.num_admissions = 0
@@ -175,6 +186,21 @@ class RunningSet:
         else:
             del self.partial[request]
 
+    def compute_again(self, request: Request, num_valid_tokens: int, num_left: int) -> None:
+        """Let a running request compute again what stands behind its valid tokens; it may have `num_left` more outputs."""
+        if request in self.pool.members:
+            self._leave_pool(request)
+        elif request.is_skipped:
+            del self.skipped[request]
+            request.is_skipped = False
+        else:
+            del self.partial[request]
+        request.set_computed(num_valid_tokens)
+        self.partial[request] = None
+        if request.num_remaining_tokens == 1 and request.num_output_tokens:
+            del self.partial[request]
+            self.pool.join(request, num_left)
+
     def take_back_token(self, request: Request) -> None:
         """Undo the token that the pool's last step counted for a member and that never came."""
         if request in self.pool.members:
@@ -241,7 +267,10 @@ class StateView:
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests that may be admitted, most urgent first, own and shared queue merged."""
         running_set = self._running_set
-        order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
+        if running_set.connected is not None:
+            order = running_set.connected.offered(self._in_order(), self.urgency, self.now)
+        else:
+            order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
         if running_set.is_gated:
             return filter(running_set.lets_in, order if running_set.admits else ())
         return order

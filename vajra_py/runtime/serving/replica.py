@@ -11,7 +11,7 @@ from vajra_py.config import DEFAULT_POOL
 from vajra_py.contract import EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
-from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
+from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.kv.retention_order import CachedEntry
@@ -20,6 +20,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
+from vajra_py.runtime.requests.connector import ConnectedKv, ConnectorRules, FailedLoads, KvConnector, KvReport
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -73,6 +74,7 @@ class Replica:
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
         "_cache_at_end",
+        "_connected",
         "_end_watchers",
         "_eviction_watchers",
         "_has_drafts",
@@ -125,6 +127,7 @@ class Replica:
         self.num_in_flight = 0
         self.has_tiers = parts.memory.tiers is not None
         """True if there are tiers of memory below the device."""
+        self._connected: ConnectedKv | None = None
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None
@@ -176,6 +179,25 @@ class Replica:
         self._eviction_watchers = [one for one in observers if type(one).on_evicted is not Observer.on_evicted]
         self.memory.report_evictions(self._show_evicted if self._eviction_watchers else None)
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
+
+    def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
+        """Let requests get KV from outside the replica, and leave it there, from now on.
+
+        Raises `ConfigError` where the memory has lower tiers or KV parallelism, which load by other rules.
+        """
+        if self.has_tiers or self.memory.num_groups > 1:
+            what = "lower tiers" if self.has_tiers else "KV parallelism"
+            message = f"a connector does not go with memory that has {what}"
+            raise ConfigError(Problem("replica.memory", message, "Allowed: one group of blocks, on the device alone"))
+        running_set, builder = self.running_set, self.builder
+
+        def is_full() -> bool:
+            return builder.tokens_left <= 0 or running_set.num_running >= self.limits.max_batch_size
+
+        connected = ConnectedKv(connector, rules, running_set, self.lifecycle, is_full)
+        self._connected = running_set.connected = self.lifecycle.connected = connected
+        builder.use_connector(connected)
+        return connected
 
     # Arrivals and departures
 
@@ -267,12 +289,17 @@ class Replica:
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
+        if self._connected is not None:
+            self._connected.clear()
         self.builder.reset()
 
     @property
     def is_empty(self) -> bool:
         """True if no request runs, waits, is computed or has KV here."""
-        return not (self.num_in_flight or self.running_set.num_running or len(self.queue) or self.lifecycle.held)
+        keeps = self._connected is not None and any(self._connected.kept)
+        return not (
+            self.num_in_flight or self.running_set.num_running or len(self.queue) or self.lifecycle.held or keeps
+        )
 
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
@@ -437,7 +464,9 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
-        is_awaited = self.expects_kv or self.builder.hands_off  # what was handed off may be told to stay
+        is_awaited = (
+            self.expects_kv or self._connected is not None or self.builder.hands_off
+        )  # what was handed off may be told to stay
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
@@ -476,15 +505,21 @@ class Replica:
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
         entries = list(plan.entries()) if listeners else []
+        lost: FailedLoads | None = None
+        if result.report is not None and self._connected is not None:
+            lost = self._find_failed(result.report, entries or list(plan.entries()))
         if result.tokens is not None:
-            self._append_tokens(result.tokens)
+            void = () if lost is None else lost.running
+            self._append_tokens([one for one in result.tokens if one[0] not in void] if void else result.tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
         if plan.drafts:
             done += self._apply_drafts(plan, result, now)
+        if lost is not None and lost.running:
+            done = [one for one in done if one not in lost.running]
         if self._cache_at_end:
             self._cache_computed(plan)
         if plan.chunks:
-            done += self._apply_chunks(plan, result, now)
+            done += self._apply_chunks(plan, result, now, lost)
         if result.stopped or result.failed:
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
         # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
@@ -495,6 +530,8 @@ class Replica:
             for tell in listeners:
                 tell(step)
         finished += aborted
+        if result.report is not None:
+            finished += self._apply_report(result.report, lost, plan, to_seconds(now))
         if self.memory.is_watched and self.memory.policy_error is not None:
             raise self.memory.policy_error.at(self.replica_id, plan.step_index)
         if finished and self.parts.options.holds_ended_slots:
@@ -504,6 +541,41 @@ class Replica:
         for log in self._step_logs:
             log.on_plan_end(self.replicaset, plan, finished, now)
         return finished
+
+    def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
+        """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
+        lost = None if self._connected is None else self._find_failed(report, ())
+        return self._apply_report(report, lost, None, to_seconds(now))
+
+    def _find_failed(self, report: KvReport, entries: Sequence[PlannedChunk]) -> FailedLoads | None:
+        if self._connected is None or not (report.failed or report.bad_blocks):
+            return None
+        scheduled = {entry.request: entry.num_tokens for entry in entries}
+        return self._connected.find_failed(report, lambda request: scheduled.get(request, 0))
+
+    def _apply_report(
+        self, report: KvReport, lost: FailedLoads | None, plan: StepPlan | None, now: float
+    ) -> list[tuple[Request, EndReason]]:
+        """Let requests whose loads failed compute again or end, then note what was received and sent."""
+        connected = self._connected
+        if connected is None:
+            return []
+        ended: list[tuple[Request, EndReason]] = []
+        if lost is not None:
+            for request, num_valid in lost.running.items():
+                if plan is not None and plan.pool is not None:
+                    self.running_set.take_back_token(request)
+                num_left = self._output_limit(request) - request.num_output_tokens
+                self.running_set.compute_again(request, num_valid, num_left)
+            if connected.rules.on_failure == "fail":
+                for request, num_valid in lost.running.items():
+                    self.memory.withdraw_blocks(request, num_valid)
+                for request in sorted((*lost.waiting, *lost.running), key=lambda one: one.index):
+                    self.abort(request, _FAILED, now, "its KV could not be loaded")
+                    self.parts.executor.release(request)
+                    ended.append((request, _FAILED))
+        connected.take_report(report)
+        return ended
 
     def _finish_all(
         self, plan: StepPlan, done: list[Request], result: StepResult, now: float
@@ -536,7 +608,7 @@ class Replica:
             if request.state is _RUNNING:
                 self.memory.cache_blocks(request, request.num_computed_tokens)
 
-    def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int) -> list[Request]:
+    def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int, lost: FailedLoads | None) -> list[Request]:
         memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
         is_split = memory.num_groups > 1
@@ -552,6 +624,8 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
+            if lost is not None and request in lost.running:
+                continue  # it was computed from KV that has not come
             if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
                 self._hold(request, now, done)
                 continue

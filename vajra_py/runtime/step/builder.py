@@ -11,6 +11,7 @@ from typing import Protocol
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.requests.connector import ConnectedKv
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.pinning import checked_seconds
@@ -44,6 +45,7 @@ class Builder(PlanDraft):
     __slots__ = (
         "_asked_drafts",
         "_caches_decodes",
+        "_connected",
         "_draft_rules",
         "_executor",
         "_growing",
@@ -82,6 +84,8 @@ class Builder(PlanDraft):
         """Requests that a policy lets leave with their KV and that are not on their way yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
         """Reason that a running request cannot leave; None: requests do not move here."""
+        self._connected: ConnectedKv | None = None
+        """KV of a connector for waiting requests; None: there is none."""
         self._tiers: FindsInTiers | None = None
         """Lookup in lower tiers of memory for waiting requests; None: there are none."""
         self.refusals: dict[Request, Refusal] = {}
@@ -129,6 +133,10 @@ class Builder(PlanDraft):
         """Look for the prefixes of waiting requests in lower tiers of memory too."""
         self._tiers = tiers
 
+    def use_connector(self, connected: ConnectedKv) -> None:
+        """Let waiting requests use KV from outside the replica."""
+        self._connected = connected
+
     def take_handed_off(self) -> list[Request]:
         """Return the requests that the policy has handed off since the last call."""
         handed_off, self.handed_off = self.handed_off, []
@@ -145,6 +153,8 @@ class Builder(PlanDraft):
         if memory.may_expire and memory.next_due <= now:
             self._lifecycle.pinning.settle(now)
         self._empty(now)
+        if self._connected is not None:
+            self._connected.start_step()
         self._order = None
         self.idle_at = None
         if self.refusals:
@@ -279,7 +289,7 @@ class Builder(PlanDraft):
             raise IllegalPlan(request, f"cannot add {num_tokens} tokens. Its next chunk may have at most {limit}")
 
     def _admit(self, request: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
-        running_set, memory = self._running_set, self._memory
+        running_set, memory, num_loaded = self._running_set, self._memory, 0
         if self.preempted and any(request is victim for victim, _ in self.preempted):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
@@ -287,7 +297,7 @@ class Builder(PlanDraft):
         state = request.state
         if state is _LOADING:
             return self._refuse(request, Refusal.LOADING)
-        done = request.num_computed_tokens if state in _WITH_KV else memory.cached_tokens(request)
+        done = request.num_computed_tokens if state in _WITH_KV else self._cached_tokens(request)
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
@@ -310,11 +320,14 @@ class Builder(PlanDraft):
                 and (refusal := self._from_tiers(self._tiers, request, done, to_hold)) is not None
             ):
                 return self._refuse(request, refusal)
+            if self._connected is not None and (began := self._connected.begin_load(request, self.now)) is not None:
+                return self._refuse(request, Refusal.LOADING if began else Refusal.KV_BLOCKS)
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
                 return self._refuse(request, Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS)
-            request.set_computed(hit)
-            done = hit
+            num_loaded = 0 if self._connected is None else done - hit
+            done = hit + num_loaded
+            request.set_computed(done)
         elif state is _SWAPPED:
             copies = memory.swap_in(request, to_hold)
             if copies is None:
@@ -327,8 +340,16 @@ class Builder(PlanDraft):
         if to_hold > known:
             running_set.has_spare_blocks = True
         kind = self._lifecycle.admitted(request, done, self.now)
+        if self._connected is not None:
+            self._connected.admitted(request, num_loaded)
         self._put_chunk(request, num_tokens, done, kind)
         return None
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Leading tokens that a waiting request without KV need not compute."""
+        return (
+            self._memory.cached_tokens(request) if self._connected is None else self._connected.cached_tokens(request)
+        )
 
     def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:
         """Have the prefix of a request brought that a lower tier holds; None: it has nothing to wait for."""
@@ -581,7 +602,7 @@ class Builder(PlanDraft):
         own = self._own(request)
         if own.state is _RUNNING or own.state is _SWAPPED:
             return 0
-        return own.num_computed_tokens if own.state in _WITH_KV else self._memory.cached_tokens(own)
+        return own.num_computed_tokens if own.state in _WITH_KV else self._cached_tokens(own)
 
     def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         """Free blocks that would be taken if the request held its first `num_tokens` tokens."""
@@ -589,6 +610,8 @@ class Builder(PlanDraft):
         if own.state is _SWAPPED:
             return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
         self._materialize(own)
+        if self._connected is not None:
+            return self._connected.blocks_needed(own, num_tokens)
         return self._memory.blocks_needed(own, num_tokens)
 
     def max_chunk(self, request: RequestView) -> int:
@@ -599,7 +622,7 @@ class Builder(PlanDraft):
         if own.state is _RUNNING or own.state in _WITH_KV:
             num_left = own.num_remaining_tokens
         else:
-            num_left = own.num_known_tokens - self._memory.cached_tokens(own)
+            num_left = own.num_known_tokens - self._cached_tokens(own)
         return num_left if self._one_group else self._memory.max_chunk(own, own.num_known_tokens - num_left, num_left)
 
     def predicted_time(self) -> float:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.runtime.kv import BlockCopy
+from vajra_py.runtime.requests.connector import KvReport
 from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
 from vajra_py.runtime.requests.request import Request
 
@@ -116,6 +117,8 @@ class StepResult:
     stopped: frozenset[Request] = frozenset()
     failed: Mapping[Request, str] = field(default_factory=dict)
     accepted: Mapping[Request, int] = field(default_factory=dict)
+    report: KvReport | None = None
+    """Report of a connector's workers; None: there is no connector, or nothing to report."""
 
 
 class Executor(Protocol):

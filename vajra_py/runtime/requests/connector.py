@@ -1,0 +1,327 @@
+"""KV from outside a replica, as a connector of its engine offers it: loads, and ends that keep their blocks until a copy has left.
+
+The connector says how much of a waiting request's KV it has, each time that the request is looked at. It loads within the step that
+admits the request (synchronous), or beside steps: then the request gets the blocks of all that is loaded, waits, and takes no slot
+and no tokens of a step. Such a load may not take blocks that prompts under way still need, since it makes no progress that would
+give blocks back, and a request whose load does not fit ends admission, as one does that lacks blocks.
+
+Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1/core/sched/scheduler.py` (`kv_holding_waiting`) and
+`KVConnectorBase_V1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, cast
+
+from vajra_py.contract import PriorityKey, RequestView
+from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.running_set import RunningSet
+
+_LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
+
+
+class Match(NamedTuple):
+    """Tokens that a connector can load behind those that the prefix cache holds."""
+
+    num_tokens: int
+    is_async: bool = False
+    """True if they are loaded beside steps."""
+
+
+NOTHING = Match(0)
+
+
+class KvConnector(Protocol):
+    """Source and sink of KV outside a replica; its answers are inputs of a run."""
+
+    def matched(self, request: Request, num_local_tokens: int) -> Match | None:
+        """Return what can be loaded behind the cached tokens, whole blocks; None: it is not known yet, ask again."""
+
+    def allocated(self, request: Request, num_tokens: int) -> None:
+        """Note that a request has got blocks, and begin to load so many tokens (0: none) to them."""
+
+    def ended(self, request: Request, num_blocks: int) -> bool:
+        """Return True if a request that ends keeps its blocks, so many with computed tokens, until the connector has sent them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """Report of a connector's workers with a step."""
+
+    received: Collection[Request] = ()
+    """Requests whose loads are over, whether they failed or not."""
+    sent: Collection[Request] = ()
+    """Ended requests whose blocks are needed no longer."""
+    failed: Collection[Request] = ()
+    """Requests of whose load nothing has come."""
+    bad_blocks: frozenset[int] = frozenset()
+    """Blocks to which nothing was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorRules:
+    """Rules by which a replica uses its connector."""
+
+    holding_order: Literal["begin", "urgency"] = "begin"
+    """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
+    on_failure: Literal["fail", "recompute"] = "fail"
+    """What becomes of requests whose load failed: they end, or compute what is missing."""
+
+
+@dataclass(slots=True)
+class _Load:
+    num_tokens: int
+    """Leading tokens whose KV the request's blocks hold when it is over."""
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _Kept:
+    num_tokens: int
+    """Leading tokens whose KV the blocks hold, or would hold if it had come."""
+    reasons: set[Literal["load", "send"]]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoads:
+    """Requests that failed loads concern."""
+
+    waiting: Sequence[Request]
+    """Those that wait for their load."""
+    running: Mapping[Request, int]
+    """Those that run, with their leading tokens that are valid."""
+
+
+class ConnectedKv:
+    """The KV of one replica that comes through a connector, and what is kept for it."""
+
+    def __init__(
+        self,
+        connector: KvConnector,
+        rules: ConnectorRules,
+        running_set: RunningSet,
+        lifecycle: Lifecycle,
+        is_full: Callable[[], bool],
+    ) -> None:
+        """`is_full` tells that the step that is being formed takes nobody more."""
+        self.rules = rules
+        self._connector = connector
+        self._running_set = running_set
+        self._lifecycle = lifecycle
+        self._is_full = is_full
+        self._loads: dict[Request, _Load] = {}
+        """Loads under way, over or failed, of requests that were not admitted since, in order of their begin."""
+        self._matches: dict[Request, tuple[int, Match]] = {}
+        """Cached tokens and the connector's answer for requests that were looked at in this step."""
+        self._kept: dict[Request, _Kept] = {}
+        """Ended requests that keep their blocks, and what for."""
+        self._computes: set[Request] = set()
+        """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
+
+    # Offering waiting requests
+
+    def start_step(self) -> None:
+        """Forget the answers of the last step."""
+        self._matches.clear()
+
+    def offered(
+        self, in_order: Iterator[RequestView], urgency: Callable[[RequestView], PriorityKey], now: float
+    ) -> Iterator[RequestView]:
+        """Iterate over the waiting requests that may be admitted, those that hold blocks first.
+
+        Left out is who waits for a load or an answer. When the step is full nobody is asked about any more.
+        """
+        for request in self.in_order(urgency):
+            if self._is_full() or self._is_ready(request, now):
+                yield request
+        for view in in_order:
+            own = cast(Request, view)
+            if own not in self._loads and (self._is_full() or self._ask(own) is not None):
+                yield own
+
+    def _is_ready(self, request: Request, now: float) -> bool:
+        load = self._loads.get(request)
+        if load is None or not load.is_over:
+            return False
+        if request.state is _LOADING:
+            if load.num_tokens:
+                self._lifecycle.loaded(request, load.num_tokens, now)
+            else:
+                self._lifecycle.load_again(request, now)
+        if request.state is _LOADED or self._ask(request) is not None:
+            return True
+        del self._loads[request]
+        return False
+
+    def _ask(self, request: Request) -> Match | None:
+        """Ask the connector about a waiting request that holds nothing; None: it waits for the answer."""
+        num_local = self._running_set.memory.cached_tokens(request)
+        match = NOTHING if request in self._computes else self._connector.matched(request, num_local)
+        if match is not None:
+            most = request.num_known_tokens - num_local - (not match.is_async)
+            self._matches[request] = (num_local, match._replace(num_tokens=min(match.num_tokens, most)))
+        return match
+
+    def _match(self, request: Request) -> tuple[int, Match] | None:
+        found = self._matches.get(request)
+        return found if found is not None or self._ask(request) is None else self._matches[request]
+
+    # Admission
+
+    def cached_tokens(self, request: Request) -> int:
+        """Leading tokens that a waiting request need not compute if it is admitted now."""
+        num_local = self._running_set.memory.cached_tokens(request)
+        found = self._matches.get(request)
+        return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
+
+    def blocks_needed(self, request: Request, num_tokens: int) -> int:
+        """Free blocks that admission takes, and those that it must leave to prompts under way."""
+        memory = self._running_set.memory
+        num_blocks = memory.blocks_needed(request, num_tokens)
+        found = self._matches.get(request)
+        if found is None or not found[1].is_async or not found[1].num_tokens:
+            return num_blocks
+        return max(num_blocks, memory.blocks_needed(request, found[0] + found[1].num_tokens) + self._num_reserved())
+
+    def _num_reserved(self) -> int:
+        """Blocks that requests whose prompt is loaded or computed lack for what is known of them."""
+        memory = self._running_set.memory
+        under_way = dict.fromkeys((*self._loads, *self._running_set.partial))
+        return sum(max(memory.blocks_for(one.num_known_tokens) - memory.num_held_blocks(one), 0) for one in under_way)
+
+    def begin_load(self, request: Request, now: float) -> bool | None:
+        """Begin to load a request's KV beside steps; None: there is nothing to load so; False: it does not fit."""
+        found = self._match(request)
+        if found is None:
+            self._lifecycle.bind(request, now)
+            return True
+        num_local, match = found
+        if not match.is_async or not match.num_tokens:
+            return None
+        memory, num_tokens = self._running_set.memory, num_local + match.num_tokens
+        if memory.blocks_needed(request, num_tokens) + self._num_reserved() > memory.free_blocks:
+            return False
+        if memory.allocate(request, num_tokens) is None:
+            raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
+        self._lifecycle.load(request, now)
+        self._loads[request] = _Load(num_tokens)
+        self._connector.allocated(request, match.num_tokens)
+        return True
+
+    def admitted(self, request: Request, num_loaded_tokens: int) -> None:
+        """A request has got memory to run, and so many tokens are loaded in its first step."""
+        self._loads.pop(request, None)
+        self._computes.discard(request)
+        self._connector.allocated(request, num_loaded_tokens)
+
+    def give_up(self, request: Request) -> None:
+        """A request gives up what was loaded for it, because nobody can run."""
+        del self._loads[request]
+        self._computes.add(request)
+
+    # Reports
+
+    def num_tokens_of(self, request: Request) -> int | None:
+        """Leading tokens that the load of a request brings, or that are kept of one that has ended; None if it is neither."""
+        kept = self._kept.get(request)
+        if kept is not None:
+            return kept.num_tokens
+        load = self._loads.get(request)
+        return None if load is None or request.state is not _LOADING else load.num_tokens
+
+    def in_order(self, urgency: Callable[[Request], PriorityKey]) -> Sequence[Request]:
+        """Return waiting requests that hold blocks, or have lost them to a failed load, in the order in which they are offered."""
+        holding = list(self._loads)
+        if self.rules.holding_order == "urgency":
+            holding.sort(key=urgency)
+        return holding
+
+    @property
+    def kept(self) -> Iterable[Request]:
+        """Ended requests that still hold their blocks."""
+        return self._kept.keys()
+
+    def take_report(self, report: KvReport) -> None:
+        """Note which loads are over, and free the blocks of ended requests that the connector needs no longer."""
+        for request in report.received:
+            load = self._loads.get(request)
+            if load is not None:
+                load.is_over = True
+            else:
+                self._release(request, "load")
+        for request in report.sent:
+            self._release(request, "send")
+
+    def _release(self, request: Request, reason: Literal["load", "send"]) -> None:
+        kept = self._kept.get(request)
+        if kept is None:
+            return  # it was lost with its replica
+        kept.reasons.discard(reason)
+        if not kept.reasons:
+            del self._kept[request]
+            self._lifecycle.release_kept(request)
+
+    def find_failed(self, report: KvReport, num_scheduled: Callable[[Request], int]) -> FailedLoads:
+        """Return whom failed loads concern, and let loads under way bring only what has come.
+
+        A bad block that several running requests share is computed again by the first; the others wait for nothing, as if they had it.
+        """
+        failed: dict[Request, None] = {}
+        for request in report.failed:
+            load = self._loads.get(request)
+            if load is not None and request.state is _LOADING:
+                failed[request] = None
+                if self.rules.on_failure == "recompute":
+                    load.num_tokens = 0
+        if not report.bad_blocks:
+            return FailedLoads(list(failed), {})
+        loading = {one: load.num_tokens for one, load in self._loads.items() if one.state is _LOADING}
+        for request, num_valid in self._cut(loading, report.bad_blocks).items():
+            self._loads[request].num_tokens = num_valid
+            failed[request] = None
+        self._running_set.materialize()
+        running = {one: one.num_computed_tokens - num_scheduled(one) for one in self._running_set.running()}
+        return FailedLoads(list(failed), self._cut(running, report.bad_blocks))
+
+    def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
+        """Return the valid tokens of those requests that hold a bad block, given the computed tokens of each."""
+        memory = self._running_set.memory
+        marked: set[int] = set()
+        cut: dict[Request, int] = {}
+        for request, num_tokens in computed.items():
+            held = memory.block_table(request)[: memory.blocks_for(num_tokens)]
+            bad = [place for place, block in enumerate(held) if block in bad_blocks]
+            own = [place for place in bad if held[place] not in marked]
+            marked.update(held[place] for place in own)
+            if bad:
+                cut[request] = own[0] * memory.block_size if own else num_tokens
+        return cut
+
+    # Ends
+
+    def keeps(self, request: Request) -> bool:
+        """Return True if a request that ends now keeps its blocks, until a report releases them."""
+        load = self._loads.pop(request, None)
+        self._computes.discard(request)
+        memory = self._running_set.memory
+        is_loading = load is not None and request.state is _LOADING
+        num_tokens = load.num_tokens if load is not None and is_loading else request.num_computed_tokens
+        reasons: set[Literal["load", "send"]] = set()
+        if self._connector.ended(request, min(memory.blocks_for(num_tokens), memory.num_held_blocks(request))):
+            reasons.add("send")
+        if is_loading and load is not None and not load.is_over:
+            reasons.add("load")
+        if reasons and memory.num_held_blocks(request):
+            self._kept[request] = _Kept(num_tokens, reasons)
+            return True
+        return False
+
+    def clear(self) -> None:
+        """The replica has lost everything."""
+        self._loads.clear()
+        self._matches.clear()
+        self._kept.clear()
+        self._computes.clear()
