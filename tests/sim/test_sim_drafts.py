@@ -70,11 +70,11 @@ def test_drafts_are_cut_by_budget_and_lengths() -> None:
     assert first.tokens == {"a": 3, "b": 3}
     assert second.tokens == {"a": 5, "b": 2}  # what the budget has left
     assert third.tokens == {"a": 1, "b": 4}  # no draft beyond max_tokens
-    past = harness(replace(FOUR, past_max_tokens=True), max_model_len=13)
+    past = harness(replace(FOUR, past_max_tokens=True), max_model_len=14)
     past.submit("a", num_prompt_tokens=6, num_output_tokens=6, max_tokens=6)
     assert [step.num_tokens for step in past.steps_until_idle()] == [6, 5]
-    past.submit("b", num_prompt_tokens=8, num_output_tokens=4, max_tokens=4)
-    assert [step.num_tokens for step in past.steps_until_idle()] == [8, 5]  # positions up to the model's last but one
+    past.submit("b", num_prompt_tokens=9, num_output_tokens=4, max_tokens=4)
+    assert [step.num_tokens for step in past.steps_until_idle()] == [9, 4]  # a token behind the drafts fits, too
 
 
 @pytest.mark.parametrize("keeps", [False, True])
