@@ -18,9 +18,9 @@ from tests.sim.split_pools import settings as split_settings
 from tests.sim.test_sim_hand_off_machine import FAULTS, HAND_OFF, LINKS, requests
 from tests.sim.test_sim_migration import mixed, registry_of
 from vajra_py.contract import Move, RequestView
+from vajra_py.metrics.tables.further_columns import FurtherColumns
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
-from vajra_py.metrics.tables.requests import FurtherColumns
 from vajra_py.metrics.tables.transfers import MOVE, Stays
 from vajra_py.plugins import Registry
 from vajra_py.runtime.requests.request import Request, RequestState

@@ -22,7 +22,8 @@ from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.latency import StepTimes
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, MANIFEST_FILE, RunData
 from vajra_py.metrics.tables.steps import StepsBuilder
-from vajra_py.metrics.tables.requests import FurtherColumns, RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.further_columns import FurtherColumns
+from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_merge import merge_decision_logs

@@ -33,7 +33,8 @@ from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
-from vajra_py.metrics.tables.requests import FurtherColumns, write_parquet
+from vajra_py.metrics.tables.further_columns import FurtherColumns
+from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog

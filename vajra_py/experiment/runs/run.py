@@ -22,7 +22,7 @@ from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.tier_log import TierLog, links_of
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.tables.replicas import ReplicaStates
-from vajra_py.metrics.tables.requests import FurtherColumns
+from vajra_py.metrics.tables.further_columns import FurtherColumns
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes

@@ -26,17 +26,8 @@ from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.tables.tier_log import is_of_tiers
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, MOVEMENT_TEXTS, TRANSFERS_FILE, TransfersBuilder
 from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
-from vajra_py.metrics.tables.requests import (
-    ADMISSION_COLUMNS,
-    ADMISSION_TEXTS,
-    DRAFT_COLUMNS,
-    PROGRAM_COLUMNS,
-    REQUEST_COLUMNS,
-    STATED_COLUMNS,
-    TBT_COLUMNS,
-    TEXT_COLUMNS,
-    with_facts,
-)
+from vajra_py.metrics.tables.further_columns import DRAFT_COLUMNS
+from vajra_py.metrics.tables.requests import ADMISSION_COLUMNS, ADMISSION_TEXTS, PROGRAM_COLUMNS, REQUEST_COLUMNS, STATED_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS, with_facts
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, read_admissions
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.emitted import EmittedFigures

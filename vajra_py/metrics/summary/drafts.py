@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vajra_py.metrics.definitions import Bools
 from vajra_py.metrics.summary.distributions import distribution
 from vajra_py.metrics.tables.columns import floats_of, ints_of
-from vajra_py.metrics.tables.requests import DRAFT_COUNTS
+from vajra_py.metrics.tables.further_columns import DRAFT_COUNTS
 
 if TYPE_CHECKING:
     import pyarrow as pa

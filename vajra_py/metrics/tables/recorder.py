@@ -18,14 +18,8 @@ from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.tables.columnar import GapList
-from vajra_py.metrics.tables.requests import (
-    DRAFT_COUNTS,
-    NOTHING_FURTHER,
-    STATED_COLUMNS,
-    FurtherColumns,
-    RequestsBuilder,
-    TbtBuilder,
-)
+from vajra_py.metrics.tables.further_columns import DRAFT_COUNTS, NOTHING_FURTHER, FurtherColumns
+from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.runtime.records.step_log import StepLog
 from vajra_py.runtime.requests.request import Admission

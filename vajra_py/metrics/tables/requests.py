@@ -31,8 +31,15 @@ from vajra_py.metrics.definitions import (
     ttft_s,
 )
 from vajra_py.metrics.tables.columnar import GapList, NameColumn, PackedRows, TextColumn
-from vajra_py.metrics.tables.tier_log import LOAD_TIME, TierLog
-from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, TransfersBuilder, movement_columns, movement_types
+from vajra_py.metrics.tables.further_columns import (
+    DRAFT_COLUMNS,
+    DRAFT_COUNTS,
+    NOTHING_FURTHER,
+    FurtherColumns,
+    acceptance_length,
+)
+from vajra_py.metrics.tables.tier_log import LOAD_TIME
+from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, movement_columns, movement_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -122,26 +129,6 @@ class TableBuilder(Protocol):
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
         """Yield the written rows in slices of at most `num_rows`; nothing for an empty table."""
-
-
-@dataclass(frozen=True, slots=True)
-class FurtherColumns:
-    """Columns of a requests table that only some runs have.
-
-    Attributes:
-        admission: whether it has `ADMISSION_COLUMNS`.
-        drafts: whether it has `DRAFT_COLUMNS`.
-        movement: what `MOVEMENT_COLUMNS` are made of; None: it has none.
-        tiers: the same for hits by memory tier.
-    """
-
-    admission: bool = False
-    drafts: bool = False
-    movement: TransfersBuilder | None = None
-    tiers: TierLog | None = None
-
-
-NOTHING_FURTHER = FurtherColumns()
 
 
 class RequestsBuilder:
@@ -363,11 +350,6 @@ empty (it was rejected before the policy was asked)."""
 ADMISSION_TEXTS = ("admission", "degraded", "shed_reason", "deferral_reason")
 """Columns that hold texts."""
 
-DRAFT_COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-DRAFT_COLUMNS = (*DRAFT_COUNTS, "acceptance_length")
-"""Further columns of the requests table of a run with drafts: steps that verified drafts of the request, drafts, those that became output,
-and the mean number of tokens that these steps gave; NaN without any."""
-
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""
 
@@ -418,11 +400,6 @@ class TbtBuilder:
                 columns: Columns = {"gap_s": gaps[part], "weight": weights[part]}
                 columns |= {"replicaset": pa.repeat(replicaset, size), "slo_class": pa.repeat(slo_class, size)}
                 yield _table(columns, self.schema())
-
-
-def acceptance_length(num_drafts: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the mean number of tokens of steps that verified drafts; NaN where there were none."""
-    return np.where(num_drafts > 0, 1.0 + num_accepted / np.maximum(num_drafts, 1), _NAN)
 
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -505,9 +482,6 @@ def _slo_met(overall: NDArray[np.int8]) -> Any:
 __all__ = [
     "ADMISSION_COLUMNS",
     "ADMISSION_TEXTS",
-    "DRAFT_COLUMNS",
-    "DRAFT_COUNTS",
-    "NOTHING_FURTHER",
     "PROGRAM_COLUMNS",
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
@@ -520,7 +494,6 @@ __all__ = [
     "RequestsBuilder",
     "TableBuilder",
     "TbtBuilder",
-    "acceptance_length",
     "reason_masks",
     "with_facts",
     "write_parquet",

@@ -259,7 +259,7 @@ class Builder(PlanDraft):
         most = min(
             self._asked_drafts.get(request, rules.num_tokens),
             self.tokens_left - 1,
-            self._running_set.limits.max_model_len - known,
+            self._running_set.limits.max_model_len - known - 1,  # a token comes behind all drafts
         )
         if not rules.past_max_tokens:
             most = min(most, request.max_tokens - request.num_output_tokens - 1)
