@@ -120,6 +120,20 @@ class TiersConfig(Section):
     min_load_tokens: Count = Field(
         0, description="Fewest tokens that are loaded from the first tier to the device; what is less is computed."
     )
+    loads: Literal["in_turn", "reserved"] = Field(
+        "in_turn",
+        description=(
+            "Blocks that a load to the device may take: free ones; or as in vLLM those that prompts under way do not lack, and "
+            "admission ends at a request whose load does not fit. Loaded requests are then offered by `load_order`."
+        ),
+    )
+    load_order: Literal["begin", "urgency"] = Field(
+        "begin",
+        description=(
+            "Order of requests that are loaded with `loads: reserved`: by the begin of their load, as in vLLM with fcfs; or by the "
+            "prioritizer, as in vLLM with priority."
+        ),
+    )
     prompts_only: Switch = Field(
         False, description="Keep content of prompts alone; generated tokens are kept once a later prompt has them."
     )
@@ -155,6 +169,12 @@ class TiersConfig(Section):
         if above:
             raise ValueError(f"{above[0]!r} is shared, and a tier comes after it; only the last tier may be shared")
         return levels
+
+    @model_validator(mode="after")
+    def _loads_in_order(self) -> Self:
+        if self.load_order != "begin" and self.loads != "reserved":
+            raise ValueError(f"load_order is for loads: reserved (got {self.loads}); set it, or leave load_order out")
+        return self
 
     @model_validator(mode="after")
     def _begins_in_time(self) -> Self:

@@ -21,6 +21,8 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 
 _LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
+_ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
+"""States of waiting requests that hold no KV anywhere."""
 
 
 class Match(NamedTuple):
@@ -39,6 +41,9 @@ class KvConnector(Protocol):
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
         """Return what can be loaded behind the cached tokens, whole blocks; None: it is not known yet, ask again."""
+
+    def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
+        """Note that a request is about to get the blocks of a load beside steps, behind what is cached."""
 
     def allocated(self, request: Request, num_tokens: int) -> None:
         """Note that a request has got blocks, and begin to load so many tokens (0: none) to them."""
@@ -69,6 +74,8 @@ class ConnectorRules:
     """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
     on_failure: Literal["fail", "recompute"] = "fail"
     """What becomes of requests whose load failed: they end, or compute what is missing."""
+    reports_with_steps: bool = True
+    """True if the connector reports when steps come back; else at times of its own."""
 
 
 @dataclass(slots=True)
@@ -137,9 +144,13 @@ class ConnectedKv:
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
                 yield request
+        arrived, others = self._running_set.arrived, self._running_set.loading
+        yield from sorted((one for one in arrived if one not in self._loads), key=urgency)
         for view in in_order:
             own = cast(Request, view)
-            if own not in self._loads and (self._is_full() or self._ask(own) is not None):
+            if own in self._loads or own in arrived or own in others:
+                continue
+            if own.state not in _ASKED_ABOUT or self._is_full() or self._ask(own) is not None:
                 yield own
 
     def _is_ready(self, request: Request, now: float) -> bool:
@@ -204,6 +215,7 @@ class ConnectedKv:
         memory, num_tokens = self._running_set.memory, num_local + match.num_tokens
         if memory.blocks_needed(request, num_tokens) + self._num_reserved() > memory.free_blocks:
             return False
+        self._connector.begins(request, num_local, match.num_tokens)
         if memory.allocate(request, num_tokens) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, now)
