@@ -101,7 +101,9 @@ class TierMoves(Generic[R]):
                 self._names = tiers.names
                 finds = ReplicaTiers(self, one, tiers)
                 if rules.loads == "reserved":
-                    connector_rules = ConnectorRules(holding_order=rules.load_order, reports_with_steps=False)
+                    connector_rules = ConnectorRules(
+                        holding_order=rules.load_order, calls_off=True, reports_with_steps=False
+                    )
                     one.replica.use_connector(_TierConnector(self, one, tiers), connector_rules)
                 else:
                     one.replica.builder.use_tiers(finds)
