@@ -229,9 +229,18 @@ def test_replicas_share_the_bandwidth_of_a_store() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "router"), [("fixed_chunk", "pull"), ("vllm_v1", "round_robin"), ("preemptive", "pull")]
+    ("scheduler", "router", "rules"),
+    [
+        ("fixed_chunk", "pull", {}),
+        ("vllm_v1", "round_robin", {}),
+        ("preemptive", "pull", {}),
+        ("vllm_v1", "round_robin", {"loads": "reserved"}),
+        ("preemptive", "pull", {"loads": "reserved", "load_order": "urgency"}),
+    ],
 )
-def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler: str, router: str) -> None:
+def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(
+    scheduler: str, router: str, rules: dict[str, Any]
+) -> None:
     """Prompts that share prefixes, more than fit, through a slow link: all end, and steps worked out at once change nothing."""
     requests = [
         asked(
@@ -250,7 +259,7 @@ def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler:
     for fast_forward in (True, False):
         scheduling = {"replica_scheduler": scheduler, "replicaset_scheduler": router}
         memory = {"reservation": "incremental"}
-        controller, simulator, watch = built({"levels": levels}, 24, scheduling, num_replicas=2, memory=memory)
+        controller, simulator, watch = built({"levels": levels, **rules}, 24, scheduling, num_replicas=2, memory=memory)
         if not fast_forward:
             for one in simulator._driver.replicas_of("default"):
                 one.runs = None

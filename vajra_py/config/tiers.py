@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from vajra_py.config.sections import NAME_PATTERN, Count, PolicyChoice, PositiveCount, Seconds, Section, Switch
 
@@ -14,7 +14,7 @@ _Bandwidth = Annotated[float, Field(strict=True, ge=1e-9, le=1e9)]
 
 TIER_PRESETS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "vllm_offloading": (
-        {"prefetch": "wait_complete", "prefetch_from": "admission", "prompts_only": True},
+        {"prefetch": "wait_complete", "prefetch_from": "admission", "prompts_only": True, "loads": "reserved"},
         {"write": "write_through", "retention": {"policy": "lru"}},
     ),
     "sglang_hicache": (
@@ -140,6 +140,15 @@ class TiersConfig(Section):
     kv_bytes_per_token: PositiveCount | None = Field(
         None, description="Bytes that a token's KV takes on a link; null: what the model has."
     )
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the rules of loads out where they are the usual ones: then results are those of before."""
+        data: dict[str, Any] = handler(self)
+        if self.loads == "in_turn":
+            data.pop("loads", None)
+            data.pop("load_order", None)
+        return data
 
     @model_validator(mode="before")
     @classmethod
