@@ -145,7 +145,8 @@ class TiersConfig(Section):
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave the rules of loads out where they are the usual ones: then results are those of before."""
         data: dict[str, Any] = handler(self)
-        if self.loads == "in_turn":
+        preset = {} if self.preset is None else TIER_PRESETS[self.preset][0]
+        if self.loads == preset.get("loads", "in_turn") == "in_turn":
             data.pop("loads", None)
             data.pop("load_order", None)
         return data
