@@ -229,9 +229,18 @@ def test_replicas_share_the_bandwidth_of_a_store() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "router"), [("fixed_chunk", "pull"), ("vllm_v1", "round_robin"), ("preemptive", "pull")]
+    ("scheduler", "router", "rules"),
+    [
+        ("fixed_chunk", "pull", {}),
+        ("vllm_v1", "round_robin", {}),
+        ("preemptive", "pull", {}),
+        ("vllm_v1", "round_robin", {"loads": "reserved"}),
+        ("preemptive", "pull", {"loads": "reserved", "load_order": "urgency"}),
+    ],
 )
-def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler: str, router: str) -> None:
+def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(
+    scheduler: str, router: str, rules: dict[str, Any]
+) -> None:
     """Prompts that share prefixes, more than fit, through a slow link: all end, and steps worked out at once change nothing."""
     requests = [
         asked(
@@ -250,7 +259,7 @@ def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler:
     for fast_forward in (True, False):
         scheduling = {"replica_scheduler": scheduler, "replicaset_scheduler": router}
         memory = {"reservation": "incremental"}
-        controller, simulator, watch = built({"levels": levels}, 24, scheduling, num_replicas=2, memory=memory)
+        controller, simulator, watch = built({"levels": levels, **rules}, 24, scheduling, num_replicas=2, memory=memory)
         if not fast_forward:
             for one in simulator._driver.replicas_of("default"):
                 one.runs = None
@@ -261,6 +270,29 @@ def test_short_memory_neither_locks_up_nor_depends_on_how_time_passes(scheduler:
         assert any(watch.by_tier.values())
         known.append((watch.admitted_at, watch.hits, watch.by_tier, watch.transfers, simulator.now))
     assert known[0] == known[1]
+
+
+@pytest.mark.parametrize("loads", ["in_turn", "reserved"])
+def test_reserved_loads_leave_prompts_under_way_their_blocks(loads: str) -> None:
+    """One prompt loads 8 of its 13 blocks, of 20; another whose load takes 8 waits until the first has what it lacks."""
+    levels = [tier(write="write_through")]
+    requests = [asked(name, at, [(name, 8 * BLOCK)]) for at, name in enumerate(("one", "two"))]
+    requests.append(asked("between", 2.0, [("between", 18 * BLOCK)]))
+    requests.append(asked("first", 5.0, [("one", 8 * BLOCK), ("more", 5 * BLOCK)], num_output=1))
+    requests.append(asked("second", 5.0, [("two", 8 * BLOCK), ("less", BLOCK)], num_output=1))
+    scheduler = {"policy": "vllm_v1", "params": {"long_prefill_threshold_tokens": 4 * BLOCK}}
+    memory = {"reservation": "incremental"}
+    rules = {"levels": levels, "loads": loads}
+    watch = served(requests, rules, scheduling={"replica_scheduler": scheduler}, memory=memory)
+    begins = [one[2] for one in watch.transfers if one[0] == ("host", "device")]
+    assert len(begins) == 2
+    assert begins[0] == 5.0
+    assert (begins[1] == 5.0) == (loads == "in_turn")
+
+
+def test_an_order_of_loads_needs_reserved_loads() -> None:
+    with pytest.raises(ConfigError, match=r"load_order is for loads: reserved \(got in_turn\)"):
+        built({"levels": [tier()], "load_order": "urgency"})
 
 
 # What comes back by size
@@ -463,7 +495,9 @@ def test_presets_fill_what_is_left_out(preset: str) -> None:
     assert [one.write for one in config.levels] == ["write_through", "write_back"]
     assert config.min_load_tokens == 3
     assert config.prefetch == ("timeout" if preset == "sglang_hicache" else "wait_complete")
-    assert TiersConfig.model_validate(config.model_dump(mode="json")) == config
+    assert config.loads == ("reserved" if preset == "vllm_offloading" else "in_turn")
+    for one in (config, TiersConfig.model_validate({"preset": preset, "levels": [tier()], "loads": "in_turn"})):
+        assert TiersConfig.model_validate(one.model_dump(mode="json")) == one
 
 
 def test_offloading_of_prompts_leaves_generated_tokens_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from vajra_py.config.sections import NAME_PATTERN, Count, PolicyChoice, PositiveCount, Seconds, Section, Switch
 
@@ -14,7 +14,7 @@ _Bandwidth = Annotated[float, Field(strict=True, ge=1e-9, le=1e9)]
 
 TIER_PRESETS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "vllm_offloading": (
-        {"prefetch": "wait_complete", "prefetch_from": "admission", "prompts_only": True},
+        {"prefetch": "wait_complete", "prefetch_from": "admission", "prompts_only": True, "loads": "reserved"},
         {"write": "write_through", "retention": {"policy": "lru"}},
     ),
     "sglang_hicache": (
@@ -120,12 +120,36 @@ class TiersConfig(Section):
     min_load_tokens: Count = Field(
         0, description="Fewest tokens that are loaded from the first tier to the device; what is less is computed."
     )
+    loads: Literal["in_turn", "reserved"] = Field(
+        "in_turn",
+        description=(
+            "Blocks that a load to the device may take: free ones; or as in vLLM those that prompts under way do not lack, and "
+            "admission ends at a request whose load does not fit. Loaded requests are then offered by `load_order`."
+        ),
+    )
+    load_order: Literal["begin", "urgency"] = Field(
+        "begin",
+        description=(
+            "Order of requests that are loaded with `loads: reserved`: by the begin of their load, as in vLLM with fcfs; or by the "
+            "prioritizer, as in vLLM with priority."
+        ),
+    )
     prompts_only: Switch = Field(
         False, description="Keep content of prompts alone; generated tokens are kept once a later prompt has them."
     )
     kv_bytes_per_token: PositiveCount | None = Field(
         None, description="Bytes that a token's KV takes on a link; null: what the model has."
     )
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the rules of loads out where they are the usual ones: then results are those of before."""
+        data: dict[str, Any] = handler(self)
+        preset = {} if self.preset is None else TIER_PRESETS[self.preset][0]
+        if self.loads == preset.get("loads", "in_turn") == "in_turn":
+            data.pop("loads", None)
+            data.pop("load_order", None)
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -155,6 +179,12 @@ class TiersConfig(Section):
         if above:
             raise ValueError(f"{above[0]!r} is shared, and a tier comes after it; only the last tier may be shared")
         return levels
+
+    @model_validator(mode="after")
+    def _loads_in_order(self) -> Self:
+        if self.load_order != "begin" and self.loads != "reserved":
+            raise ValueError(f"load_order is for loads: reserved (got {self.loads}); set it, or leave load_order out")
+        return self
 
     @model_validator(mode="after")
     def _begins_in_time(self) -> Self:

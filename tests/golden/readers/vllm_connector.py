@@ -46,6 +46,9 @@ class _Connector:
         self.calls.append(["matched", name, num_local_tokens, answer, is_async])
         return None if answer is None else Match(answer, is_async)
 
+    def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
+        """Do nothing: the recorded connector is told when the blocks are there."""
+
     def allocated(self, request: Request, num_tokens: int) -> None:
         if num_tokens:
             self._has_loaded.add(request.request_id)

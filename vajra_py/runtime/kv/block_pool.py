@@ -1,7 +1,7 @@
 """Pool of KV blocks: free list, reference counts, cached contents.
 
 Invariants (`check`): every block is either free or used; a used block has a reference from each table that lists it;
-only blocks that carry a hash are shared; a hash leads only to blocks that still hold its content. A free block keeps its
+only blocks that carry a hash, or did, are shared; a hash leads only to blocks that still hold its content. A free block keeps its
 hash until it is handed out again.
 
 The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
@@ -93,7 +93,6 @@ class BlockPool:
         "_kept",
         "_next_fresh",
         "_pins",
-        "_shares_void",
         "events",
         "idle_version",
         "lower",
@@ -132,8 +131,6 @@ class BlockPool:
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
         """The block of a hash, or several (keep_first) in order of entry."""
-        self._shares_void = False
-        """True if several requests may share a block without content, which `withdraw` has taken from it."""
         self._extra_references: dict[int, int] = {}
         """References beyond the first; blocks with one reference are not listed."""
         self._pins: dict[Hashable, int] = {}
@@ -202,17 +199,13 @@ class BlockPool:
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
         """Give back a request's references, of one table whose first `num_hashed` blocks carry hashes; what has no user is free."""
         hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
-        plain = blocks[num_hashed:] if num_hashed else blocks
-        if self._shares_void:
-            plain = self._without_users(plain)
+        plain = self._without_users(blocks[num_hashed:] if num_hashed else blocks)
         if self._pins and hashed:
             hashed = self._without_pinned(hashed)
         self.num_free += len(hashed) + len(plain)
         if hashed and self.options is not None and not self.options.retain_freed:
-            for block in hashed:
-                self._forget(block)
-            plain = hashed + plain
-            hashed = []
+            self.withdraw(hashed)
+            plain, hashed = hashed + plain, []
         if self._is_fifo:
             back = hashed + plain
         else:
@@ -300,11 +293,8 @@ class BlockPool:
 
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Take the hashes of these blocks in use away, also where several requests share one."""
-        if not self._extra_references.keys().isdisjoint(blocks):
-            self._shares_void = True
-        for block in blocks:
-            if block in self._hash_of:
-                self._forget(block)
+        for block in filter(self._hash_of.__contains__, blocks):
+            self._forget(block)
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """Return the blocks of the leading hashes that are found."""

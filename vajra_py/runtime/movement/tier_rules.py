@@ -10,6 +10,8 @@ from vajra_py.runtime.movement.links import LinkOptions
 
 PrefetchRule: TypeAlias = Literal["wait_complete", "timeout", "best_effort"]
 PrefetchStart: TypeAlias = Literal["arrival", "admission"]
+LoadRule: TypeAlias = Literal["in_turn", "reserved"]
+LoadOrder: TypeAlias = Literal["begin", "urgency"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +26,5 @@ class TierMovesRules:
     prefetch_timeout_s_per_token: float = 0.0
     min_prefetch_tokens: int = 1
     min_load_tokens: int = 1
+    loads: LoadRule = "in_turn"
+    load_order: LoadOrder = "begin"

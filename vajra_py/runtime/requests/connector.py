@@ -21,6 +21,8 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 
 _LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
+_ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
+"""States of waiting requests that hold no KV anywhere."""
 
 
 class Match(NamedTuple):
@@ -39,6 +41,9 @@ class KvConnector(Protocol):
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
         """Return what can be loaded behind the cached tokens, whole blocks; None: it is not known yet, ask again."""
+
+    def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
+        """Note that a request is about to get the blocks of a load beside steps, behind what is cached."""
 
     def allocated(self, request: Request, num_tokens: int) -> None:
         """Note that a request has got blocks, and begin to load so many tokens (0: none) to them."""
@@ -69,6 +74,10 @@ class ConnectorRules:
     """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
     on_failure: Literal["fail", "recompute"] = "fail"
     """What becomes of requests whose load failed: they end, or compute what is missing."""
+    calls_off: bool = False
+    """True if a load ends with its request; else the request's blocks are kept until it is over."""
+    reports_with_steps: bool = True
+    """True if the connector reports when steps come back; else at times of its own."""
 
 
 @dataclass(slots=True)
@@ -114,8 +123,8 @@ class ConnectedKv:
         self._is_full = is_full
         self._loads: dict[Request, _Load] = {}
         """Loads under way, over or failed, of requests that were not admitted since, in order of their begin."""
-        self._matches: dict[Request, tuple[int, Match]] = {}
-        """Cached tokens and the connector's answer for requests that were looked at in this step."""
+        self._matches: dict[Request, tuple[int, Match] | None] = {}
+        """Cached tokens and the connector's answer for requests that were looked at in this step; None: it was not known."""
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
@@ -137,9 +146,14 @@ class ConnectedKv:
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
                 yield request
+        arrived, others = self._running_set.arrived, self._running_set.loading
+        yield from sorted((one for one in arrived if one not in self._loads), key=urgency)
         for view in in_order:
             own = cast(Request, view)
-            if own not in self._loads and (self._is_full() or self._ask(own) is not None):
+            if own in self._loads or own in arrived or own in others:
+                continue
+            is_own = own.replica_id != -1 and own.state in _ASKED_ABOUT
+            if not is_own or self._is_full() or self._ask(own) is not None:
                 yield own
 
     def _is_ready(self, request: Request, now: float) -> bool:
@@ -160,21 +174,25 @@ class ConnectedKv:
         """Ask the connector about a waiting request that holds nothing; None: it waits for the answer."""
         num_local = self._running_set.memory.cached_tokens(request)
         match = NOTHING if request in self._computes else self._connector.matched(request, num_local)
+        found = None
         if match is not None:
             most = request.num_known_tokens - num_local - (not match.is_async)
-            self._matches[request] = (num_local, match._replace(num_tokens=min(match.num_tokens, most)))
+            found = num_local, match._replace(num_tokens=min(match.num_tokens, most))
+        self._matches[request] = found
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        found = self._matches.get(request)
-        return found if found is not None or self._ask(request) is None else self._matches[request]
+        """Return what is known of a waiting request that holds nothing; one of a shared queue was not asked about before."""
+        if request not in self._matches:
+            self._ask(request)
+        return self._matches[request]
 
     # Admission
 
     def cached_tokens(self, request: Request) -> int:
         """Leading tokens that a waiting request need not compute if it is admitted now."""
         num_local = self._running_set.memory.cached_tokens(request)
-        found = self._matches.get(request)
+        found = self._match(request) if request.state in _ASKED_ABOUT else None
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
     def blocks_needed(self, request: Request, num_tokens: int) -> int:
@@ -204,6 +222,7 @@ class ConnectedKv:
         memory, num_tokens = self._running_set.memory, num_local + match.num_tokens
         if memory.blocks_needed(request, num_tokens) + self._num_reserved() > memory.free_blocks:
             return False
+        self._connector.begins(request, num_local, match.num_tokens)
         if memory.allocate(request, num_tokens) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
         self._lifecycle.load(request, now)
@@ -312,7 +331,7 @@ class ConnectedKv:
         reasons: set[Literal["load", "send"]] = set()
         if self._connector.ended(request, min(memory.blocks_for(num_tokens), memory.num_held_blocks(request))):
             reasons.add("send")
-        if is_loading and load is not None and not load.is_over:
+        if is_loading and load is not None and not load.is_over and not self.rules.calls_off:
             reasons.add("load")
         if reasons and memory.num_held_blocks(request):
             self._kept[request] = _Kept(num_tokens, reasons)

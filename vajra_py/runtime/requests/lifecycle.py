@@ -42,6 +42,9 @@ class KeepsEnded(Protocol):
     def give_up(self, request: Request) -> None:
         """A waiting request gives up what was loaded for it, because nobody can run."""
 
+    def clear(self) -> None:
+        """The replica's memory has lost everything."""
+
 
 class Lifecycle:
     """The only writer of request states on a replica; keeps running_set, memory, queues and observers in step."""

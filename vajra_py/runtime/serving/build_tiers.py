@@ -58,6 +58,8 @@ def tier_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> TierM
         prefetch_timeout_s_per_token=config.prefetch_timeout_s_per_1k_tokens / _1K,
         min_prefetch_tokens=max(config.min_prefetch_tokens, 1),
         min_load_tokens=config.min_load_tokens,
+        loads=config.loads,
+        load_order=config.load_order,
     )
 
 

@@ -92,6 +92,8 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     replica.running_set.arrived.clear()
     replica.running_set.loading.clear()
     replica.memory.clear()
+    if replica.lifecycle.connected is not None:
+        replica.lifecycle.connected.clear()
     if replica.memory.tiers is not None:
         replica.memory.tiers.clear_shared()
     for waiting in replica.queue:

@@ -73,6 +73,7 @@ class Replica:
     """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
 
     __slots__ = (  # CPython reads attributes slowly from a dict of more than 30
+        "_awaits_reports",
         "_cache_at_end",
         "_connected",
         "_end_watchers",
@@ -128,6 +129,8 @@ class Replica:
         self.has_tiers = parts.memory.tiers is not None
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
+        self._awaits_reports = False
+        """True if something outside is heard of with each step."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None
@@ -183,18 +186,18 @@ class Replica:
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from outside the replica, and leave it there, from now on.
 
-        Raises `ConfigError` where the memory has lower tiers or KV parallelism, which load by other rules.
+        Raises `ConfigError` where the memory has KV parallelism.
         """
-        if self.has_tiers or self.memory.num_groups > 1:
-            what = "lower tiers" if self.has_tiers else "KV parallelism"
-            message = f"a connector does not go with memory that has {what}"
-            raise ConfigError(Problem("replica.memory", message, "Allowed: one group of blocks, on the device alone"))
+        if self.memory.num_groups > 1:
+            message = f"a connector loads to one group of blocks ({self.memory.num_groups} groups)"
+            raise ConfigError(Problem("replica.kv_parallel.groups", message, "Allowed: 1"))
         running_set, builder = self.running_set, self.builder
 
         def is_full() -> bool:
             return builder.tokens_left <= 0 or running_set.num_running >= self.limits.max_batch_size
 
         connected = ConnectedKv(connector, rules, running_set, self.lifecycle, is_full)
+        self._awaits_reports = rules.reports_with_steps
         self._connected = running_set.connected = self.lifecycle.connected = connected
         builder.use_connector(connected)
         return connected
@@ -464,9 +467,8 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
-        is_awaited = (
-            self.expects_kv or self._connected is not None or self.builder.hands_off
-        )  # what was handed off may be told to stay
+        # What was handed off may be told to stay.
+        is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:

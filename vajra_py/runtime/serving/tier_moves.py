@@ -20,7 +20,8 @@ from vajra_py.runtime.kv.tier_store import TierBlock
 from vajra_py.runtime.kv.tiers import DEVICE, KvTiers, TierFetch, TierLoad
 from vajra_py.runtime.movement.links import Network
 from vajra_py.runtime.movement.tier_rules import TierMovesRules
-from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.requests.connector import ConnectorRules, KvReport, Match
+from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -99,7 +100,13 @@ class TierMoves(Generic[R]):
             if tiers is not None:
                 self._names = tiers.names
                 finds = ReplicaTiers(self, one, tiers)
-                one.replica.builder.use_tiers(finds)
+                if rules.loads == "reserved":
+                    connector_rules = ConnectorRules(
+                        holding_order=rules.load_order, calls_off=True, reports_with_steps=False
+                    )
+                    one.replica.use_connector(_TierConnector(self, one, tiers), connector_rules)
+                else:
+                    one.replica.builder.use_tiers(finds)
                 tiers.on_forget = self.forget
                 tiers.on_give_up = self._computes.add
                 tiers.on_clear = finds.clear
@@ -300,9 +307,13 @@ class TierMoves(Generic[R]):
         assert tiers is not None
         now = to_seconds(self._driver.now)
         self._driver.touch(one)
-        one.replica.lifecycle.loaded(request, load.num_tokens, now)
+        has_ended = request.state is RequestState.ENDED
+        if self._rules.loads == "reserved":
+            one.replica.take_report(KvReport(received=[request]), self._driver.now)
+        else:
+            one.replica.lifecycle.loaded(request, load.num_tokens, now)
         tiers.end_load(load.content)
-        for observer in self._replicaset.observers:
+        for observer in () if has_ended else self._replicaset.observers:
             observer.on_tier_hit(request, one.replica.replica_id, load.by_tier, now - to_seconds(load.began_at), now)
         self._flush(one)
         self._driver.wake(one)
@@ -386,6 +397,31 @@ class TierMoves(Generic[R]):
 
     def _push(self, tick: int) -> None:
         self._driver.events.push(max(tick, self._driver.now), Phase.TIER, self._replicaset.name)
+
+
+class _TierConnector(Generic[R]):
+    """The tiers of one replica as a connector, whose loads leave prompts under way their blocks."""
+
+    def __init__(self, moves: TierMoves[R], one: R, tiers: KvTiers) -> None:
+        self._moves = moves
+        self._one = one
+        self._tiers = tiers
+
+    def matched(self, request: Request, num_local_tokens: int) -> Match | None:
+        """See `KvConnector`."""
+        num_tokens = self._moves.num_to_load(request, self._one, self._tiers, num_local_tokens)
+        return None if num_tokens is None else Match(num_tokens, is_async=num_tokens > 0)
+
+    def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
+        """See `KvConnector`."""
+        self._moves.load(request, self._one, self._tiers, num_local_tokens, num_tokens)
+
+    def allocated(self, request: Request, num_tokens: int) -> None:
+        """Do nothing: the load has begun."""
+
+    def ended(self, request: Request, num_blocks: int) -> bool:
+        """Return False: copies leave the device through a buffer."""
+        return False
 
 
 class ReplicaTiers(Generic[R]):
