@@ -38,6 +38,19 @@ class FindsInTiers(Protocol):
         """Begin to load so many tokens to blocks that the request is about to get."""
 
 
+class SwapsBesideSteps(Protocol):
+    """Copies of swapped requests that take their time beside steps."""
+
+    def is_leaving(self, request: Request) -> bool:
+        """Return True if a request is still being copied to the host."""
+
+    def leave(self, request: Request, num_blocks: int) -> None:
+        """Begin to copy a request to the host, which has blocks for it."""
+
+    def come_back(self, request: Request, num_blocks: int) -> None:
+        """Begin to copy a request to the device, where it has blocks."""
+
+
 class Builder(PlanDraft):
     """The `BatchBuilder` of one replica, and the only writer of its plans."""
 
@@ -51,6 +64,8 @@ class Builder(PlanDraft):
         "_order",
         "_order_of_decodes",
         "_order_position",
+        "_returned",
+        "_swaps",
         "_tiers",
         "_to_cache",
         "dropped",
@@ -81,6 +96,10 @@ class Builder(PlanDraft):
         """Reason that a running request cannot leave; None: requests do not move here."""
         self._tiers: FindsInTiers | None = None
         """Lookup in lower tiers of memory for waiting requests; None: there are none."""
+        self._swaps: SwapsBesideSteps | None = None
+        """Copies of swapped requests beside steps; None: they are made before the step."""
+        self._returned: set[Request] = set()
+        """Requests of this step that came back from the host: they run, lest requests swap each other out for ever."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
@@ -116,6 +135,10 @@ class Builder(PlanDraft):
         """Look for the prefixes of waiting requests in lower tiers of memory too."""
         self._tiers = tiers
 
+    def swap_beside_steps(self, swaps: SwapsBesideSteps) -> None:
+        """Have swapped requests copied beside steps."""
+        self._swaps = swaps
+
     def take_handed_off(self) -> list[Request]:
         """Return the requests that the policy has handed off since the last call."""
         handed_off, self.handed_off = self.handed_off, []
@@ -138,6 +161,8 @@ class Builder(PlanDraft):
             self.refusals.clear()
         if self._to_cache:
             self._to_cache = []
+        if self._returned:
+            self._returned.clear()
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """Return the plan; None when the policy did nothing at all."""
@@ -259,6 +284,8 @@ class Builder(PlanDraft):
             request.set_computed(hit)
             done = hit
         elif state is _SWAPPED:
+            if self._swaps is not None:
+                return self._refuse(request, self._swap_in(self._swaps, request, to_hold))
             copies = memory.swap_in(request, to_hold)
             if copies is None:
                 return self._refuse(request, Refusal.KV_BLOCKS)
@@ -269,6 +296,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if to_hold > known:
             running_set.has_spare_blocks = True
+        if self._swaps is not None and state is RequestState.LOADED:
+            self._returned.add(request)
         kind = self._lifecycle.admitted(request, done, self.now)
         self._put_chunk(request, num_tokens, done, kind)
         return None
@@ -287,6 +316,19 @@ class Builder(PlanDraft):
         tiers.load(request, done, num_tokens)  # first: what an exclusive tier gives away makes room there
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
+        self._lifecycle.load(request, self.now)
+        return Refusal.LOADING
+
+    def _swap_in(self, swaps: SwapsBesideSteps, request: Request, to_hold: int) -> Refusal:
+        """Have a swapped request brought back to blocks that it gets now, unless it is still on its way out."""
+        if swaps.is_leaving(request):
+            return Refusal.LOADING
+        num_blocks = self._memory.swap_in(request, to_hold)
+        if num_blocks is None:
+            return Refusal.KV_BLOCKS
+        if to_hold > request.num_known_tokens:
+            self._running_set.has_spare_blocks = True
+        swaps.come_back(request, num_blocks)
         self._lifecycle.load(request, self.now)
         return Refusal.LOADING
 
@@ -449,7 +491,7 @@ class Builder(PlanDraft):
         own = self._own(request)
         if own.state is not _RUNNING:
             raise IllegalPlan(own, f"cannot preempt what is {own.state.value}. Running requests can be preempted")
-        if own.in_flight:
+        if own.in_flight or own in self._returned:
             return Refusal.IN_FLIGHT
         if mode is PreemptionMode.SWAP:
             num_to_keep = max(1, self._memory.blocks_for(own.num_computed_tokens))
@@ -459,7 +501,9 @@ class Builder(PlanDraft):
             return Refusal.IN_FLIGHT
         self._materialize(own)
         num_moved = self._lifecycle.preempt(own, mode, self.now)
-        if num_moved:
+        if num_moved and self._swaps is not None:
+            self._swaps.leave(own, num_moved)
+        elif num_moved:
             self._add_swap(num_moved)
         self.preempted.append((own, mode.value))
         self._features = None
