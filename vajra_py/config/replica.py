@@ -26,7 +26,7 @@ from vajra_py.config.sections import (
     StageCount,
     Switch,
 )
-from vajra_py.config.tiers import TiersConfig
+from vajra_py.config.tiers import SwapLinkConfig, TiersConfig
 from vajra_py.contract import PoolRole
 
 
@@ -88,12 +88,26 @@ class MemoryConfig(Section):
         None, description="Memory below the device for cached content: host, disk, a store of all replicas; null: none."
     )
 
+    swap_link: SwapLinkConfig | None = Field(
+        None,
+        description="Link over which swapped blocks are copied beside steps; null: between steps, which wait for them.",
+    )
+
+    @model_validator(mode="after")
+    def _swaps(self) -> Self:
+        if self.swap_link is not None and not self.host_blocks:
+            raise ValueError(
+                "swap_link is for preemption by swapping (got host_blocks: 0). Allowed: host_blocks above 0"
+            )
+        return self
+
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `tiers` out where there are none: then results are those of before."""
+        """Leave `tiers` and `swap_link` out where there are none: then results are those of before."""
         data: dict[str, Any] = handler(self)
-        if self.tiers is None:
-            data.pop("tiers", None)
+        for name in ("tiers", "swap_link"):
+            if getattr(self, name) is None:
+                data.pop(name, None)
         return data
 
 

@@ -89,6 +89,28 @@ class TierConfig(Section):
         return self
 
 
+class SwapLinkConfig(Section):
+    """Link between a replica's device and the host memory that preempted requests are swapped to, beside steps."""
+
+    bandwidth_gb_s: _Bandwidth = Field(
+        description="Bandwidth each way, GB/s (of 10^9 bytes).", json_schema_extra={"unit": "GB/s"}
+    )
+    latency_s: Seconds = Field(0.0, description="Time from a copy's start until its first byte flows, seconds.")
+    contention: Literal["max_min", "none", "fixed_share", "exclusive"] = Field(
+        "max_min", description="What copies in one direction do to each other; as for `links`."
+    )
+    frees: Literal["copied", "at_once"] = Field(
+        "copied",
+        description=(
+            "When a preempted request's device blocks are free: when they have been copied; or at once, since a buffer holds what is to "
+            "be copied."
+        ),
+    )
+    kv_bytes_per_token: PositiveCount | None = Field(
+        None, description="Bytes that a token's KV takes on the link; null: what the model has."
+    )
+
+
 class TiersConfig(Section):
     """Memory tiers below the device, nearest first, and how content comes back from them. A list is short for `levels`."""
 

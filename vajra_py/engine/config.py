@@ -418,6 +418,9 @@ def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
         names = ", ".join(level.name for level in replica.memory.tiers.levels)
         message = f"cached content stays on the device where steps are computed (got tiers {names})"
         problems.append(Problem(f"{where}.memory.tiers", message, "Allowed: null; simulate them with `simulator`"))
+    if replica.memory.swap_link is not None:
+        message = "swapped blocks are copied between two steps"
+        problems.append(Problem(f"{where}.memory.swap_link", message, "Allowed: null; simulate it with `simulator`"))
     return problems
 
 

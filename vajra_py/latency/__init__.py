@@ -15,6 +15,7 @@ from vajra_py.latency.hardware.devices import DeviceConfig, DeviceSpec, device_s
 from vajra_py.latency.hardware.host_overhead import HOST_OVERHEADS, HostOverhead, host_overhead
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.constant import AffineModel, ConstantModel
+from vajra_py.latency.models.overlapped import Overlap, OverlappedRooflineModel, Work
 from vajra_py.latency.models.profiled import Profile, ProfiledModel, read_profile
 from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.models.roofline import RooflineModel
@@ -53,6 +54,8 @@ __all__ = [
     "Link",
     "ModelSpec",
     "OperatorTablesModel",
+    "Overlap",
+    "OverlappedRooflineModel",
     "Parallelism",
     "PredictsDecodeRuns",
     "PrefillTimeTable",
@@ -70,6 +73,7 @@ __all__ = [
     "StepTimes",
     "Variation",
     "VariesSteps",
+    "Work",
     "combined_step_times",
     "description_of",
     "device_names",

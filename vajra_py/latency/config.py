@@ -21,6 +21,7 @@ from vajra_py.latency.hardware.devices import DeviceConfig, DeviceSpec, load_dev
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.constant import AffineModel, ConstantModel
 from vajra_py.latency.models.fitting import is_steps_table, profile_of_steps
+from vajra_py.latency.models.overlapped import Overlap, OverlappedRooflineModel
 from vajra_py.latency.models.profiled import ProfiledModel, read_profile
 from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.models.roofline import RooflineModel
@@ -75,6 +76,14 @@ class RooflineConfig(SettingsModel):
     kv_parallel: _Degree = Field(1, description="Groups that one long request's KV cache may be spread over.")
     dtype: Dtype | None = Field(None, description="Of the weights and products; the model's own when absent.")
     kv_dtype: Dtype | None = Field(None, description="Of the KV cache; that of the activations when absent.")
+    overlap: Overlap = Field(
+        "partial",
+        description=(
+            "How arithmetic, memory traffic and exchanges between devices hide each other: not at all (`none`); the first two in part within "
+            "an operator (`partial`); fully within an operator (`operators`), prefill and decode attention being one (`attention`), or over "
+            "the whole step (`step`)."
+        ),
+    )
 
     @field_validator("model")
     @classmethod
@@ -114,9 +123,13 @@ class RooflineConfig(SettingsModel):
         split = Parallelism(self.tensor_parallel, self.pipeline_parallel, self.kv_parallel)
         return Deployment(self.model_spec(), self.device_spec(), split)
 
-    def build(self) -> RooflineModel:
+    def build(self) -> RooflineModel | OverlappedRooflineModel:
         """The latency model."""
         deployment = self.deployment()
+        if self.overlap != "partial":
+            return OverlappedRooflineModel(
+                deployment.model, deployment.device, deployment.parallelism, overlap=self.overlap
+            )
         return RooflineModel(deployment.model, deployment.device, deployment.parallelism)
 
 
@@ -167,6 +180,13 @@ class AffineConfig(SettingsModel):
     per_decode_context_token_s: _Seconds = Field(0.0, description="Seconds per cached token that decodes attend to.")
     per_swap_byte_s: _Seconds = Field(0.0, description="Seconds per byte swapped.")
     num_stages: _Degree = Field(1, description="Pipeline stages that share the time equally.")
+    overlap: bool = Field(
+        False,
+        description=(
+            "true: time of tokens and prefill pairs (arithmetic) and of attended cached tokens (memory) hide each other, and the longer of the "
+            "two counts. false: their sum."
+        ),
+    )
 
     @model_validator(mode="after")
     def _takes_time(self) -> AffineConfig:

@@ -34,7 +34,10 @@ class ConstantModel:
 
 @dataclass(frozen=True, slots=True)
 class AffineModel:
-    """A step takes a base time plus a time per token, request and attended token; all in seconds."""
+    """A step takes a base time plus a time per token, request and attended token; all in seconds.
+
+    With `overlap`, tokens and pairs (arithmetic) and the cached tokens of decodes (memory) take the longer time of the two.
+    """
 
     base_s: float
     per_token_s: float = 0.0
@@ -44,6 +47,7 @@ class AffineModel:
     per_decode_context_token_s: float = 0.0
     per_swap_byte_s: float = 0.0
     num_stages: int = 1
+    overlap: bool = False
 
     def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds in each stage: all stages are alike."""
@@ -51,6 +55,9 @@ class AffineModel:
 
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds in all stages."""
+        if self.overlap:
+            memory = features.decode_context_tokens * self.per_decode_context_token_s
+            return max(self._compute_s(features), memory) + self._in_turn_s(features)
         fixed = self.base_s + features.num_tokens * self.per_token_s + features.num_requests * self.per_request_s
         fixed += features.prefill_attention_pairs * self.per_prefill_pair_s + features.swap_bytes * self.per_swap_byte_s
         return fixed + features.decode_context_tokens * self.per_decode_context_token_s
@@ -59,7 +66,19 @@ class AffineModel:
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> npt.NDArray[np.float64]:
         """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
-        fixed = self.batch_time_s(BatchFeatures(num_decodes=num_decodes))
         contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
+        if self.overlap:
+            features = BatchFeatures(num_decodes=num_decodes)
+            busy = np.maximum(self._compute_s(features), contexts * self.per_decode_context_token_s)
+            overlapped: npt.NDArray[np.float64] = busy + self._in_turn_s(features)
+            return overlapped
+        fixed = self.batch_time_s(BatchFeatures(num_decodes=num_decodes))
         times: npt.NDArray[np.float64] = fixed + contexts * self.per_decode_context_token_s
         return times
+
+    def _compute_s(self, features: BatchFeatures) -> float:
+        return features.num_tokens * self.per_token_s + features.prefill_attention_pairs * self.per_prefill_pair_s
+
+    def _in_turn_s(self, features: BatchFeatures) -> float:
+        """Seconds that nothing hides."""
+        return self.base_s + features.num_requests * self.per_request_s + features.swap_bytes * self.per_swap_byte_s

@@ -299,7 +299,7 @@ def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
     routed_width = experts.experts_per_token * experts.intermediate_size if experts else 0
     num_expert_layers = experts.num_layers if experts else 0
     kernels = KERNELS_PER_LAYER * model.num_dense_layers + KERNELS_PER_EXPERT_LAYER * num_expert_layers
-    reduce_fixed, reduce_token = _all_reduce(deployment)
+    reduce_fixed, reduce_token = all_reduce_s(deployment)
     full, windowed = model.num_layers - model.num_sliding_layers, model.num_sliding_layers
     pair = model.prefill_flops_per_pair / (device.attention_flops(deployment.attention_dtype) * split.tensor)
     key = deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth
@@ -312,7 +312,7 @@ def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
         expert_missed=1.0 - experts.experts_per_token / experts.num_experts if experts else 1.0,
         expert_flops_s=2 * num_expert_layers * routed_width * model.mlp_matrices * model.hidden_size / flops,
         expert_token_s=num_expert_layers * routed_width * model.mlp_matrices * state / bandwidth,
-        elementwise_s=_elementwise(deployment) + reduce_token,
+        elementwise_s=elementwise_token_s(deployment) + reduce_token,
         fixed_s=kernels * device.kernel_latency_s + reduce_fixed,
         pair_s=full * pair,
         window_pair_s=windowed * pair,
@@ -330,10 +330,7 @@ def step_coefficients(deployment: Deployment) -> StepCoefficients:
     size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
     bandwidth = device.attainable_bandwidth * split.tensor
     # One query row a request: both bounds are proportional to the keys, so the slower one is known beforehand.
-    key = max(
-        deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth,
-        model.decode_flops_per_pair / (device.attention_flops(deployment.attention_dtype) * split.tensor),
-    )
+    key = max(decode_key_s(deployment))
     between_stages = split.pipeline > 1
     return StepCoefficients(
         decode_key_s=(model.num_layers - model.num_sliding_layers) * key,
@@ -349,7 +346,14 @@ def step_coefficients(deployment: Deployment) -> StepCoefficients:
     )
 
 
-def _elementwise(deployment: Deployment) -> float:
+def decode_key_s(deployment: Deployment) -> tuple[float, float]:
+    """Seconds of memory and of arithmetic that a decode's attention takes for each key, in one layer."""
+    model, device = deployment.model, deployment.device
+    flops = device.attention_flops(deployment.attention_dtype) * deployment.parallelism.tensor
+    return deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth, model.decode_flops_per_pair / flops
+
+
+def elementwise_token_s(deployment: Deployment) -> float:
     """Seconds per token of the kernels that only move values: norms with residuals, rotary embedding, activation, cache write."""
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     state = DTYPE_BYTES[deployment.activation_dtype]
@@ -363,7 +367,7 @@ def _elementwise(deployment: Deployment) -> float:
     return (values * state + cache) / device.attainable_bandwidth
 
 
-def _all_reduce(deployment: Deployment) -> tuple[float, float]:
+def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
     """Seconds per step and per token of the two sums over tensor-parallel ranks in each layer (ring: 2 (t - 1) / t of the bytes)."""
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:

@@ -24,6 +24,7 @@ from vajra_py.runtime.kv.pins import Pins
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 from vajra_py.runtime.kv.retained_pool import RetainedBlockPool, Retention
 from vajra_py.runtime.kv.retention_order import CachedEntry
+from vajra_py.runtime.kv.swaps import SwapsUnderWay
 from vajra_py.runtime.kv.tiers import KvTiers
 
 _FIRST_LOOKUP_BLOCKS = 32
@@ -73,6 +74,7 @@ class PagedKvMemory:
         "_pool",
         "_reserved",
         "_retention",
+        "_swaps",
         "_tables",
         "_tell_evicted",
         "block_size",
@@ -116,6 +118,8 @@ class PagedKvMemory:
         self._host = HostSpace(host_blocks, records_copies)
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
+        self._swaps: SwapsUnderWay | None = None
+        """Blocks that copies read beside steps; None: swapped blocks are copied between two steps."""
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
@@ -205,6 +209,8 @@ class PagedKvMemory:
         del self._tables[request]
         if self.tiers is not None:
             self.tiers.forget(request)
+        if self._swaps is not None:
+            self._swaps.on_forget(request)
 
     def is_registered(self, request: KvRequest) -> bool:
         """Return True if the request is registered here."""
@@ -223,6 +229,8 @@ class PagedKvMemory:
         if self._events is not None:
             self._pool.events = self._events
             self._events.cleared()
+        if self._swaps is not None:
+            self._swaps.clear()
         self._host.clear()
         self._tables.clear()
         self._reserved = []
@@ -577,7 +585,10 @@ class PagedKvMemory:
         if stored is None:
             return None
         entry.host = stored
-        self._pool.release(entry.blocks, entry.num_cached, request)
+        if self._swaps is None or self._swaps.frees_at_once:
+            self._pool.release(entry.blocks, entry.num_cached, request)
+        else:
+            self._swaps.leaving[request] = entry.blocks, entry.num_cached
         entry.blocks = []
         entry.num_cached = 0
         entry.num_valid_tokens = min(entry.num_valid_tokens, len(stored) * self.block_size)
@@ -592,8 +603,25 @@ class PagedKvMemory:
             return None
         entry.blocks = self._pool.take(num_blocks)
         entry.host = []
-        self._host.take_back(stored, entry.blocks, self._one_group(stored))
+        if self._swaps is None:
+            self._host.take_back(stored, entry.blocks, self._one_group(stored))
+        else:
+            self._swaps.coming[request] = stored
         return len(stored)
+
+    def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
+        """From now on, keep what a swap reads until `end_swap`."""
+        self._swaps = swaps
+
+    def end_swap(self, request: KvRequest) -> None:
+        """Give back what a copy of this request was reading."""
+        assert self._swaps is not None
+        left = self._swaps.leaving.pop(request, None)
+        if left is not None:
+            self._pool.release(*left, request)
+        came = self._swaps.coming.pop(request, None)
+        if came is not None:
+            self._host.drop(came)
 
     def drop_swapped(self, request: KvRequest) -> None:
         """Give up a swapped request's host blocks: its content is lost."""
@@ -661,6 +689,8 @@ class PagedKvMemory:
     def check(self) -> None:
         """Raise AssertionError if the accounts do not agree."""
         users = Counter(self._reserved)
+        if self._swaps is not None:
+            users.update(self._swaps.device_blocks)
         for request, entry in self._tables.items():
             users.update(entry.blocks)
             if entry.blocks and entry.host:
@@ -671,7 +701,8 @@ class PagedKvMemory:
                 raise AssertionError(f"PagedKvMemory: more blocks cached than held ({request!r})")
         self._pool.check(dict(users))
         self._pins.check(self._pool.num_pinned)
-        self._host.check([entry.host for entry in self._tables.values()])
+        stored = [entry.host for entry in self._tables.values()]
+        self._host.check(stored if self._swaps is None else [*stored, *self._swaps.coming.values()])
         if self.tiers is not None:
             self.tiers.check(self._pool.contents())
 

@@ -282,7 +282,7 @@ class Lifecycle:
         self._running_set.memory.forget(request)
         request.move_to(RequestState.HELD)
 
-    # KV comes from a lower tier
+    # KV comes from a lower tier or from swap space
 
     def bind(self, request: Request, now: float) -> None:
         """Let a request of the shared queue wait here from now on; memory knows it already. Nothing happens to one that does."""
@@ -293,7 +293,7 @@ class Lifecycle:
             running_set.queue.add(request, now)
 
     def load(self, request: Request, now: float) -> None:
-        """A waiting request holds blocks to which KV of its prefix is on its way from a lower tier."""
+        """A waiting request holds blocks to which KV is on its way from a lower tier or from swap space."""
         self.bind(request, now)
         request.move_to(RequestState.LOADING)
         self._running_set.loading[request] = None
@@ -304,7 +304,8 @@ class Lifecycle:
         running_set.queue.remove(request)
         request.set_computed(min(num_tokens, request.num_known_tokens - 1))
         request.move_to(RequestState.LOADED)
-        running_set.memory.cache_blocks(request, num_tokens)
+        if request.hashes is not None:
+            running_set.memory.cache_blocks(request, num_tokens)
         del running_set.loading[request]
         running_set.arrived[request] = None
         running_set.queue.add(request, now)

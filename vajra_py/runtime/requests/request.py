@@ -41,7 +41,7 @@ class RequestState(Enum):
     ARRIVED = "arrived"
     """Waiting, the KV that it came with in its replica's memory."""
     LOADING = "loading"
-    """Waiting, KV of its prefix on its way from a lower tier of its replica's memory to blocks that it holds."""
+    """Waiting, KV of its prefix on its way from a lower tier or from swap space to blocks that it holds."""
     LOADED = "loaded"
     """Waiting, the KV of its prefix in blocks that it holds."""
     ENDED = "ended"
@@ -61,7 +61,9 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
         {RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.HELD, RequestState.ENDED}
     ),
     RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.LOADING, RequestState.ENDED}),
-    RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.SWAPPED: frozenset(
+        {RequestState.RUNNING, RequestState.LOADING, RequestState.PREEMPTED, RequestState.ENDED}
+    ),
     RequestState.HELD: frozenset(
         {
             RequestState.RUNNING,

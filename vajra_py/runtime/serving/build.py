@@ -53,6 +53,7 @@ from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefi
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import ElasticPool, ReplicasetScaling
+from vajra_py.runtime.serving.swap_moves import swap_rules
 from vajra_py.runtime.step.builder_options import BuilderOptions, DraftRules
 from vajra_py.runtime.step.plan import Executor
 from vajra_py.runtime.support.seeds import SeedTree
@@ -372,6 +373,7 @@ def build_replicaset(
     replicaset.tiers, plans = _with_tiers(plans, TiersOfReplicaset(context, seeds, services.registry))
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+    replicaset.swaps = swap_rules([(plan.settings, plan.limits) for plan in plans])
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()

@@ -54,6 +54,7 @@ from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.scaling import Start
+from vajra_py.runtime.serving.swap_moves import SwapMoves, use_swap_links
 from vajra_py.runtime.serving.tier_moves import TierMoves
 from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
@@ -105,7 +106,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TIER` the name of a replicaset, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is asked, `TIER` the name of a replicaset or a replica's `SwapMoves`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -161,6 +162,7 @@ class Driver(Generic[R]):
             for name, one in controller.replicasets.items()
             if one.tiers is not None
         }
+        use_swap_links(self)
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
         """Replicasets whose prompts are sent while they are computed."""
@@ -599,11 +601,12 @@ class Driver(Generic[R]):
             return
         self._elasticity.end_drains(name)
 
-    def _tiers_due(self, replicaset: str) -> None:
+    def _tiers_due(self, what: str | SwapMoves[R]) -> None:
+        moves = what if isinstance(what, SwapMoves) else self._tiers[what]
         try:
-            self._tiers[replicaset].due()
+            moves.due()
         except PolicyError as error:
-            self.isolate(replicaset, error)
+            self.isolate(moves.replicaset, error)
 
     def _step_ended(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True

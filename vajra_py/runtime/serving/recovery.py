@@ -84,7 +84,8 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         request.move_to(RequestState.PREEMPTED)
     for (
         request
-    ) in replica.running_set.loading:  # from a lower tier: what was to come from another replica is called off by now
+    ) in replica.running_set.loading:  # from below: what was to come from another replica is called off by now
+        request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
     for request in leaving:
         replica.queue.add(request, now)

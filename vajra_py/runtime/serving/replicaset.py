@@ -23,6 +23,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.movement.rules import HandOffRules
+from vajra_py.runtime.movement.swap_rules import SwapRules
 from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
@@ -83,6 +84,7 @@ class Replicaset:
         "scheduler",
         "scheduler_name",
         "shared",
+        "swaps",
         "sync",
         "tiers",
     )
@@ -135,6 +137,8 @@ class Replicaset:
         """Rules by which requests leave with their KV; None: they do not."""
         self.tiers: TierMovesRules | None = None
         """Links and rules of the memory tiers below its replicas' devices; None: there are none."""
+        self.swaps: Sequence[SwapRules | None] = ()
+        """Rules of each replica's swaps beside steps (None: they are between its steps); empty: of all."""
         self.held_back: dict[Request, None] = {}
         """Requests that are bound to a replica and wait for blocks of the one that goes on with them, in order."""
         self.newly_held_back: list[Request] = []

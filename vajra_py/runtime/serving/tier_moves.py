@@ -78,6 +78,7 @@ class TierMoves(Generic[R]):
     """Transfers between the tiers of one replicaset."""
 
     def __init__(self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R]) -> None:
+        self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
         self._driver = driver

@@ -39,6 +39,19 @@ class FindsInTiers(Protocol):
         """Begin to load so many tokens to blocks that the request is about to get."""
 
 
+class SwapsBesideSteps(Protocol):
+    """Copies of swapped requests that take their time beside steps."""
+
+    def is_leaving(self, request: Request) -> bool:
+        """Return True if a request is still being copied to the host."""
+
+    def leave(self, request: Request, num_blocks: int) -> None:
+        """Begin to copy a request to the host, which has blocks for it."""
+
+    def come_back(self, request: Request, num_blocks: int) -> None:
+        """Begin to copy a request to the device, where it has blocks."""
+
+
 class Builder(PlanDraft):
     """The `BatchBuilder` of one replica, and the only writer of its plans."""
 
@@ -56,6 +69,8 @@ class Builder(PlanDraft):
         "_order",
         "_order_of_decodes",
         "_order_position",
+        "_returned",
+        "_swaps",
         "_tiers",
         "_to_cache",
         "dropped",
@@ -88,6 +103,10 @@ class Builder(PlanDraft):
         """KV of a connector for waiting requests; None: there is none."""
         self._tiers: FindsInTiers | None = None
         """Lookup in lower tiers of memory for waiting requests; None: there are none."""
+        self._swaps: SwapsBesideSteps | None = None
+        """Copies of swapped requests beside steps; None: they are made before the step."""
+        self._returned: set[Request] = set()
+        """Requests of this step that came back from the host: they run, lest requests swap each other out for ever."""
         self.refusals: dict[Request, Refusal] = {}
         """Reason of the last refusal of each request by `add` in this step; reported when nothing comes of the step."""
         self._order: list[Request] | None = None
@@ -137,6 +156,10 @@ class Builder(PlanDraft):
         """Let waiting requests use KV from outside the replica."""
         self._connected = connected
 
+    def swap_beside_steps(self, swaps: SwapsBesideSteps) -> None:
+        """Have swapped requests copied beside steps."""
+        self._swaps = swaps
+
     def take_handed_off(self) -> list[Request]:
         """Return the requests that the policy has handed off since the last call."""
         handed_off, self.handed_off = self.handed_off, []
@@ -163,6 +186,8 @@ class Builder(PlanDraft):
             self._to_cache = []
         if self._asked_drafts:
             self._asked_drafts.clear()
+        if self._returned:
+            self._returned.clear()
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """Return the plan; None when the policy did nothing at all."""
@@ -329,6 +354,8 @@ class Builder(PlanDraft):
             done = hit + num_loaded
             request.set_computed(done)
         elif state is _SWAPPED:
+            if self._swaps is not None:
+                return self._refuse(request, self._swap_in(self._swaps, request, to_hold))
             copies = memory.swap_in(request, to_hold)
             if copies is None:
                 return self._refuse(request, Refusal.KV_BLOCKS)
@@ -339,6 +366,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if to_hold > known:
             running_set.has_spare_blocks = True
+        if self._swaps is not None and state is RequestState.LOADED:
+            self._returned.add(request)
         kind = self._lifecycle.admitted(request, done, self.now)
         if self._connected is not None:
             self._connected.admitted(request, num_loaded)
@@ -365,6 +394,19 @@ class Builder(PlanDraft):
         tiers.load(request, done, num_tokens)  # first: what an exclusive tier gives away makes room there
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
+        self._lifecycle.load(request, self.now)
+        return Refusal.LOADING
+
+    def _swap_in(self, swaps: SwapsBesideSteps, request: Request, to_hold: int) -> Refusal:
+        """Have a swapped request brought back to blocks that it gets now, unless it is still on its way out."""
+        if swaps.is_leaving(request):
+            return Refusal.LOADING
+        num_blocks = self._memory.swap_in(request, to_hold)
+        if num_blocks is None:
+            return Refusal.KV_BLOCKS
+        if to_hold > request.num_known_tokens:
+            self._running_set.has_spare_blocks = True
+        swaps.come_back(request, num_blocks)
         self._lifecycle.load(request, self.now)
         return Refusal.LOADING
 
@@ -527,7 +569,7 @@ class Builder(PlanDraft):
         own = self._own(request)
         if own.state is not _RUNNING:
             raise IllegalPlan(own, f"cannot preempt what is {own.state.value}. Running requests can be preempted")
-        if own.in_flight:
+        if own.in_flight or own in self._returned:
             return Refusal.IN_FLIGHT
         if mode is PreemptionMode.SWAP:
             num_to_keep = max(1, self._memory.blocks_for(own.num_computed_tokens))
@@ -537,7 +579,9 @@ class Builder(PlanDraft):
             return Refusal.IN_FLIGHT
         self._materialize(own)
         num_moved = self._lifecycle.preempt(own, mode, self.now)
-        if num_moved:
+        if num_moved and self._swaps is not None:
+            self._swaps.leave(own, num_moved)
+        elif num_moved:
             self._add_swap(num_moved)
         self.preempted.append((own, mode.value))
         self._features = None

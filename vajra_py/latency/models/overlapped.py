@@ -1,0 +1,208 @@
+"""Roofline step time where arithmetic, memory and links of a device work beside each other, or in turn.
+
+The work is that of `RooflineModel`, operator by operator; what differs is how far the time of one resource hides that of another. Sums
+of all and the largest sum bound what any schedule of the operators can reach.
+Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
+kinds of attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
+from vajra_py.latency.hardware.deployment import Deployment, Parallelism
+from vajra_py.latency.hardware.devices import DeviceSpec
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.models.roofline import (
+    RooflineModel,
+    all_reduce_s,
+    decode_key_s,
+    elementwise_token_s,
+    layer_coefficients,
+    step_coefficients,
+)
+
+Overlap: TypeAlias = Literal["none", "partial", "operators", "attention", "step"]
+"""How far arithmetic, memory traffic and exchanges between devices hide each other; `partial` is `RooflineModel`."""
+
+_DESCRIBED = {
+    "none": "nothing overlaps",
+    "operators": "overlap within operators",
+    "attention": "overlap within operators, prefill and decode attention as one",
+    "step": "overlap over the whole step",
+}
+
+
+class Work(NamedTuple):
+    """Seconds for which some work takes each resource of a device, were it alone."""
+
+    compute_s: float
+    """Arithmetic."""
+    memory_s: float
+    """Traffic of the device's memory."""
+    network_s: float
+    """Exchanges between the devices of a replica."""
+
+    def plus(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(self[0] + other[0], self[1] + other[1], self[2] + other[2])
+
+    def times(self, factor: float) -> Work:
+        """Return a share of the work."""
+        return Work(self[0] * factor, self[1] * factor, self[2] * factor)
+
+
+_PREFILL, _DECODE = 0, 1
+"""Places of the two kinds of attention among the operators."""
+_NOTHING = Work(0.0, 0.0, 0.0)
+
+
+class OverlappedRooflineModel:
+    """Roofline with a chosen overlap; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
+
+    Kernel and link latencies, the overhead of a step, transfers between stages and swapped bytes are in turn with the rest, whatever
+    overlaps: a copy that a step needs, or that empties blocks which it writes, cannot be beside it.
+
+    Raises:
+        ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
+        ValueError: the overlap is that of `RooflineModel`, or unknown.
+    """
+
+    def __init__(
+        self, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism | None = None, overlap: Overlap = "step"
+    ) -> None:
+        if overlap not in _DESCRIBED:
+            raise ValueError(f"overlap: is not one of this model ({overlap!r}). Allowed: {', '.join(_DESCRIBED)}")
+        self.overlap = overlap
+        self.deployment = Deployment(model, device, parallelism or Parallelism())
+        split = self.deployment.parallelism
+        self.num_stages: int = split.pipeline
+        self._layers = layer_coefficients(self.deployment)
+        self._step = step_coefficients(self.deployment)
+        self._elementwise_s = elementwise_token_s(self.deployment)
+        self._reduce_s = all_reduce_s(self.deployment)[1]
+        self._key_memory_s, self._key_compute_s = decode_key_s(self.deployment)
+        self._full_layers = model.num_layers - model.num_sliding_layers
+        self._windowed_layers = model.num_sliding_layers
+        self._first_share = self.deployment.num_first_layers / model.num_layers
+        self._last_share = self.deployment.num_last_layers / model.num_layers
+
+    def batch_time_s(self, features: BatchFeatures) -> float:
+        """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
+        if not features.num_tokens:
+            return features.swap_bytes * self._step.swap_byte_s
+        operators, head = self._operators(features)
+        if self.num_stages == 1:
+            busy = self._time_s([*operators, head])
+        else:
+            last = [*(each.times(self._last_share) for each in operators), head]
+            busy = self._time_s(operators) * (1.0 - self._last_share) + self._time_s(last)
+        return busy + self._in_turn_s(features)
+
+    def stage_time_s(self, features: BatchFeatures) -> float:
+        """Seconds that the slowest stage is busy with this batch; the whole step when there is one stage."""
+        if self.num_stages == 1 or not features.num_tokens:
+            return self.batch_time_s(features)
+        operators, head = self._operators(features)
+        last = [*(each.times(self._last_share) for each in operators), head]
+        step = self._step
+        fixed = self._fixed_s(features)
+        slowest = max(
+            self._first_share * (self._time_s(operators) + fixed), self._time_s(last) + self._last_share * fixed
+        )
+        sending = step.send_fixed_s + features.num_tokens * step.send_token_s
+        return slowest + sending + step.step_overhead_s + features.swap_bytes * step.swap_byte_s
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        first = BatchFeatures(num_decodes, first_context_tokens)
+        steps = (
+            first._replace(decode_context_tokens=first_context_tokens + step * num_decodes) for step in range(num_steps)
+        )
+        return np.fromiter((self.batch_time_s(each) for each in steps), np.float64, num_steps)
+
+    def work(self, features: BatchFeatures) -> Work:
+        """Return what a step asks of each resource, over all stages, without what is in turn with everything."""
+        operators, head = self._operators(features)
+        return _sum([*operators, head])
+
+    def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
+        """KV blocks that fit; see `Deployment.kv_blocks`."""
+        return self.deployment.kv_blocks(block_size, memory_fraction)
+
+    def describe(self) -> ModelDescription:
+        """Describe the model and its devices; see `DescribesModel`."""
+        deployment = self.deployment
+        plain = RooflineModel(deployment.model, deployment.device, deployment.parallelism).describe()
+        return replace(plain, source=f"{plain.source}, {_DESCRIBED[self.overlap]}", kv_blocks=self.kv_blocks)
+
+    def _time_s(self, operators: list[Work]) -> float:
+        """Seconds of these operators, the two kinds of attention first."""
+        if self.overlap == "none":
+            return sum(_sum(operators))
+        if self.overlap == "step":
+            return max(_sum(operators))
+        if self.overlap == "attention":
+            operators = [operators[_PREFILL].plus(operators[_DECODE]), *operators[_DECODE + 1 :]]
+        return sum(map(max, operators))
+
+    def _operators(self, features: BatchFeatures) -> tuple[list[Work], Work]:
+        """Return the operators of all layers, attention of prefills and of decodes first, and the head."""
+        layers, step, tokens = self._layers, self._step, features.num_tokens
+        operators = [
+            self._prefill(features),
+            self._decode(features),
+            Work(tokens * layers.dense_flops_s, layers.dense_weights_s + tokens * layers.dense_token_s, 0.0),
+            Work(0.0, tokens * self._elementwise_s, 0.0),
+            Work(0.0, 0.0, tokens * self._reduce_s),
+        ]
+        if layers.expert_weights_s:
+            reading = layers.expert_weights_s * (1.0 - layers.expert_missed**tokens) + tokens * layers.expert_token_s
+            operators.append(Work(tokens * layers.expert_flops_s, reading, 0.0))
+        if features.num_merged_tokens:
+            operators.append(Work(0.0, 0.0, features.num_merged_tokens * layers.merge_token_s))
+        rows = features.num_requests
+        return operators, Work(rows * step.head_flops_s, step.head_weights_s + rows * step.head_row_s, 0.0)
+
+    def _prefill(self, features: BatchFeatures) -> Work:
+        if not features.prefill_tokens:
+            return _NOTHING
+        layers, window = self._layers, self._layers.window
+        keys, pairs = features.prefill_context_tokens + features.prefill_tokens, features.prefill_attention_pairs
+        compute, memory = pairs * layers.pair_s, keys * layers.key_s
+        if window:
+            compute += min(pairs, features.prefill_tokens * window) * layers.window_pair_s
+            memory += min(keys, features.num_prefills * window + features.prefill_tokens) * layers.window_key_s
+        return Work(compute, memory, 0.0)
+
+    def _decode(self, features: BatchFeatures) -> Work:
+        keys = features.decode_context_tokens + features.num_decodes
+        seen = float(keys * self._full_layers)
+        if self._windowed_layers:
+            seen += min(keys, features.num_decodes * self._layers.window) * self._windowed_layers
+        return Work(seen * self._key_compute_s, seen * self._key_memory_s, 0.0)
+
+    def _fixed_s(self, features: BatchFeatures) -> float:
+        """Latencies of kernels and exchanges in all layers."""
+        return self._layers.fixed_s + (self._layers.merge_fixed_s if features.num_merged_tokens else 0.0)
+
+    def _in_turn_s(self, features: BatchFeatures) -> float:
+        """Seconds of a step that nothing hides."""
+        step = self._step
+        sending = (self.num_stages - 1) * (step.send_fixed_s + features.num_tokens * step.send_token_s)
+        overhead = self.num_stages * step.step_overhead_s
+        return self._fixed_s(features) + sending + overhead + features.swap_bytes * step.swap_byte_s
+
+
+def _sum(operators: list[Work]) -> Work:
+    total = _NOTHING
+    for each in operators:
+        total = total.plus(each)
+    return total

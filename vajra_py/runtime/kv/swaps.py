@@ -1,0 +1,39 @@
+"""Blocks of requests that are on their way between device and host memory, beside steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vajra_py.runtime.kv.interface import KvRequest
+
+
+class SwapsUnderWay:
+    """Blocks of one memory that copies of swapped requests are reading.
+
+    Device blocks of a request that leaves, unless they are free at once, and host blocks of one that comes back.
+    """
+
+    __slots__ = ("coming", "frees_at_once", "leaving", "on_clear", "on_forget")
+
+    def __init__(
+        self, frees_at_once: bool, on_forget: Callable[[KvRequest], None], on_clear: Callable[[], None]
+    ) -> None:
+        """`on_forget` hears of each request that leaves memory for good, `on_clear` that everything is lost."""
+        self.frees_at_once = frees_at_once
+        self.on_forget = on_forget
+        self.on_clear = on_clear
+        self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
+        """Device blocks, and how many of them the prefix cache knows."""
+        self.coming: dict[KvRequest, list[int]] = {}
+        """Host blocks."""
+
+    def clear(self) -> None:
+        """Forget everything: both memories are empty."""
+        self.on_clear()
+        self.leaving.clear()
+        self.coming.clear()
+
+    @property
+    def device_blocks(self) -> Sequence[int]:
+        """Device blocks that are being read."""
+        return [block for blocks, _ in self.leaving.values() for block in blocks]

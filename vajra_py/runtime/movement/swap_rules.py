@@ -1,0 +1,17 @@
+"""Rules by which swapped blocks are copied beside steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vajra_py.runtime.movement.links import LinkOptions
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRules:
+    """Link between a replica's device and its host memory, one way out and one way in; see `SwapLinkConfig`."""
+
+    links: LinkOptions
+    bytes_per_block: int
+    frees_at_once: bool = False
+    """True: a preempted request's device blocks are free before they are copied."""
