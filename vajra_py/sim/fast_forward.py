@@ -5,6 +5,7 @@ How many repetitions are sure is the mechanism's to say (`vajra_py.runtime.step.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -39,7 +40,7 @@ class DecodeFastForward:
         ends = runs.run_ends(now, features.num_decodes, features.decode_context_tokens, num_steps)
         if len(ends) < 2:
             return None
-        one.run_ends = ends
+        one.run_ends, one.is_apart = ends, False
         replica.note_waiting()
         self._running[replica.replicaset][replica.replica_id] = one
         return ends[-1]
@@ -77,6 +78,24 @@ class DecodeFastForward:
         if replica.run_ends is not None:
             self._sync(replica, goes_on=False, up_to_now=up_to_now)
 
+    def catch_up(self, replica: SimReplica, *, up_to_now: bool = True) -> None:
+        """See `FastForward`."""
+        if replica.run_ends is not None:
+            self._sync(replica, goes_on=True, up_to_now=up_to_now)
+
+    def shorten(self, replica: SimReplica) -> None:
+        """See `FastForward`."""
+        ends, plan = replica.run_ends, replica.plan
+        if ends is None or plan is None:
+            return
+        num_repeats = replica.replica.num_repeats(plan)
+        if num_repeats == 0:
+            self.interrupt(replica, up_to_now=False)
+            return
+        replica.is_apart = True
+        if num_repeats < len(ends) - 1:
+            self._end_after(replica, 1 + num_repeats)
+
     def interrupt_all(self, replicaset: str) -> None:
         """See `FastForward`."""
         for one in list(self._running[replicaset].values()):
@@ -98,8 +117,7 @@ class DecodeFastForward:
         driver, replica = self._driver, one.replica
         num_done = bisect_left(ends, driver.now)
         if num_done:
-            one.plan = replica.complete_repeats(plan, ends[:num_done], driver.now)
-            driver.count_repeats(num_done)
+            self._complete(one, plan, ends[:num_done])
             del ends[:num_done]
         # The step after one that ends now is formed after the other events of this tick.
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:
@@ -108,9 +126,25 @@ class DecodeFastForward:
             self._end_now(one)
             return
         if not goes_on and len(ends) > 1:
-            del ends[1:]
-            driver.end_run_at(one, ends[0])
-            driver.events.push(ends[0], _STEP_END, (one, None, one.epoch), one.rank)
+            self._end_after(one, 1)
             self._running[replica.replicaset].pop(replica.replica_id, None)
             one.run_limit = FIRST_STEPS
         replica.note_waiting()
+
+    def _complete(self, one: SimReplica, plan: StepPlan, ended_at: array[int]) -> None:
+        """Complete the step in flight and repetitions of it; the first by itself if those after it had fewer blocks than it says."""
+        replica, now = one.replica, self._driver.now
+        self._driver.count_repeats(len(ended_at))
+        if one.is_apart:
+            one.is_apart = False
+            plan = replica.complete_repeats(plan, ended_at[:1], now)
+            ended_at = ended_at[1:]
+        one.plan = replica.complete_repeats(plan, ended_at, now) if ended_at else plan
+
+    def _end_after(self, one: SimReplica, num_steps: int) -> None:
+        """Make the run end after so many more steps, the one in flight included."""
+        ends, driver = one.run_ends, self._driver
+        assert ends is not None
+        del ends[num_steps:]
+        driver.end_run_at(one, ends[-1])
+        driver.events.push(ends[-1], _STEP_END, (one, None, one.epoch), one.rank)

@@ -174,10 +174,9 @@ class Network:
             self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """First tick at which `ended` may have something to tell, or rates change by themselves; None: nothing is to end.
+        """Tick before which `ended` has nothing to tell, if nothing starts or is cancelled; None: nothing is to end.
 
-        With a latency, and with open transfers, some of these ticks are not an end but a moment at which a transfer starts or stops to
-        flow.
+        Something may end then. Where transfers share links, and with open ones, it may also turn out to end later.
         """
         self._settle()
         if self._ended:
@@ -187,7 +186,15 @@ class Network:
         events = self._events
         while events and events[0][3] != events[0][4].version:
             heappop(events)
-        return events[0][0] if events else None
+        if not events:
+            return None
+        tick, kind, _, _, one = events[0]
+        if kind != _FLOWS:
+            return tick
+        # It cannot end before it has had its links for itself; other events stand behind the next two of the heap.
+        rate = min([link.capacity for link in one.links], default=None)
+        soonest = tick if rate is None else tick - (-one.work_left // rate)
+        return min([soonest, *[event[0] for event in events[1:3]]])
 
     def ended(self, now: int) -> list[Hashable]:
         """Ids of transfers that have ended by now and were not told before, in order of end, those of a tick in order of start."""
@@ -297,7 +304,10 @@ class Network:
             one.rate = None
             self._push_end(one)
             return
-        is_alone = not any(link.transfers for link in one.links)
+        is_alone = True
+        for link in one.links:
+            if link.transfers:
+                is_alone = False
         for link in one.links:
             link.transfers[one] = None
             if not is_alone:

@@ -130,5 +130,11 @@ class FastForward(Protocol[S]):
         `up_to_now`: also apply a step that ends now; it precedes what happens now.
         """
 
+    def catch_up(self, replica: S, *, up_to_now: bool = True) -> None:
+        """Apply; the run goes on. `up_to_now`: see `interrupt`."""
+
+    def shorten(self, replica: S) -> None:
+        """End the run with the last step that is sure to be a repetition, since blocks were taken after `catch_up`."""
+
     def interrupt_all(self, replicaset: str) -> None:
         """Do as `interrupt` for every replica of a replicaset."""

@@ -97,6 +97,8 @@ class RequestBounds:
         self.max_model_len = max(one.limits.max_model_len for one in ending)
         self._one, self._everybody = replicas[0], Holders(self._kinds)
         self._holders: dict[tuple[bool, ...], Holders] = {}
+        self._sure_tokens = min(one.max_request_tokens for one in replicas)
+        """Tokens, prompt and output together, for which every replica has room."""
         self._request_tokens = sorted({one.max_request_tokens for one in ending})
         self.is_split = any(one.parts.role is not PoolRole.MIXED for one in replicas)
         """Some replicas compute prompts alone, or decodes alone."""
@@ -116,6 +118,8 @@ class RequestBounds:
 
     def holders(self, request: Request) -> Holders:
         """Replicas that can hold the request at its greatest length; the same object for the same replicas."""
+        if request.num_prompt_tokens + request.max_tokens <= self._sure_tokens:
+            return self._everybody
         if self.are_equal:
             return self._everybody if self._one.can_hold(request) else _NOBODY
         fitting = tuple([kind[0].can_hold(request) for kind in self._kinds])

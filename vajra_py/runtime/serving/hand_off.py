@@ -238,12 +238,19 @@ class HandOffs(Generic[R]):
     def _may_act(self, one: R) -> bool:
         return not self._at_boundary or not one.replica.num_in_flight
 
+    def _look_at(self, target: R) -> None:
+        """Bring a target up to date whose blocks may be taken now; its steps go on unless it takes part between two of them."""
+        if self._at_boundary or self._one_at_a_time:
+            self._driver.touch(target)
+        else:
+            self._driver.catch_up(target)
+
     def _reserve(self, target: R) -> None:
         """Set blocks aside for those that wait in line for a target, as far as it has room."""
         line = self._lines.get(target.replica.replica_id)
         if not line:
             return
-        self._driver.touch(target)
+        self._look_at(target)
         if not self._may_act(target):
             self._asked_while_busy.add(target.replica.replica_id)
             return
@@ -259,6 +266,7 @@ class HandOffs(Generic[R]):
             )
             if hit is not None:
                 line.popleft()
+                self._driver.blocks_taken(target)
                 self._reserved(one, hit)
                 if self._one_at_a_time:
                     break
@@ -280,11 +288,12 @@ class HandOffs(Generic[R]):
         """Set blocks aside at a target that takes any request for which it has room, or look again after a while."""
         if self._of.get(one.request) is not one or one.target is not target:
             return
-        self._driver.touch(target)
+        self._look_at(target)
         now = to_seconds(self._driver.now)
         hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
         if hit is not None:
             self._num_retries = 0
+            self._driver.blocks_taken(target)
             self._reserved(one, hit)
             return
         one.stage = Stage.RETRYING
@@ -369,7 +378,8 @@ class HandOffs(Generic[R]):
         """Let a replica, which is between two steps, take part in what waits for that."""
         if self._one_at_a_time:
             self._reserve(one)
-        self._transfers.step_ended(one)
+        if self._transfers.waiting:
+            self._transfers.step_ended(one)
         if not self._one_at_a_time and one.replica.replica_id in self._asked_while_busy:
             self._reserve(one)
 

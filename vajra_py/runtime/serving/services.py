@@ -52,6 +52,12 @@ class DriverServices(Protocol[R]):
     def touch(self, one: R) -> None:
         """Apply the steps of a replica that have ended, and make the one in flight the last of its run."""
 
+    def catch_up(self, one: R) -> None:
+        """Apply the steps of a replica that have ended, since blocks of it are about to be taken; its run goes on until `blocks_taken`."""
+
+    def blocks_taken(self, one: R) -> None:
+        """End a replica's run with the last step that is sure to have blocks, since some were taken from outside after `catch_up`."""
+
     def interrupt(self, replicaset: str) -> None:
         """Do as `touch` for every replica of a replicaset."""
 

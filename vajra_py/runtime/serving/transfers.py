@@ -56,7 +56,7 @@ class Transfers(Generic[R]):
         """(tick, number, action) of what happens at a time."""
         self._num_timers = 0
         self._scheduled_at: int | None = None
-        self._waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+        self.waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}
         """Actions by replica, in order of number."""
 
     def start(
@@ -201,28 +201,28 @@ class Transfers(Generic[R]):
     def between_steps(self, one: R, number: int, action: Callable[[], None]) -> None:
         """Call `action` when the replica has no step in flight: now, or after its step, the lowest number first."""
         if one.replica.num_in_flight:
-            insort(self._waiting.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
+            insort(self.waiting.setdefault(one.replica.replica_id, []), (number, action), key=itemgetter(0))
         else:
             action()
 
     def step_ended(self, one: R) -> None:
         """Call the actions that waited for the replica's step."""
-        waiting = self._waiting.get(one.replica.replica_id) if self._waiting else None
+        waiting = self.waiting.get(one.replica.replica_id)
         while waiting and not one.replica.num_in_flight:
             _, action = waiting.pop(0)
             action()
 
     def has_waiting(self, one: R) -> bool:
         """Return True if an action waits for the replica's step."""
-        return bool(self._waiting.get(one.replica.replica_id))
+        return bool(self.waiting.get(one.replica.replica_id))
 
     def forget_waiting(self, one: R) -> None:
         """Drop the actions that wait for the step of a lost replica."""
-        self._waiting.pop(one.replica.replica_id, None)
+        self.waiting.pop(one.replica.replica_id, None)
 
     def clear(self, why: str) -> None:
         """Call everything off."""
         for key in list(self._sent):
             self.cancel(key, why)
-        self._waiting.clear()
+        self.waiting.clear()
         self._timers.clear()

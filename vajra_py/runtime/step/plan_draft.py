@@ -345,7 +345,7 @@ class PlanDraft:
             plan.chunks,
             plan.pool,
             num_decodes,
-            plan.free_blocks - num_blocks,
+            self._memory.free_blocks,
             num_waiting,
             plan.num_running,
             plan.pool_position,
