@@ -87,6 +87,8 @@ class ReplayReport:
     num_steps: int
     num_requests: int
     difference: str | None
+    unit: str = "steps"
+    """What `num_steps` counts: a router has no steps, and its decisions are counted."""
 
     @property
     def is_equal(self) -> bool:

@@ -47,6 +47,7 @@ from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.build_tiers import TiersOfReplicaset, tier_rules
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.eligibility import AdmissionLimits
+from vajra_py.runtime.serving.load import LiveLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
@@ -106,6 +107,9 @@ class Services:
     """Figures that the policies emit, and the names of policies that asked for lengths that nobody knows."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies ask for."""
+    make_replica: Callable[[ReplicaParts], Replica] = Replica
+    make_load: Callable[[Replica], LiveLoad] = LiveLoad
+    """Classes of replicas and of their loads; a router's are servers."""
 
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
@@ -347,6 +351,7 @@ def build_replicaset(
         policies.new_queue(),
         admission,
         settings.view_interval_s,
+        services.make_load,
     )
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
@@ -484,7 +489,7 @@ def _build_replica(
     services: Services,
     shared: SharedAccess,
 ) -> Replica:
-    return Replica(
+    return services.make_replica(
         ReplicaParts(
             replicaset=replicaset,
             replica_id=replica_id,

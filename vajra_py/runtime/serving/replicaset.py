@@ -56,6 +56,7 @@ class Replicaset:
         "_differs",
         "_eligible",
         "_live",
+        "_make_load",
         "_place",
         "_queued_by_id",
         "_serving",
@@ -95,6 +96,7 @@ class Replicaset:
         shared: RequestQueue,
         admission: AdmissionLimits,
         view_interval_s: float = 0.0,
+        make_load: Callable[[Replica], LiveLoad] = LiveLoad,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -110,6 +112,7 @@ class Replicaset:
         self.feed: ContentFeed | None = None
         """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
+        self._make_load = make_load
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
@@ -148,7 +151,7 @@ class Replicaset:
         access = SharedQueueAccess(self)
         self._shared_accesses.append(access)
         replica = make(access)
-        load = LiveLoad(replica)
+        load = self._make_load(replica)
         access.view = load
         self.replicas.append(replica)
         replica.hands_off = self._hands_off(replica)
