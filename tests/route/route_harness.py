@@ -190,16 +190,16 @@ class Router:
 
 @contextmanager
 def routing(
-    num_servers: int, save_run: Path | None = None, pools: list[str] | None = None, **more: Any
+    num_servers: int, save_run: Path | None = None, places: list[str] | None = None, **more: Any
 ) -> Iterator[tuple[Router, list[FakeServer]]]:
-    """A router in front of so many fakes."""
+    """A router in front of so many fakes; `places`: their pools."""
     thread = LoopThread()
     fakes = [FakeServer(thread) for _ in range(num_servers)]
-    places = [{"url": one.url} for one in fakes]
-    if pools is not None:
-        places = [{"url": one.url, "pool": pool} for one, pool in zip(fakes, pools, strict=True)]
+    servers = [{"url": one.url} for one in fakes]
+    if places is not None:
+        servers = [{"url": one.url, "pool": pool} for one, pool in zip(fakes, places, strict=True)]
     options = more.pop("options", {})
-    router = Router(system(places, more.pop("route", None), **more), save_run, **options)
+    router = Router(system(servers, more.pop("route", None), **more), save_run, **options)
     try:
         yield router, fakes
     finally:

@@ -121,8 +121,9 @@ class RouteService:
             lines.append(f'vajra:route_requests_ended_total{{reason="{kind.value}"}} {count}')
         lines.append(f"vajra:route_requests_alive {controller.num_alive}")
         for name, one in self.session.status().items():
-            for figure in ("num_running", "num_waiting", "free_blocks"):
-                lines.append(f'vajra:route_server_{figure}{{server="{name}",pool="{one["pool"]}"}} {one[figure]}')
+            labels = f'{{server="{name}",pool="{one["pool"]}"}}'
+            figures = ("num_running", "num_waiting", "free_blocks")
+            lines += [f"vajra:route_server_{figure}{labels} {one[figure]}" for figure in figures]
             lines.append(f'vajra:route_server_up{{server="{name}"}} {int(one["state"] == "up")}')
         return "\n".join(lines) + "\n"
 

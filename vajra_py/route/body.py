@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vajra_py.serve.api.schema_facts import body_fields
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel as RouteBody
-else:
-    RouteBody = create_model(
-        "RouteBody",
-        __config__=ConfigDict(extra="ignore"),
-        model=(str | None, Field(None, max_length=1024)),
-        stream=(bool | None, None),
-        prompt=(Any, None),
-        messages=(Any, None),
-        max_tokens=(int | None, Field(None, ge=0, le=2**31 - 1)),
-        max_completion_tokens=(int | None, Field(None, ge=0, le=2**31 - 1)),
-        metadata=(Any, None),
-        cache_salt=(str | None, None),
-        **body_fields(),
-    )
+RouteBody: Any = create_model(
+    "RouteBody",
+    __config__=ConfigDict(extra="ignore"),
+    model=(str | None, Field(None, max_length=1024)),
+    prompt=(Any, None),
+    messages=(Any, None),
+    max_tokens=(int | None, Field(None, ge=0, le=2**31 - 1)),
+    max_completion_tokens=(int | None, Field(None, ge=0, le=2**31 - 1)),
+    metadata=(Any, None),
+    cache_salt=(str | None, None),
+    **body_fields(),
+)
+"""Fields of a body by which policies decide."""
 
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as a token where there is no tokenizer."""

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from vajra_py.config import ReplicasetConfig, TypedChoice, register_backend
-from vajra_py.config.schema import DEFAULT_POOL
+from vajra_py.config import DEFAULT_POOL, ReplicasetConfig, TypedChoice, register_backend
 from vajra_py.config.sections import PositiveCount, PositiveSeconds, Section, Text
 from vajra_py.contract import PoolRole
 from vajra_py.errors import Problem

@@ -7,7 +7,7 @@ an input, so that a replay that makes the same calls decides the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from vajra_py.contract.latency import BatchFeatures
@@ -85,6 +85,8 @@ class RouteCore(Backend[BackendReplica]):
         self._driver: Driver[BackendReplica] = Driver(controller, self, self._ones.values(), options, note)
         self._driver.form_through(_send_waiting)
         self._is_replay = is_replay
+        self._on_their_way: list[TransferEnd] = []
+        """Hand-offs that take effect with the next turn."""
 
     def _send_to(self, replicaset: str) -> Callable[[Request, int], None]:
         def send(request: Request, replica_id: int) -> None:
@@ -100,19 +102,28 @@ class RouteCore(Backend[BackendReplica]):
 
     def next_due(self) -> int:
         """Return the tick at which `advance` has something to do; `NEVER` where nothing is due."""
+        if self._on_their_way:
+            return self.now
         return self._driver.next_due()
 
     # What happens
 
     def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
         """Let these events, and whatever is due, happen at a tick that is after all others; returns it."""
-        driver = self._driver
-        now = max(clock, driver.now + _NANOSECOND)
-        driver.advance_to(now)
+        driver, now = self._driver, self._begin(clock)
         for phase, payload in events:
             driver.events.push(now, phase, payload)
         driver.events.bring_forward(now)
         driver.run_until(now)
+        return now
+
+    def _begin(self, clock: int) -> int:
+        """Begin a turn, at a tick after all others; returns it."""
+        now = max(clock, self._driver.now + _NANOSECOND)
+        self._driver.advance_to(now)
+        on_their_way, self._on_their_way = self._on_their_way, []
+        for one in on_their_way:
+            self._driver.events.push(now, Phase.TRANSFER, replace(one, tick=now))
         return now
 
     def at(self, tick: int, inputs: Sequence[Input]) -> None:
@@ -132,16 +143,14 @@ class RouteCore(Backend[BackendReplica]):
 
     def answer(self, clock: int, request: Request, num_tokens: int, end: str = "", detail: str = "") -> None:
         """Take news of a request that is at a server; nothing happens where it has ended or is elsewhere by now."""
-        now = max(clock, self._driver.now + _NANOSECOND)
-        self._driver.advance_to(now)
-        if self._push_answer(Answer(now, request.request_id, request.replica_id, num_tokens, end, detail), now):
-            self._driver.events.bring_forward(now)
-            self._driver.run_until(now)
+        now = self._begin(clock)
+        self._push_answer(Answer(now, request.request_id, request.replica_id, num_tokens, end, detail), now)
+        self._driver.events.bring_forward(now)
+        self._driver.run_until(now)
 
     def report(self, clock: int, replicaset: str, replica_id: int, figures: tuple[int, int, float]) -> None:
         """Take what a server says of itself: requests running and waiting, and the part of its KV memory in use."""
-        now = max(clock, self._driver.now + _NANOSECOND)
-        self._driver.advance_to(now)
+        now = self._begin(clock)
         self._apply_report(ServerReport(now, replicaset, replica_id, *figures))
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
@@ -258,10 +267,8 @@ class RouteCore(Backend[BackendReplica]):
         if self._is_replay:
             return
         replica: Replica = transfer.target.replica
-        end = TransferEnd(
-            self._driver.now + _NANOSECOND, replica.replicaset, transfer.number, transfer.request.request_id
-        )
-        self._driver.events.push(end.tick, Phase.TRANSFER, end)
+        end = TransferEnd(0, replica.replicaset, transfer.number, transfer.request.request_id)
+        self._on_their_way.append(end)
 
     def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
         """See `Backend`."""

@@ -163,6 +163,7 @@ class Exchange:
             self.routed.kv_params = None  # the server that decodes computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"{place.url}: {fault}")
             if fault.is_down:
+                session.hand_on()  # first: whoever is on its way from a lost server is placed anew
                 session.lose(place, str(fault))
             return
         session.answer(self.routed, 1, PROMPT)
@@ -223,8 +224,8 @@ class Exchange:
         if fault:
             message = f"{place.url}: {fault}"
             session.answer(routed, scan.num_tokens, _FAILED, message)
-            error = ApiError(503, message, code="server_failed")
-            last = b"\n\n" + event(error.body()) + b"data: [DONE]\n\n"
+            told = ApiError(503, message, code="server_failed")
+            last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
             await self._send({"type": "http.response.body", "body": last, "more_body": True})
         else:
             session.answer(routed, scan.num_tokens, scan.end)

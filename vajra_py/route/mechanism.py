@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from vajra_py.contract import PoolRole
+from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.load import LiveLoad
@@ -81,11 +81,19 @@ class RemoteReplica(Replica):
         """Send waiting requests, most urgent first, while there is room for them by what was sent."""
         running_set, seconds = self.running_set, to_seconds(now)
         self._view.now = seconds
+        self.builder.start(seconds)
         if self.queue.is_arbitrary:
             running_set.read_keys_again()
         while running_set.num_running < self.limits.max_batch_size and running_set.num_waiting:
             request = cast("Request | None", next(iter(self._view.waiting()), None))
-            if request is None or not self._take_blocks(request):
+            if request is None:
+                return
+            if request.state is RequestState.REMOTE:
+                num_known = request.num_known_tokens
+                if self.builder.load(request, num_known, num_known) is not Refusal.LOADING:
+                    return
+                continue
+            if not self._take_blocks(request):
                 return
             self.lifecycle.admitted(request, request.num_computed_tokens, seconds)
             if request.hashes is not None:

@@ -41,4 +41,4 @@ class PlacementLog(JsonLinesFile, Observer):
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         """Write how it ended."""
-        self._write(request, "ended", request.replica_id, now, reason=reason.value, detail=detail)
+        self._write(request, "ended", None, now, reason=reason.value, detail=detail)

@@ -167,12 +167,19 @@ class RouteSession:
         """Servers that take requests."""
         return sum(one.num_up for one in self.controller.replicasets.values())
 
+    def _can_serve(self, name: str) -> bool:
+        """Return whether servers are up that compute prompts, and some that decode."""
+        replicaset = self.controller.replicasets[name]
+        return replicaset.can_serve_with(
+            one.replica_id for one in replicaset.replicas if replicaset.is_up(one.replica_id)
+        )
+
     def unavailable(self) -> dict[str, str]:
         """Return the replicasets that take no requests, and why."""
         found = {name: one.out_of_service for name, one in self.controller.replicasets.items() if one.out_of_service}
-        for name, one in self.controller.replicasets.items():
-            if not one.num_up:
-                found.setdefault(name, "no server is up")
+        for name in self.controller.replicasets:
+            if not self._can_serve(name):
+                found.setdefault(name, "no server is up that could take requests")
         return found
 
     @property
@@ -194,6 +201,10 @@ class RouteSession:
         if routed.request is not None and routed.end is None:
             self.core.answer(self._clock.now(), routed.request, num_tokens, end, detail)
             self._set_timer()
+
+    def hand_on(self) -> None:
+        """Let requests whose prompt is computed go to the servers that go on with them."""
+        self.core.advance(self._clock.now())
 
     def abort(self, routed: Routed) -> None:
         """A client has left."""
@@ -303,12 +314,16 @@ class RouteSession:
 
     def _abandon_after(self, replicaset: str, now: float) -> None:
         """End what waits once no server has been up for too long."""
-        if self.controller.replicasets[replicaset].num_up:
+        if self._can_serve(replicaset):
             self._down_since.pop(replicaset, None)
             return
         since = self._down_since.setdefault(replicaset, now)
         if now - since > self.settings.wait_s and self.controller.num_alive:
-            self.core.abandon(self._clock.now(), replicaset, f"no server was up for {self.settings.wait_s:g} s")
+            self.core.abandon(
+                self._clock.now(),
+                replicaset,
+                f"no server that could go on with it was up for {self.settings.wait_s:g} s",
+            )
             self._set_timer()
 
     def status(self) -> Mapping[str, Any]:

@@ -351,8 +351,8 @@ def build_replicaset(
         policies.new_queue(),
         admission,
         settings.view_interval_s,
-        services.make_load,
     )
+    replicaset.make_load = services.make_load
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()

@@ -56,7 +56,6 @@ class Replicaset:
         "_differs",
         "_eligible",
         "_live",
-        "_make_load",
         "_place",
         "_queued_by_id",
         "_serving",
@@ -72,6 +71,7 @@ class Replicaset:
         "kv_event_lag_s",
         "listeners",
         "lost",
+        "make_load",
         "may_refuse",
         "name",
         "newly_held_back",
@@ -96,7 +96,6 @@ class Replicaset:
         shared: RequestQueue,
         admission: AdmissionLimits,
         view_interval_s: float = 0.0,
-        make_load: Callable[[Replica], LiveLoad] = LiveLoad,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -112,7 +111,8 @@ class Replicaset:
         self.feed: ContentFeed | None = None
         """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
-        self._make_load = make_load
+        self.make_load: Callable[[Replica], LiveLoad] = LiveLoad
+        """Makes the load of each replica that is added."""
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
@@ -151,7 +151,7 @@ class Replicaset:
         access = SharedQueueAccess(self)
         self._shared_accesses.append(access)
         replica = make(access)
-        load = self._make_load(replica)
+        load = self.make_load(replica)
         access.view = load
         self.replicas.append(replica)
         replica.hands_off = self._hands_off(replica)
