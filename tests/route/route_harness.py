@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from aiohttp import web
 
 from vajra_py.config import system_from_mapping
@@ -173,6 +174,7 @@ class Router:
         self._server = DrainingServer(self.service)
         self._bound = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
+        self.client = httpx.Client(base_url=self.url, timeout=30)
         listening = threading.Event()
         self._server.on_listening = listening.set
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._bound]}, daemon=True)
@@ -185,6 +187,7 @@ class Router:
         loop.call_soon_threadsafe(self._server.begin_drain)
         self._thread.join(30)
         self._bound.close()
+        self.client.close()
         assert not self._thread.is_alive()
 
 

@@ -34,7 +34,7 @@ def by_bytes(text: str) -> Sequence[int]:
     """Return a number for each four bytes of a text: as many as it has tokens, about, and equal where prefixes are."""
     raw = text.encode("utf-8", "replace")
     raw += bytes(-len(raw) % BYTES_PER_TOKEN)
-    return np.frombuffer(raw, "<u4").tolist()  # type: ignore[no-any-return]
+    return np.frombuffer(raw, "<u4").tolist()
 
 
 def tokenizer_of(path: str | None) -> Tokenize:
@@ -47,7 +47,7 @@ def tokenizer_of(path: str | None) -> Tokenize:
         found = Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(str(error)) from None
-    return lambda text: found.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    return lambda text: found.encode(text, add_special_tokens=False).ids
 
 
 def prompt_tokens(body: BaseModel, tokenize: Tokenize) -> list[int]:
