@@ -109,7 +109,7 @@ class FakeServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append({**body, "headers": dict(request.headers)})
+        self.bodies.append({**body, "headers": {name.lower(): value for name, value in request.headers.items()}})
         if self.status != 200:
             return web.json_response({"error": {"message": "broken"}}, status=self.status)
         self.num_running += 1
