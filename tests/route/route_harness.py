@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 from aiohttp import web
 
-from vajra_py.config import system_from_mapping
+from vajra_py.config import load_system, system_from_mapping
+from vajra_py.experiment.runs.replay import ReplayReport
 from vajra_py.plugins import load_registry
 from vajra_py.route.app import RouteService
+from vajra_py.route.replay import replay_route
 from vajra_py.route.session import RouteSession
 from vajra_py.serve.http.options import ServeOptions
 from vajra_py.serve.server import DrainingServer, bind
@@ -38,6 +40,11 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()
+
+
+def replayed(path: Path) -> ReplayReport:
+    """The replay of a recorded session."""
+    return replay_route(path, load_system(path / "config.yaml", registry=REGISTRY), REGISTRY)
 
 
 def words(prompt: str, num_tokens: int) -> list[str]:

@@ -13,13 +13,7 @@ import openai
 import pyarrow.parquet as pq
 import pytest
 
-from tests.route.route_harness import REGISTRY, Router, routing, words
-from vajra_py.config import load_system
-from vajra_py.route.replay import replay_route
-
-
-def replayed(path: Path) -> Any:
-    return replay_route(path, load_system(path / "config.yaml", registry=REGISTRY), REGISTRY)
+from tests.route.route_harness import REGISTRY, Router, replayed, routing, words
 
 
 def ask(router: Router, prompt: str, num_tokens: int = 4, **more: Any) -> httpx.Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -34,7 +34,7 @@ def by_bytes(text: str) -> Sequence[int]:
     """Return a number for each four bytes of a text: as many as it has tokens, about, and equal where prefixes are."""
     raw = text.encode("utf-8", "replace")
     raw += bytes(-len(raw) % BYTES_PER_TOKEN)
-    return np.frombuffer(raw, "<u4").tolist()
+    return cast("list[int]", np.frombuffer(raw, "<u4").tolist())
 
 
 def tokenizer_of(path: str | None) -> Tokenize:
