@@ -62,8 +62,10 @@ TITLES = {
     "ReplicasetConfig": "A replicaset",
     "ReplicasetEngineConfig": "Backend: a replicaset of the engine",
     "ReplicasetSimulatorConfig": "Backend: a simulated replicaset",
+    "RouteConfig": "Backend: `route`",
     "SamplingConfig": "Sampling",
     "SchedulingConfig": "Scheduling",
+    "ServerConfig": "Backend: a server of `route`",
     "SelectConfig": "Selection of requests",
     "Sessions": "Sessions",
     "SimulatorConfig": "Backend: `simulator`",
@@ -108,6 +110,8 @@ PLACES = {
     ("VllmBackendConfig", "output_length"): "[predictor](#output-length-predictors)",
     ("ReplicasetEngineConfig", "latency"): "[latency model](#latency-models) or null",
     ("EngineConfig", "output_length"): "[predictor](#output-length-predictors)",
+    ("RouteConfig", "latency"): "[latency model](#latency-models) or null",
+    ("RouteConfig", "output_length"): "[predictor](#output-length-predictors)",
 }
 """Fields whose content is checked elsewhere, so that their annotation does not say it."""
 PLAIN = {int: "int", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}

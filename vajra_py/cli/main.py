@@ -17,6 +17,7 @@ from vajra_py.errors import VajraError
 _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("vajra_py.cli.run", "Run an experiment, or every point of its sweep."),
     "serve": ("vajra_py.cli.serve", "Put an engine behind HTTP, as OpenAI's API does."),
+    "route": ("vajra_py.cli.route", "Place requests at vLLM, SGLang or other servers by policies."),
     "compare": ("vajra_py.cli.compare", "Compare runs: a table, and an HTML report."),
     "capacity": ("vajra_py.cli.capacity", "Find the highest rate, or the fewest replicas, at which an SLO holds."),
     "atlas": ("vajra_py.cli.atlas", "Compare policies on several workloads and loads, on one page."),

@@ -83,7 +83,7 @@ _TIMEOUTS = {
 }
 
 
-def _limits(command: click.Command | Any) -> Any:
+def limits_options(command: click.Command | Any) -> Any:
     """Add limits on the resources of one client."""
     from vajra_py.serve.http.options import ServeOptions
 
@@ -244,7 +244,7 @@ def _doors(command: click.Command | Any) -> Any:
 @_server_options
 @_doors
 @_operations
-@_limits
+@limits_options
 def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) -> None:
     """Serve the system of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
     from vajra_py.cluster.connect import ray_cluster

@@ -29,7 +29,11 @@ _BESIDE: tuple[Kind[Any], ...] = (SCALER, RETENTION)
 
 _BACKENDS: dict[str, type[BaseModel]] = {}
 
-_LATE_BACKENDS: Mapping[str, str] = {"engine": "vajra_py.engine.config", "vllm": "vajra_py.vllm.config"}
+_LATE_BACKENDS: Mapping[str, str] = {
+    "engine": "vajra_py.engine.config",
+    "route": "vajra_py.route.config",
+    "vllm": "vajra_py.vllm.config",
+}
 """Modules of this package that register backends, imported when a file names one."""
 
 

@@ -90,6 +90,10 @@ class Service:
         """The models that requests may name."""
         return self.catalogue.names
 
+    def make_app(self) -> FastAPI:
+        """Return the application."""
+        return create_app(self)
+
     @property
     def controller(self) -> Controller | None:
         """See `Source`."""

@@ -17,18 +17,19 @@ import ssl
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.server import HANDLED_SIGNALS
 
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.serve.app import Service, create_app
 from vajra_py.serve.http.access import AccessLog
 from vajra_py.serve.http.connections import Connection, Connections
 from vajra_py.serve.http.listener import Listener
@@ -48,10 +49,53 @@ _LOG_S = 0.5
 _GUARD_PAUSE_S = 0.25
 
 
+class ServedSession(Protocol):
+    """What answers a server's requests, as the server sees it: an engine, or a router."""
+
+    state: SessionState
+    error: BaseException | None
+    is_left_behind: bool
+    is_stuck: bool
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a recording is being ended."""
+
+    async def ended(self) -> None:
+        """Wait until nothing will be served any more."""
+
+    def end_if_out_of_service(self) -> None:
+        """End with an error when policies took everything out of service."""
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+
+    async def close(self, stop_s: float = STOP_S) -> None:
+        """End everything that is left."""
+
+
+class Served(Protocol):
+    """An application with its session, for `serve`."""
+
+    options: ServeOptions
+    statuses: Counter[int]
+
+    @property
+    def session(self) -> ServedSession:
+        """What answers its requests."""
+
+    @property
+    def num_generating(self) -> int:
+        """Requests that are being answered."""
+
+    def make_app(self) -> ASGIApp:
+        """Return the application, which starts and closes the session."""
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn, except that a signal first lets the session drain."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Served) -> None:
         self.connections = Connections(service.options)
         super().__init__(_config(service))
         self._service = service
@@ -190,10 +234,10 @@ def _address(bound: socket.socket, options: ServeOptions) -> str:
     return f"{'http' if options.ssl_certfile is None else 'https'}://{shown}:{port}{options.root_path}"
 
 
-def _config(service: Service) -> uvicorn.Config:
+def _config(service: Served) -> uvicorn.Config:
     options = service.options
     return uvicorn.Config(
-        AccessLog(create_app(service), service.statuses, enabled=options.access_log),
+        AccessLog(service.make_app(), service.statuses, enabled=options.access_log),
         http=cast(Any, Connection),
         log_config=None,
         access_log=False,
@@ -259,7 +303,7 @@ def _unlink(path: Path, made: os.stat_result | None) -> None:
             path.unlink()
 
 
-def serve(service: Service, on_listening: Callable[[str], None]) -> None:
+def serve(service: Served, on_listening: Callable[[str], None]) -> None:
     """Listen and answer until a signal comes. Raises what ended the engine, if anything did.
 
     Does not return when something hangs that cannot be stopped: the process is ended.

@@ -261,6 +261,36 @@ class Retry:
     replicaset: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """News of a request at a server that a router sent it to.
+
+    Attributes:
+        replica_id: the server.
+        num_tokens: output tokens so far.
+        end: empty: it goes on; else the reason that it ended, "again" if it is to be placed anew, or "prompt" if its prompt is computed.
+    """
+
+    tick: int
+    request_id: str
+    replica_id: int
+    num_tokens: int
+    end: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """Figures that a server gave of itself: requests running and waiting, and the part of its KV memory in use."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    num_running: int
+    num_waiting: int
+    kv_fraction: float
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -286,6 +316,8 @@ _Unrequested: TypeAlias = (
     | ReplicaChange
     | TransferEnd
     | Retry
+    | Answer
+    | ServerReport
     | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
@@ -305,6 +337,8 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "replica": ReplicaChange,
     "transfer": TransferEnd,
     "retry": Retry,
+    "answer": Answer,
+    "report": ServerReport,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,

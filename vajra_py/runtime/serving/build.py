@@ -48,6 +48,7 @@ from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
 from vajra_py.runtime.serving.build_tiers import TiersOfReplicaset, tier_rules
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.eligibility import AdmissionLimits
+from vajra_py.runtime.serving.load import LiveLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
@@ -110,6 +111,9 @@ class Services:
     """Wake-ups that the policies ask for."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that drafting adds to a step with drafts, and to it for each draft."""
+    make_replica: Callable[[ReplicaParts], Replica] = Replica
+    make_load: Callable[[Replica], LiveLoad] = LiveLoad
+    """Classes of replicas and of their loads; a router's are servers."""
 
     def of(self, replicaset: str) -> Services:
         """Return the services for one replicaset."""
@@ -367,6 +371,7 @@ def build_replicaset(
         admission,
         settings.view_interval_s,
     )
+    replicaset.make_load = services.make_load
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
@@ -504,7 +509,7 @@ def _build_replica(
     services: Services,
     shared: SharedAccess,
 ) -> Replica:
-    return Replica(
+    return services.make_replica(
         ReplicaParts(
             replicaset=replicaset,
             replica_id=replica_id,

@@ -109,17 +109,20 @@ class LiveLoads(list[LiveLoad]):
         super().__init__()
         self._replicas: list[Replica] = []
         self._fixed: dict[str, NDArray[np.int64]] = {}
+        self._are_plain = True
+        """True if every figure is the replica's own."""
 
     def add(self, load: LiveLoad) -> None:
         """Add the load of another replica."""
         self.append(load)
+        self._are_plain = self._are_plain and type(load) is LiveLoad
         self._replicas.append(load.replica)
         self._fixed.clear()
 
     def column(self, name: str) -> Any:
         """A figure of all replicas, in their order: a list, or an array where it does not change."""
         read = _COLUMNS.get(name)
-        if read is not None:
+        if read is not None and self._are_plain:
             return read(self._replicas)
         if name not in _FIXED:
             return [getattr(one, name) for one in self]

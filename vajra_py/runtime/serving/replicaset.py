@@ -72,6 +72,7 @@ class Replicaset:
         "kv_event_lag_s",
         "listeners",
         "lost",
+        "make_load",
         "may_refuse",
         "name",
         "newly_held_back",
@@ -112,6 +113,8 @@ class Replicaset:
         self.feed: ContentFeed | None = None
         """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
+        self.make_load: Callable[[Replica], LiveLoad] = LiveLoad
+        """Makes the load of each replica that is added."""
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
@@ -152,7 +155,7 @@ class Replicaset:
         access = SharedQueueAccess(self)
         self._shared_accesses.append(access)
         replica = make(access)
-        load = LiveLoad(replica)
+        load = self.make_load(replica)
         access.view = load
         self.replicas.append(replica)
         replica.hands_off = self._hands_off(replica)

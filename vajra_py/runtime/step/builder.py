@@ -361,7 +361,7 @@ class Builder(PlanDraft):
                 return self._refuse(request, Refusal.KV_BLOCKS)
             self._add_swap(copies)
         elif state is _REMOTE:
-            return self._load(request, done, to_hold)
+            return self.load(request, done, to_hold)
         elif not memory.grow(request, to_hold):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if to_hold > known:
@@ -410,7 +410,7 @@ class Builder(PlanDraft):
         self._lifecycle.load(request, self.now)
         return Refusal.LOADING
 
-    def _load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
+    def load(self, request: Request, num_tokens: int, to_hold: int) -> Refusal:
         """Set blocks aside for a request whose KV is on another replica, and have it brought."""
         running_set = self._running_set
         if request not in running_set.loading:

@@ -50,6 +50,12 @@ class BodyReader:
 
     async def read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
         """Read the body, of at most `max_bytes` bytes if that is less than the general limit. Raises `ApiError`."""
+        return (await self.read_with_bytes(request, kind, max_bytes))[1]
+
+    async def read_with_bytes(
+        self, request: Request, kind: type[B], max_bytes: int | None = None
+    ) -> tuple[bytearray, B]:
+        """Read the body as `read` does; returns it as it came, too."""
         media_type = request.headers.get("content-type", "")
         if not _is_json(media_type):
             raise not_json(media_type)
@@ -65,8 +71,9 @@ class BodyReader:
                     held = len(body)
                     self._check_room()
             if not held:
-                return parsed(body, kind, self._limits if _may_be_deep(body, self._limits) else None)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, parsed, body, kind, self._limits)
+                return body, parsed(body, kind, self._limits if _may_be_deep(body, self._limits) else None)
+            loop = asyncio.get_running_loop()
+            return body, await loop.run_in_executor(self._thread, parsed, body, kind, self._limits)
         except ClientDisconnect:
             raise bad_request("the body is not complete", code="not_json") from None
         finally:

@@ -1,0 +1,94 @@
+"""Build the controller of a router: replicas are servers, everything else is as in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from vajra_py.config import SystemConfig
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.engine.services import length_predictor, predictions
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.plugins import Registry
+from vajra_py.route.config import RouteConfig
+from vajra_py.route.mechanism import RemoteLoad, RemoteReplica
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.step.plan import StepResult
+from vajra_py.runtime.support.seeds import SeedTree
+
+
+class _Servers:
+    """Executor of requests that other processes compute: nothing is known of their outputs beforehand."""
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """See `Executor`."""
+        return None
+
+    def withheld_token(self, request: Request) -> StepResult:
+        """See `Executor`; no server is asked for a token that another one was to sample."""
+        raise NotImplementedError
+
+    def release(self, request: Request) -> None:
+        """See `Executor`."""
+
+
+def route_settings(config: SystemConfig) -> RouteConfig:
+    """Return the settings of a router. Raises `ConfigError` where they do not go together with the system, or it has another backend."""
+    settings = config.backend.settings
+    if not isinstance(settings, RouteConfig):
+        message = f"nothing is routed there (got {config.backend.kind})"
+        raise ConfigError(Problem("backend", message, "Allowed: route"))
+    problems = settings.problems(config.effective_replicasets)
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def build_router(config: SystemConfig, registry: Registry) -> Controller:
+    """Build the replicasets, empty. Raises `ConfigError`, and what building a policy raises."""
+    settings = cast(Any, route_settings(config))
+    latency: LatencyModel = predictions(settings, registry)
+    seeds = SeedTree(config.seed).child("policies")
+    executor = _Servers()
+    services = Services(
+        registry=registry,
+        latency=latency,
+        output_lengths=length_predictor(settings, seeds, {}, registry),
+        seeds=seeds,
+        facts=ModelFacts(),
+        executor_of=lambda replicaset, replica_id: executor,
+        make_replica=RemoteReplica,
+        make_load=RemoteLoad,
+    )
+    controller = build_controller(config, services)
+    for replicaset in controller.replicasets.values():
+        for replica in replicaset.replicas:
+            if replica.memory.num_groups > 1 or replica.limits.pipeline_stages > 1:
+                message = "is the servers' own affair (got more than 1)"
+                raise ConfigError(Problem("replica.pipeline_stages", message, "Allowed: 1"))
+    return controller
+
+
+def urls_of(config: SystemConfig) -> Mapping[tuple[str, int], str]:
+    """Return the address of each server, by replicaset and replica."""
+    settings, replicasets = route_settings(config), config.effective_replicasets
+    found = {}
+    for name, one in replicasets.items():
+        urls = [url for pool in one.effective_pools for url in settings.urls(name, pool, replicasets)]
+        found.update({(name, replica_id): url for replica_id, url in enumerate(urls)})
+    return found
+
+
+def description(controller: Controller) -> dict[str, Any]:
+    """Return the sizes of each replicaset, for a recording."""
+    found: dict[str, Any] = {}
+    for name, replicaset in controller.replicasets.items():
+        limits = [one.limits for one in replicaset.replicas]
+        found[name] = {
+            "max_model_len": max(one.max_model_len for one in limits),
+            "num_blocks": max(one.num_blocks for one in limits),
+            "kv_bytes_per_token": 0,
+        }
+    return found

@@ -1,0 +1,128 @@
+"""Settings under `backend: {route: …}`: the servers that requests are sent to, and what is believed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from vajra_py.config import DEFAULT_POOL, ReplicasetConfig, TypedChoice, register_backend
+from vajra_py.config.sections import PositiveCount, PositiveSeconds, Section, Text
+from vajra_py.contract import PoolRole
+from vajra_py.errors import Problem
+
+DEFAULT_REPLICASET = "default"
+
+
+class ServerConfig(Section):
+    """One server; it is a replica of its pool, in the order of the file."""
+
+    url: Text = Field(description="Where its OpenAI API is, without the path: such as http://10.0.0.5:8000.")
+    pool: Text | None = Field(None, description="Pool that it belongs to; null: the only one.")
+    replicaset: Text | None = Field(None, description="Replicaset that it belongs to; null: the only one.")
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"is not the address of a server (got {url!r}). Allowed: such as http://10.0.0.5:8000")
+        return url.rstrip("/")
+
+
+class RouteConfig(Section):
+    """Send requests to other servers, which compute them."""
+
+    kind: ClassVar[str] = "route"
+
+    servers: list[ServerConfig] = Field(min_length=1, description="Servers; as many as the pools have replicas.")
+    models: list[Text] = Field(
+        default_factory=list, description="Names of the model that requests may use; empty: any, and servers decide."
+    )
+    tokenizer: Text | None = Field(
+        None, description="tokenizer.json by which prompts are counted; null: a token for each four bytes."
+    )
+    api_key_variable: Text | None = Field(
+        None, description="Environment variable with the key that servers want; null: the client's is passed on."
+    )
+    metrics_interval_s: PositiveSeconds | None = Field(
+        0.5, description="Time between two looks at a server's /metrics, seconds; null: never."
+    )
+    health_interval_s: PositiveSeconds = Field(
+        1.0, description="Time between two looks at the /health of a server that is down, seconds."
+    )
+    connect_timeout_s: PositiveSeconds = Field(2.0, description="How long a server may take to accept, seconds.")
+    first_token_timeout_s: PositiveSeconds = Field(
+        300.0, description="How long it may take to begin an answer, seconds; then the request is tried elsewhere."
+    )
+    idle_timeout_s: PositiveSeconds = Field(
+        120.0, description="How long an answer may pause once it has begun, seconds; then it ends with an error."
+    )
+    max_tries: PositiveCount = Field(3, description="How often a request is sent in all, until it has given a token.")
+    wait_s: PositiveSeconds = Field(
+        30.0, description="How long requests wait while no server is up, seconds; then they fail."
+    )
+    max_answer_bytes: Annotated[int, Field(strict=True, ge=1024)] = Field(
+        64 * 2**20, description="Largest answer that is not a stream, bytes."
+    )
+    latency: TypedChoice | None = Field(
+        None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
+    )
+    output_length: TypedChoice = Field(
+        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+    )
+
+    def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """Return what does not go together with the replicasets of the system."""
+        problems = self._unknown(replicasets)
+        for name, one in {} if problems else replicasets.items():
+            if one.scheduling.scaling is not None:
+                message = f"servers are not started or stopped here (got {one.scheduling.scaling.policy!r})"
+                problems.append(Problem(f"{name}.scheduling.scaling", message, "Allowed: null"))
+            if one.hand_off.first_token == "source" and any(
+                one.role_of(pool) is PoolRole.PREFILL for pool in one.effective_pools
+            ):
+                message = "a server that decodes samples the first token itself (got source)"
+                problems.append(Problem(f"{name}.hand_off.first_token", message, "Allowed: recompute, as in vllm-pd"))
+            if one.replica.kv_parallel.groups > 1 or one.replica.memory.host_blocks:
+                message = "are the servers' own affair (got kv_parallel or host_blocks)"
+                problems.append(Problem(f"{name}.replica", message, "Allowed: neither"))
+            for pool, settings in one.effective_pools.items():
+                found = len(self.urls(name, pool, replicasets))
+                if found != settings.num_replicas:
+                    where = f"{name}.pools.{pool}.num_replicas" if one.pools else f"{name}.num_replicas"
+                    message = f"is not the number of its servers (got {settings.num_replicas}, and {found} servers)"
+                    problems.append(Problem(where, message, f"Allowed: {found}"))
+        return problems
+
+    def _unknown(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        problems = []
+        for index, server in enumerate(self.servers):
+            where = f"backend.route.servers.{index}"
+            name = server.replicaset or (next(iter(replicasets)) if len(replicasets) == 1 else "")
+            if name not in replicasets:
+                allowed = f"Allowed: {', '.join(replicasets)}"
+                problems.append(Problem(f"{where}.replicaset", f"no such replicaset (got {name!r})", allowed))
+                continue
+            pools = replicasets[name].effective_pools
+            pool = server.pool or (next(iter(pools)) if len(pools) == 1 else "")
+            if pool not in pools:
+                allowed = f"Allowed: {', '.join(pools)}"
+                problems.append(Problem(f"{where}.pool", f"no such pool (got {pool!r})", allowed))
+        return problems
+
+    def urls(self, replicaset: str, pool: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[str]:
+        """Return the addresses of the servers of a pool, by replica."""
+        only_set = next(iter(replicasets))
+        pools = replicasets[replicaset].effective_pools
+        only_pool = next(iter(pools), DEFAULT_POOL)
+        return [
+            one.url
+            for one in self.servers
+            if (one.replicaset or only_set) == replicaset and (one.pool or only_pool) == pool
+        ]
+
+
+register_backend("route", RouteConfig)

@@ -1,0 +1,304 @@
+"""The router's decisions, without clock and network: a backend of the driver whose replicas are servers.
+
+Whoever has the clock calls one method for each thing that happens, with a later tick each time. Everything that decides is noted as
+an input, so that a replay that makes the same calls decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.observer import EndReason
+from vajra_py.errors import PolicyError
+from vajra_py.route.mechanism import Answered, RemoteReplica
+from vajra_py.runtime.kv import TokenBlockHashes
+from vajra_py.runtime.records.input_log import (
+    Abandonment,
+    Answer,
+    Arrival,
+    Failure,
+    Input,
+    Restart,
+    ServerReport,
+    TransferEnd,
+)
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.driver import Driver, DriverOptions
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND, to_seconds
+
+AGAIN = "again"
+"""`Answer.end` of a request that is placed again, since its server failed it before a token."""
+PROMPT = "prompt"
+"""`Answer.end` of a request whose prompt is computed by a server that it leaves."""
+_NANOSECOND = TICKS_PER_SECOND // 10**9
+_NOTHING = StepPlan(0, 0, 0, BatchFeatures(), (), None, 0)
+_NO_RESULT = StepResult()
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request that arrived, with the caller's own object for it."""
+
+    arrival: Arrival
+    payload: Any = None
+
+
+class RouteCore(Backend[BackendReplica]):
+    """Places requests at servers. Not thread-safe."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        max_tries: int,
+        note: Callable[[Input], None] | None = None,
+        *,
+        is_replay: bool = False,
+        tenant_salt: bool = False,
+    ) -> None:
+        """`is_replay`: nothing happens by the clock, but what is told."""
+        self.controller = controller
+        self.on_send: Callable[[Request, str, int], None] | None = None
+        """Told of each request that is to go to a server, with replicaset and replica."""
+        self.on_submitted_: Callable[[Request, Any], None] | None = None
+        self.on_ended: Callable[[Request, EndReason], None] | None = None
+        """Told of each request that has ended, whatever the reason."""
+        self._note = note
+        self._max_tries = max_tries
+        self._tenant_salt = tenant_salt
+        self._ones: dict[tuple[str, int], BackendReplica] = {}
+        for name, replicaset in controller.replicasets.items():
+            for replica in replicaset.replicas:
+                self._ones[name, replica.replica_id] = BackendReplica(replica)
+                assert isinstance(replica, RemoteReplica)
+                replica.on_sent = self._send_to(name)
+        options = DriverOptions(
+            expires=not is_replay, times_transfers=False, wakes=not is_replay, serves=True, isolates_policies=True
+        )
+        self._driver: Driver[BackendReplica] = Driver(controller, self, self._ones.values(), options, note)
+        self._driver.form_through(_send_waiting)
+        self._is_replay = is_replay
+        self._on_their_way: list[TransferEnd] = []
+        """Hand-offs that take effect with the next turn."""
+
+    def _send_to(self, replicaset: str) -> Callable[[Request, int], None]:
+        def send(request: Request, replica_id: int) -> None:
+            if self.on_send is not None:
+                self.on_send(request, replicaset, replica_id)
+
+        return send
+
+    @property
+    def now(self) -> int:
+        """The tick of the last thing that happened."""
+        return self._driver.now
+
+    def next_due(self) -> int:
+        """Return the tick at which `advance` has something to do; `NEVER` where nothing is due."""
+        if self._on_their_way:
+            return self.now
+        return self._driver.next_due()
+
+    # What happens
+
+    def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
+        """Let these events, and whatever is due, happen at a tick that is after all others; returns it."""
+        driver, now = self._driver, self._begin(clock)
+        for phase, payload in events:
+            driver.events.push(now, phase, payload)
+        driver.events.bring_forward(now)
+        driver.run_until(now)
+        return now
+
+    def _begin(self, clock: int) -> int:
+        """Begin a turn, at a tick after all others; returns it."""
+        now = max(clock, self._driver.now + _NANOSECOND)
+        self._driver.advance_to(now)
+        on_their_way, self._on_their_way = self._on_their_way, []
+        for one in on_their_way:
+            self._driver.events.push(now, Phase.TRANSFER, replace(one, tick=now))
+        return now
+
+    def at(self, tick: int, inputs: Sequence[Input]) -> None:
+        """Let recorded inputs happen at the tick of their record."""
+        self._driver.advance_to(tick)
+        for one in inputs:
+            if isinstance(one, ServerReport):
+                self._apply_report(one)
+            elif isinstance(one, Arrival):
+                self._driver.events.push(tick, Phase.ARRIVAL, Submitted(one))
+            elif isinstance(one, Answer):
+                self._push_answer(one, tick)
+            else:
+                phase, payload = _event_of(one)
+                self._driver.events.push(tick, phase, payload)
+        self._driver.run_until(tick)
+
+    def answer(self, clock: int, request: Request, num_tokens: int, end: str = "", detail: str = "") -> None:
+        """Take news of a request that is at a server; nothing happens where it has ended or is elsewhere by now."""
+        now = self._begin(clock)
+        self._push_answer(Answer(now, request.request_id, request.replica_id, num_tokens, end, detail), now)
+        self._driver.events.bring_forward(now)
+        self._driver.run_until(now)
+
+    def report(self, clock: int, replicaset: str, replica_id: int, figures: tuple[int, int, float]) -> None:
+        """Take what a server says of itself: requests running and waiting, and the part of its KV memory in use."""
+        now = self._begin(clock)
+        self._apply_report(ServerReport(now, replicaset, replica_id, *figures))
+        self._driver.events.bring_forward(now)
+        self._driver.run_until(now)
+
+    def lose(self, clock: int, replicaset: str, replica_id: int, detail: str) -> None:
+        """A server is down; what was sent to it and has given nothing is placed again. Nothing happens if it was down."""
+        if self.controller.replicasets[replicaset].is_up(replica_id):
+            failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1)
+            self._happen(clock, failure)
+
+    def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
+        """A server is up again."""
+        if not self.controller.replicasets[replicaset].is_up(replica_id):
+            self._happen(clock, Restart(0, replicaset, replica_id))
+
+    def abandon(self, clock: int, replicaset: str, detail: str) -> None:
+        """End what waits for a server, since none is up."""
+        self._happen(clock, Abandonment(0, replicaset, detail))
+
+    def _happen(self, clock: int, what: Failure | Restart | Abandonment) -> None:
+        now = max(clock, self._driver.now + _NANOSECOND)
+        given = {name: getattr(what, name) for name in type(what).__dataclass_fields__ if name != "tick"}
+        self.advance(now, (Phase.FAILURE, type(what)(now, **given)))
+
+    def _apply_report(self, report: ServerReport) -> None:
+        replica = self._ones[report.replicaset, report.replica_id].replica
+        self._driver.record(report)
+        cast(RemoteReplica, replica).say(report.num_running, report.num_waiting, report.kv_fraction)
+        gate = self.controller.gate
+        if gate is not None and gate.waits_for_change:
+            self._driver.ask_deferred()
+
+    def _push_answer(self, answer: Answer, now: int) -> bool:
+        request = self.controller.find(answer.request_id)
+        if request is None or request.state is not RequestState.RUNNING or request.replica_id != answer.replica_id:
+            return False
+        one = self._ones[request.replicaset, answer.replica_id]
+        self._driver.events.push(now, Phase.STEP_END, (one, answer, one.epoch), one.rank)
+        return True
+
+    # The driver's side
+
+    def on_step_end(self, replica: BackendReplica, payload: Any) -> None:
+        """See `Backend`."""
+        answer: Answer = payload
+        request = self.controller.find(answer.request_id)
+        if request is None or request.state is not RequestState.RUNNING:
+            return
+        self._driver.record(answer)
+        remote = cast(RemoteReplica, replica.replica)
+        end, detail = answer.end, answer.detail
+        if end == AGAIN:
+            request.num_losses += 1
+            if request.num_losses < self._max_tries and not request.num_output_tokens:
+                self._place_again(remote, request)
+                self._driver.wake(replica)
+                return
+            end = EndReason.FAILED.value
+        reason = None if end in ("", PROMPT) else EndReason(end)
+        remote.news = Answered(request, answer.num_tokens, reason, detail)
+        self._driver.complete(replica, _NOTHING, _NO_RESULT, at_once=False)
+
+    def _place_again(self, remote: RemoteReplica, request: Request) -> None:
+        replicaset = self.controller.replicasets[request.replicaset]
+        seconds = to_seconds(self._driver.now)
+        remote.take_back(request)
+        for observer in replicaset.observers:
+            observer.on_requeued(request, remote.replica_id, seconds)
+        try:
+            placed = (request, replicaset.place(request, self._driver.now))
+            self._driver.announce_all(replicaset.name, (placed,))
+        except PolicyError as error:
+            self._driver.isolate(replicaset.name, error)
+
+    def on_arrival(self, payload: Any) -> None:
+        """See `Backend`."""
+        submitted: Submitted = payload
+        arrival = submitted.arrival
+        self._driver.record(arrival)
+        salt = arrival.salt if arrival.salt is not None else arrival.facts.tenant if self._tenant_salt else ""
+        tokens = arrival.prompt_token_ids or ()
+        self._driver.submit(
+            arrival.facts,
+            lambda block_size: TokenBlockHashes(tokens, block_size, salt) if tokens else None,
+            submitted.payload,
+            arrival.arrived_at,
+        )
+
+    def on_submitted(self, request: Request, payload: Any) -> None:
+        """See `Backend`."""
+        if self.on_submitted_ is not None:
+            self.on_submitted_(request, payload)
+
+    def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """See `Backend`."""
+        if self.on_ended is not None:
+            for request, reason in ended:
+                self.on_ended(request, reason)
+
+    def launch(self, replica: BackendReplica, plan: StepPlan) -> int:
+        """See `Backend`; servers form their own steps."""
+        raise NotImplementedError
+
+    def cancel(self, replica: BackendReplica) -> int:
+        """See `Backend`."""
+        cast(RemoteReplica, replica.replica).said = None
+        return self._driver.now
+
+    def on_placed(self, request: Request, replicas: Sequence[BackendReplica]) -> None:
+        """See `Backend`."""
+
+    def on_transfer(self, transfer: Transfer[Any]) -> None:
+        """See `Backend`; servers move KV by themselves, once the request has come to the other one."""
+        if self._is_replay:
+            return
+        replica: Replica = transfer.target.replica
+        end = TransferEnd(0, replica.replicaset, transfer.number, transfer.request.request_id)
+        self._on_their_way.append(end)
+
+    def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
+        """See `Backend`."""
+
+    def on_isolated(self, replicaset: str, error: PolicyError) -> None:
+        """See `Backend`."""
+
+    def on_policy_change(self, payload: Any) -> None:
+        """See `Backend`."""
+        self._driver.swap_policy(payload)
+
+
+def _send_waiting(replica: Replica, now: int) -> None:
+    """Send what waits for a server; there is no step to be formed."""
+    cast(RemoteReplica, replica).send_waiting(now)
+
+
+def _event_of(one: Input) -> tuple[Phase, Any]:
+    """Return the phase and payload of an input that the driver handles by itself."""
+    kinds: Mapping[str, tuple[Phase, str | None]] = {
+        "Abort": (Phase.ABORT, "request_id"),
+        "Expiry": (Phase.EXPIRY, "request_id"),
+        "Readmission": (Phase.ADMISSION, "request_id"),
+        "ProgramIdle": (Phase.PROGRAM, "program_id"),
+        "WakeUp": (Phase.WAKE, None),
+        "TransferEnd": (Phase.TRANSFER, None),
+        "Retry": (Phase.TRANSFER, None),
+    }
+    phase, field = kinds.get(type(one).__name__, (Phase.FAILURE, None))
+    return phase, one if field is None else getattr(one, field)
+
+
+__all__ = ["AGAIN", "NEVER", "PROMPT", "RouteCore", "Submitted"]

@@ -1,0 +1,272 @@
+"""One client's request: sent where the core says, its answer passed on as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import aiohttp
+from pydantic_core import from_json
+from starlette.types import Receive, Scope, Send
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.route.body import for_prompt, with_kv
+from vajra_py.route.client import ServerFault
+from vajra_py.route.core import AGAIN, PROMPT
+from vajra_py.route.session import Place, Routed, RouteSession
+from vajra_py.serve.api.answers import event, failure
+from vajra_py.serve.http.errors import ApiError
+from vajra_py.serve.http.options import ServeOptions
+
+_STOPPED, _LENGTH = EndReason.STOP.value, EndReason.LENGTH.value
+_FAILED = EndReason.FAILED.value
+_FINISH = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
+_DONE = b"data: [DONE]"
+_KEPT = 64
+"""Bytes kept of the last piece of a stream, in which a mark may begin."""
+_BUSY = (429, 503)
+
+
+class StreamScan:
+    """Counts the events of a stream, and sees its end, without parsing what is passed on."""
+
+    __slots__ = ("_rest", "num_events", "reason", "saw_end")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.num_events = 0
+        self.saw_end = False
+        """True if the stream said that it is complete."""
+        self.reason = ""
+
+    def feed(self, piece: bytes) -> None:
+        """Look at the next piece."""
+        self.num_events += piece.count(b"\n\n")
+        if self._rest.endswith(b"\n") and piece.startswith(b"\n"):
+            self.num_events += 1
+        window = self._rest + piece
+        if b"finish_reason" in window:
+            found = _FINISH.search(window)
+            if found is not None:
+                self.reason = found[1].decode()
+        if _DONE in window:
+            self.saw_end = True
+        self._rest = window[-_KEPT:]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a complete stream: its events, without the one that says it is complete."""
+        return max(1, self.num_events - self.saw_end)
+
+    @property
+    def end(self) -> str:
+        """Reason of the end, as the mechanism names it."""
+        return _LENGTH if self.reason == "length" else _STOPPED
+
+
+class Exchange:
+    """Answers one request."""
+
+    def __init__(self, session: RouteSession, scope: Scope, raw: bytes, send: Send, options: ServeOptions) -> None:
+        self._session = session
+        self._scope = scope
+        self._raw = raw
+        self._send = send
+        self._retry_after_s = options.retry_after_s
+        self._news = asyncio.Event()
+        self._headers = _passed_on(scope, has_own_keys=options.has_keys)
+        self.routed = Routed(self._on_news)
+        self._task: asyncio.Task[None] | None = None
+        self._refused: tuple[int, bytes, str] | None = None
+        """What the server answered that tried last, for a client whose request nobody takes."""
+
+    def _on_news(self) -> None:
+        if self._task is not None and not self.routed.has_begun:
+            self._task.cancel()  # it went elsewhere, or has ended, while its server said nothing
+        self._news.set()
+
+    async def run(self, receive: Receive) -> None:
+        """Answer, and end the request when the client leaves first. Raises `ApiError` where nothing was sent."""
+        answering = asyncio.ensure_future(self._answer())
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            leaving.cancel()
+            if not answering.done():
+                self._session.abort(self.routed)
+                answering.cancel()
+                await asyncio.wait((answering,))
+            elif self.routed.end is None:
+                self._session.abort(self.routed)
+
+    async def _answer(self) -> None:
+        routed = self.routed
+        while True:
+            while routed.place is None and routed.end is None:
+                self._news.clear()
+                await self._news.wait()
+            place, routed.place = routed.place, None
+            if place is None:
+                await self._end()
+                return
+            self._task = asyncio.ensure_future(self._at(place))
+            try:
+                await asyncio.wait((self._task,))
+            except asyncio.CancelledError:
+                self._task.cancel()
+                raise
+            task, self._task = self._task, None
+            if not task.cancelled():
+                task.result()
+            if routed.has_begun:
+                return
+
+    async def _end(self) -> None:
+        """Tell the client why its request has ended without an answer."""
+        end = self.routed.end
+        assert end is not None
+        if self._refused is not None and end.reason is EndReason.FAILED:
+            status, body, kind = self._refused
+            await self._start(status, kind, None)
+            await self._send({"type": "http.response.body", "body": body})
+            return
+        error = failure(end, self._retry_after_s)
+        assert error is not None
+        raise error
+
+    async def _at(self, place: Place) -> None:
+        """Let one server answer, or compute the prompt."""
+        try:
+            if place.leaves:
+                await self._prompt_at(place)
+            else:
+                await self._answer_at(place)
+        except ServerFault as fault:
+            await self._failed(place, fault)
+
+    async def _prompt_at(self, place: Place) -> None:
+        session, client = self._session, self._session.client
+        assert client is not None
+        url = place.url + self._scope["path"]
+        try:
+            body = for_prompt(from_json(self._raw))
+            self.routed.kv_params = await client.prompt_params(url, body, client.headers(self._headers))
+        except ServerFault as fault:
+            if 400 <= fault.status < 500 and fault.status not in _BUSY:
+                self._refused = fault.status, fault.body, "application/json"
+                session.answer(self.routed, 0, _FAILED, f"{place.url} refuses it: {fault}")
+                return
+            self.routed.kv_params = None  # the server that decodes computes the prompt, too
+            session.answer(self.routed, 1, PROMPT, f"{place.url}: {fault}")
+            if fault.is_down:
+                session.hand_on()  # first: whoever is on its way from a lost server is placed anew
+                session.lose(place, str(fault))
+            return
+        session.answer(self.routed, 1, PROMPT)
+
+    async def _answer_at(self, place: Place) -> None:
+        session, client = self._session, self._session.client
+        assert client is not None
+        body = self._raw
+        if self.routed.kv_params is not None:
+            body, self.routed.kv_params = with_kv(from_json(body), self.routed.kv_params), None
+        async with client.post(place.url + self._scope["path"], body, client.headers(self._headers)) as response:
+            if response.status >= 500 or response.status == 429:
+                text = await client.read(response, session.settings.max_answer_bytes)
+                self._refused = response.status, text, response.content_type
+                raise ServerFault(f"it answered {response.status}", status=response.status)
+            if response.status == 200 and response.content_type == "text/event-stream":
+                await self._stream(place, response)
+            else:
+                await self._whole(place, response)
+
+    async def _whole(self, place: Place, response: aiohttp.ClientResponse) -> None:
+        session, client = self._session, self._session.client
+        assert client is not None
+        body = await client.read(response, session.settings.max_answer_bytes)
+        self.routed.has_begun = True
+        if response.status == 200:
+            num_tokens, end = _usage(body)
+            session.answer(self.routed, num_tokens, end)
+        else:
+            session.answer(self.routed, 0, _FAILED, f"{place.url} answered {response.status}")
+        await self._start(response.status, response.content_type, place, len(body))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, place: Place, response: aiohttp.ClientResponse) -> None:
+        session, routed, scan = self._session, self.routed, StreamScan()
+        idle_s, loop = session.settings.idle_timeout_s, asyncio.get_running_loop()
+        fault = ""
+        content = response.content
+        try:
+            async with asyncio.timeout(None) as limit:
+                while piece := await content.readany():
+                    scan.feed(piece)
+                    if not routed.has_begun:
+                        routed.has_begun = True
+                        session.answer(routed, 1)
+                        await self._start(200, "text/event-stream; charset=utf-8", place)
+                    limit.reschedule(None)  # the client's pace is its own affair
+                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                    limit.reschedule(loop.time() + idle_s)
+            if not scan.saw_end:
+                fault = "its stream ended before it was complete"
+        except TimeoutError:
+            fault = f"its stream gave nothing for {idle_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            fault = "" if scan.saw_end else f"its stream broke ({type(error).__name__})"
+        if not routed.has_begun:
+            raise ServerFault(fault)
+        if fault:
+            message = f"{place.url}: {fault}"
+            session.answer(routed, scan.num_tokens, _FAILED, message)
+            told = ApiError(503, message, code="server_failed")
+            last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
+            await self._send({"type": "http.response.body", "body": last, "more_body": True})
+        else:
+            session.answer(routed, scan.num_tokens, scan.end)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _failed(self, place: Place, fault: ServerFault) -> None:
+        """Let a request be placed again whose server failed before it gave anything."""
+        if self.routed.has_begun:
+            raise ApiError(503, f"{place.url}: {fault}", code="server_failed")
+        if fault.is_down:
+            self._session.lose(place, str(fault))
+            return
+        self._session.answer(self.routed, 0, AGAIN, f"{place.url}: {fault}")
+
+    async def _start(self, status: int, kind: str, place: Place | None, length: int | None = None) -> None:
+        headers = [(b"content-type", kind.encode("latin-1"))]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        if place is not None:
+            headers.append((b"x-vajra-server", f"{place.replicaset}/{place.replica_id}".encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _passed_on(scope: Scope, *, has_own_keys: bool) -> dict[str, str]:
+    """Return the headers of a client that servers get; its key, unless that is the router's own."""
+    kept: tuple[bytes, ...] = (b"x-request-id", b"traceparent", b"tracestate", b"accept")
+    if not has_own_keys:
+        kept = (*kept, b"authorization")
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in kept}
+
+
+def _usage(body: bytes) -> tuple[int, str]:
+    """Return the number of tokens of an answer, and why it ended."""
+    try:
+        answer: Any = from_json(body)
+        reason = answer["choices"][0]["finish_reason"]
+        return max(1, int(answer["usage"]["completion_tokens"])), _LENGTH if reason == "length" else _STOPPED
+    except (ValueError, KeyError, IndexError, TypeError):
+        return 1, _STOPPED

@@ -1,0 +1,204 @@
+"""A server as a replica of the mechanism: what is at it is what was sent to it, corrected by what it says of itself.
+
+A request runs here from when it is sent until its answer ends. It takes blocks of a memory as large as the server's, so that the
+memory's prefix cache is an approximate index of what the server's holds, and so that what cannot fit waits in the router. A
+server's own figures go before this estimate: what it says that was not sent from here is added until it says something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from vajra_py.contract import PoolRole, Refusal
+from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.load import LiveLoad
+from vajra_py.runtime.serving.replica import Replica, ReplicaParts
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import to_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Figures of a server beside what was at it from here when it said them.
+
+    Attributes:
+        num_running, num_waiting: requests, those of others included.
+        num_used_blocks: KV blocks, by its usage.
+        num_sent: requests from here that were at it.
+        num_taken_blocks: blocks that these took in the estimate.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_sent: int
+    num_taken_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """News of one request at a server.
+
+    Attributes:
+        num_tokens: output tokens so far.
+        end: reason that it ended; None: it goes on, or its prompt is computed and it leaves.
+    """
+
+    request: Request
+    num_tokens: int
+    end: EndReason | None = None
+    detail: str = ""
+
+
+class RemoteReplica(Replica):
+    """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not asked."""
+
+    __slots__ = ("news", "on_sent", "said")
+
+    def __init__(self, parts: ReplicaParts) -> None:
+        super().__init__(parts)
+        self.news: Answered | None = None
+        """What the next `complete_step` applies."""
+        self.on_sent: Callable[[Request, int], None] | None = None
+        """Told of each request that is to be sent to the server, with its replica."""
+        self.said: Said | None = None
+        """What the server said of itself last; None: nothing since it came up."""
+
+    @property
+    def leaves(self) -> bool:
+        """True if requests leave the server when their prompt is computed."""
+        return self.parts.role is PoolRole.PREFILL
+
+    def can_hold(self, request: Request) -> bool:
+        """Return whether the server may have room for the prompt; how long an output may get is for the server to say."""
+        num_tokens = request.num_prompt_tokens
+        return num_tokens < self.limits.max_model_len and self.memory.fits(num_tokens)
+
+    def send_waiting(self, now: int) -> None:
+        """Send waiting requests, most urgent first, while there is room for them by what was sent."""
+        running_set, seconds = self.running_set, to_seconds(now)
+        self._view.now = seconds
+        self.builder.start(seconds)
+        if self.queue.is_arbitrary:
+            running_set.read_keys_again()
+        while running_set.num_running < self.limits.max_batch_size and running_set.num_waiting:
+            request = cast("Request | None", next(iter(self._view.waiting()), None))
+            if request is None:
+                return
+            if request.state is RequestState.REMOTE:
+                num_known = request.num_known_tokens
+                if self.builder.load(request, num_known, num_known) is not Refusal.LOADING:
+                    return
+                continue
+            if not self._take_blocks(request):
+                return
+            self.lifecycle.admitted(request, request.num_computed_tokens, seconds)
+            if request.hashes is not None:
+                self.memory.cache_blocks(request, request.num_prompt_tokens)
+            if self.on_sent is not None:
+                self.on_sent(request, self.replica_id)
+
+    def _take_blocks(self, request: Request) -> bool:
+        if request.state is RequestState.ARRIVED:  # they were set aside when its prompt was computed
+            return True
+        memory = self.memory
+        is_new = not memory.is_registered(request)
+        if is_new:
+            memory.register(request, request.hashes)
+        hit = memory.allocate(request, request.num_known_tokens)
+        if hit is None:
+            if is_new:
+                memory.forget(request)
+            return False
+        request.set_computed(min(hit, request.num_known_tokens - 1))
+        return True
+
+    def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
+        """Apply the news of a request; returns it with the reason if it ended."""
+        news, self.news = self.news, None
+        assert news is not None
+        request = news.request
+        if news.end is None and self.leaves:
+            request.set_computed(request.num_prompt_tokens)
+            self.lifecycle.hold(request)
+            self.newly_held.append(request)
+            return []
+        self._add_tokens(request, news.num_tokens, now)
+        if news.end is None:
+            return []
+        self._finish(request, news.end, to_seconds(now), news.detail)
+        return [(request, news.end)]
+
+    def _add_tokens(self, request: Request, num_tokens: int, now: int) -> None:
+        """Count tokens that came since the last news; their times lie evenly in between."""
+        before = request.num_output_tokens
+        num_new = num_tokens - before
+        if num_new <= 0:
+            return
+        if not before:
+            request.set_computed(request.num_prompt_tokens)
+        last = request.token_log[-1] if request.token_log else now
+        assert isinstance(last, int)
+        for number in range(1, num_new + 1):
+            count = request.add_output(last + (now - last) * number // num_new)
+            if count == 1:
+                self.lifecycle.first_token(request, now)
+
+    def take_back(self, request: Request) -> None:
+        """Take a request off the server whose answer had not begun; it is in no queue then."""
+        memory = self.memory
+        if self.memory.is_registered(request):
+            memory.free(request, 0, for_good=True)
+            memory.forget(request)
+        self.lifecycle.requeue(request)
+
+    def say(self, num_running: int, num_waiting: int, kv_fraction: float) -> None:
+        """Take what the server says of itself."""
+        num_blocks = self.memory.num_blocks
+        taken = num_blocks - self.memory.free_blocks
+        used = round(min(max(kv_fraction, 0.0), 1.0) * num_blocks)
+        self.said = Said(num_running, num_waiting, used, self.running_set.num_running, taken)
+
+
+class RemoteLoad(LiveLoad):
+    """Load of a server: what was sent to it and has not ended, corrected by what it said last."""
+
+    __slots__ = ()
+
+    @property
+    def _said(self) -> Said | None:
+        return cast(RemoteReplica, self.replica).said
+
+    @property
+    def _num_queued_there(self) -> int:
+        """Requests that wait in the server: as many as it said, and those sent since where some did."""
+        said = self._said
+        if said is None or not said.num_waiting:
+            return 0
+        return max(0, said.num_waiting + self.replica.running_set.num_running - said.num_sent)
+
+    @property
+    def _num_of_others(self) -> int:
+        said = self._said
+        return 0 if said is None else max(0, said.num_running + said.num_waiting - said.num_sent)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the server computes, those of others included."""
+        return max(0, self.replica.running_set.num_running + self._num_of_others - self._num_queued_there)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for it, in the router and in the server."""
+        return self.replica.queue.num_requests + self._num_queued_there
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks: those that it said, less what was sent since."""
+        free, said = self.replica.memory.free_blocks, self._said
+        if said is None:
+            return free
+        return min(max(free - (said.num_used_blocks - said.num_taken_blocks), 0), self.num_blocks)

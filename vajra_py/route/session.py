@@ -1,0 +1,345 @@
+"""A router at work: gives the core the time and the news of servers, in the event loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import SystemConfig
+from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.engine.clock import WallClock
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
+from vajra_py.plugins import Registry
+from vajra_py.route.build import build_router, description, route_settings, urls_of
+from vajra_py.route.client import ServerClient, ServerFault
+from vajra_py.route.core import NEVER, RouteCore, Submitted
+from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
+from vajra_py.runtime.records.input_log import Arrival
+from vajra_py.runtime.requests.request import Request, RequestFacts
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_seconds
+from vajra_py.serve.session.output_streams import End
+from vajra_py.serve.session.session import STOP_S, SessionState
+
+_log = logging.getLogger(__name__)
+_MOST_SILENCES = 3
+"""Looks at /metrics in a row without an answer, after which a server counts as down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server that a request was sent to."""
+
+    replicaset: str
+    replica_id: int
+    url: str
+    leaves: bool
+    """True if the server computes the prompt alone."""
+
+
+@dataclass(eq=False, slots=True)
+class Routed:
+    """One request of a client."""
+
+    on_news: Callable[[], None]
+    """Called when it has a new place, or has ended."""
+    request: Request | None = None
+    place: Place | None = None
+    """Where it is to go, until somebody takes it there."""
+    end: End | None = None
+    kv_params: Any = None
+    """How the server that goes on with it gets its KV."""
+    has_begun: bool = False
+    """True if its client has got a part of the answer."""
+    server: _Server | None = None
+    """The server that it is at."""
+
+
+@dataclass(eq=False, slots=True)
+class _Server:
+    key: tuple[str, int]
+    url: str
+    leaves: bool
+    num_silences: int = 0
+    routed: dict[Routed, None] = field(default_factory=dict)
+
+
+class RouteSession:
+    """The core with its clock, servers and recording."""
+
+    def __init__(self, config: SystemConfig, registry: Registry, save_run: Path | None = None) -> None:
+        self.settings = settings = route_settings(config)
+        self.config = config
+        key = None
+        if settings.api_key_variable is not None:
+            key = os.environ.get(settings.api_key_variable)
+            if not key:
+                message = f"the variable {settings.api_key_variable!r} is not set"
+                raise ConfigError(
+                    Problem("backend.route.api_key_variable", message, "A variable with the servers' key")
+                )
+        self._key = key
+        controller = build_router(config, registry)
+        self.controller = controller
+        self.state = SessionState.LOADING
+        self.error: BaseException | None = None
+        self.is_left_behind = self.is_stuck = self.is_writing = False
+        self._recording = None if save_run is None else RunRecording(config, registry, save_run)
+        observers: list[Observer] = []
+        self._placements: PlacementLog | None = None
+        note = None
+        if self._recording is not None and save_run is not None:
+            self._recording.begin(description(controller), controller)
+            self._placements = PlacementLog(save_run / PLACEMENTS_FILE)
+            observers = [*self._recording.observers, self._placements]
+            note = self._recording.note
+        controller.watch(observers)
+        salted = any(one.replica.memory.tenant_salt for one in config.effective_replicasets.values())
+        self.core = core = RouteCore(controller, settings.max_tries, note, tenant_salt=salted)
+        core.on_send, core.on_ended, core.on_submitted_ = self._send, self._ended, self._submitted
+        self._clock = WallClock()
+        self._servers = {
+            key: _Server(key, url, controller.replicasets[key[0]].replicas[key[1]].parts.role.value == "prefill")
+            for key, url in urls_of(config).items()
+        }
+        self._routed: dict[Request, Routed] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._down_since: dict[str, float] = {}
+        self._ended_event: asyncio.Event | None = None
+        self.client: ServerClient | None = None
+
+    # For the server
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._ended_event = asyncio.Event()
+        self.client = ServerClient(self.settings, self._key)
+        self.state = SessionState.READY
+        for server in self._servers.values():
+            self._tasks.append(asyncio.get_running_loop().create_task(self._watch(server)))
+
+    async def ended(self) -> None:
+        """Wait until nothing will be served any more."""
+        assert self._ended_event is not None
+        await self._ended_event.wait()
+
+    def end_if_out_of_service(self) -> None:
+        """Do nothing: other replicasets go on, and /ready says which do not."""
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        if self.state is SessionState.READY:
+            self.state = SessionState.DRAINING
+
+    async def close(self, stop_s: float = STOP_S) -> None:
+        """End what is left, and the recording."""
+        if self.state in (SessionState.CLOSED, SessionState.FAILED):
+            return
+        self.drain()
+        for request in list(self._routed):
+            self.core.advance(self._clock.now(), (Phase.ABORT, request.request_id))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.client is not None:
+            await self.client.close()
+        if self._recording is not None:
+            self.is_writing = True
+            if self._placements is not None:
+                self._placements.close()
+            self._recording.finish(SessionEnd(self.controller, self.core.now, 0, ()), None)
+            self.is_writing = False
+        self.state = SessionState.CLOSED
+        if self._ended_event is not None:
+            self._ended_event.set()
+
+    @property
+    def num_up(self) -> int:
+        """Servers that take requests."""
+        return sum(one.num_up for one in self.controller.replicasets.values())
+
+    def _can_serve(self, name: str) -> bool:
+        """Return whether servers are up that compute prompts, and some that decode."""
+        replicaset = self.controller.replicasets[name]
+        return replicaset.can_serve_with(
+            one.replica_id for one in replicaset.replicas if replicaset.is_up(one.replica_id)
+        )
+
+    def unavailable(self) -> dict[str, str]:
+        """Return the replicasets that take no requests, and why."""
+        found = {name: one.out_of_service for name, one in self.controller.replicasets.items() if one.out_of_service}
+        for name in self.controller.replicasets:
+            if not self._can_serve(name):
+                found.setdefault(name, "no server is up that could take requests")
+        return found
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a request sent now would be taken."""
+        return self.state is SessionState.READY and len(self.unavailable()) < len(self.controller.replicasets)
+
+    # Requests
+
+    def submit(self, facts: RequestFacts, token_ids: tuple[int, ...], salt: str | None, routed: Routed) -> None:
+        """Let a request in. `routed.end` is set at once if it is refused."""
+        now = max(self._clock.now(), self.core.now + 1000)
+        arrival = Arrival(now, to_seconds(now), facts, None, token_ids, None, salt)
+        self.core.advance(now, (Phase.ARRIVAL, Submitted(arrival, routed)))
+        self._set_timer()
+
+    def answer(self, routed: Routed, num_tokens: int, end: str = "", detail: str = "") -> None:
+        """Take news of a request from its server."""
+        if routed.request is not None and routed.end is None:
+            self.core.answer(self._clock.now(), routed.request, num_tokens, end, detail)
+            self._set_timer()
+
+    def hand_on(self) -> None:
+        """Let requests whose prompt is computed go to the servers that go on with them."""
+        self.core.advance(self._clock.now())
+
+    def abort(self, routed: Routed) -> None:
+        """A client has left."""
+        if routed.request is not None and routed.end is None:
+            self.core.advance(self._clock.now(), (Phase.ABORT, routed.request.request_id))
+            self._set_timer()
+
+    def lose(self, place: Place, why: str) -> None:
+        """A server takes no connections: what it has not begun to answer is placed again."""
+        replicaset = self.controller.replicasets[place.replicaset]
+        if not replicaset.is_up(place.replica_id):
+            return
+        _log.warning("%s is down: %s", place.url, why)
+        detail = f"{place.url} is down: {why}"
+        for routed in [one for one in self._servers[place.replicaset, place.replica_id].routed if one.has_begun]:
+            if routed.request is not None:
+                self.answer(routed, routed.request.num_output_tokens, EndReason.FAILED.value, detail)
+        self.core.lose(self._clock.now(), place.replicaset, place.replica_id, detail)
+        self._set_timer()
+
+    def _submitted(self, request: Request, payload: Any) -> None:
+        payload.request = request
+        self._routed[request] = payload
+
+    def _send(self, request: Request, replicaset: str, replica_id: int) -> None:
+        server = self._servers[replicaset, replica_id]
+        routed = self._routed[request]
+        self._forget(routed)
+        server.routed[routed] = None
+        routed.server = server
+        routed.place = Place(replicaset, replica_id, server.url, server.leaves)
+        routed.on_news()
+
+    def _forget(self, routed: Routed) -> None:
+        if routed.server is not None:
+            del routed.server.routed[routed]
+            routed.server = None
+
+    def _ended(self, request: Request, reason: EndReason) -> None:
+        if self._recording is not None:
+            self._recording.ended(request, reason, ())
+        routed = self._routed.pop(request, None)
+        if routed is not None:
+            self._forget(routed)
+            retry = None if request.admission is None else request.admission.retry_after_s
+            routed.end = End(reason, request.detail, retry_after_s=retry)
+            routed.on_news()
+
+    # Time
+
+    def _set_timer(self) -> None:
+        """Wake when the next thing is due that happens by the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self.core.next_due()
+        if due < NEVER:
+            left_s = max(0.0, to_seconds(due - self._clock.now()))
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self.core.next_due() <= self._clock.now():
+            self.core.advance(self._clock.now())
+        self._set_timer()
+
+    # Servers
+
+    async def _watch(self, server: _Server) -> None:
+        """Look at a server now and then: at its figures while it is up, at its health while it is down."""
+        assert self.client is not None
+        loop, settings = asyncio.get_running_loop(), self.settings
+        place = Place(*server.key, server.url, server.leaves)
+        while True:
+            replicaset = self.controller.replicasets[place.replicaset]
+            if not replicaset.is_up(place.replica_id):
+                self._abandon_after(place.replicaset, loop.time())
+                if await self.client.is_healthy(server.url):
+                    _log.info("%s is up again", server.url)
+                    server.num_silences = 0
+                    self._down_since.pop(place.replicaset, None)
+                    self.core.restore(self._clock.now(), *server.key)
+                    self._set_timer()
+                    continue
+                await asyncio.sleep(settings.health_interval_s)
+                continue
+            if settings.metrics_interval_s is None:
+                await asyncio.sleep(settings.health_interval_s)
+                continue
+            await self._look(server, place)
+            await asyncio.sleep(settings.metrics_interval_s)
+
+    async def _look(self, server: _Server, place: Place) -> None:
+        assert self.client is not None
+        try:
+            figures = await self.client.figures(server.url)
+        except ServerFault as fault:
+            server.num_silences += 1
+            if fault.is_down or server.num_silences >= _MOST_SILENCES:
+                self.lose(place, str(fault))
+            return
+        server.num_silences = 0
+        if figures is not None and self.controller.replicasets[place.replicaset].is_up(place.replica_id):
+            said = (figures.num_running, figures.num_waiting, figures.kv_fraction)
+            self.core.report(self._clock.now(), *server.key, said)
+            self._set_timer()
+
+    def _abandon_after(self, replicaset: str, now: float) -> None:
+        """End what waits once no server has been up for too long."""
+        if self._can_serve(replicaset):
+            self._down_since.pop(replicaset, None)
+            return
+        since = self._down_since.setdefault(replicaset, now)
+        if now - since > self.settings.wait_s and self.controller.num_alive:
+            self.core.abandon(
+                self._clock.now(),
+                replicaset,
+                f"no server that could go on with it was up for {self.settings.wait_s:g} s",
+            )
+            self._set_timer()
+
+    def status(self) -> Mapping[str, Any]:
+        """Return the state of every server."""
+        found = {}
+        for (name, replica_id), server in self._servers.items():
+            load = self.controller.replicasets[name].live_loads()[replica_id]
+            found[f"{name}/{replica_id}"] = {
+                "url": server.url,
+                "pool": load.pool,
+                "state": load.state.value,
+                "num_running": load.num_running,
+                "num_waiting": load.num_waiting,
+                "free_blocks": load.free_blocks,
+            }
+        return found
+
+
+__all__ = ["Place", "RouteSession", "Routed"]
