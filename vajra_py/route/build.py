@@ -26,6 +26,10 @@ class _Servers:
         """See `Executor`."""
         return None
 
+    def num_drafts(self, request: Request, at_most: int) -> int:
+        """See `Executor`; servers draft for themselves."""
+        return 0
+
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`; no server is asked for a token that another one was to sample."""
         raise NotImplementedError
