@@ -573,9 +573,11 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*lost.waiting, *lost.running), key=lambda one: one.index):
-                    self.abort(request, _FAILED, now, "its KV could not be loaded")
-                    self.parts.executor.release(request)
-                    ended.append((request, _FAILED))
+                    is_running = request in lost.running  # then its end releases it
+                    if self.abort(request, _FAILED, now, "its KV could not be loaded"):
+                        if not is_running:
+                            self.parts.executor.release(request)
+                        ended.append((request, _FAILED))
         connected.take_report(report)
         return ended
 
