@@ -95,7 +95,7 @@ def test_every_mistake_of_a_file_is_told_at_once_with_its_line(write: Any, regis
         (("latency: {type: constant, step_time_s: 0.5}", "drain: true"), "exp.yaml:11: backend.simulator.latency: is missing. Allowed:"),
         (("type: constant, ", ""), "backend.simulator.latency.type: is missing. Allowed:"),
         (("simulator: {latency: {type: constant, step_time_s: 0.5}}", ""), "exp.yaml:11: backend: exactly one backend is needed (got none)."),
-        (("simulator:", "simulater:"), "exp.yaml:11: backend.simulater: no such backend. Did you mean 'simulator'? Allowed: engine, simulator, vllm."),
+        (("simulator:", "simulater:"), "exp.yaml:11: backend.simulater: no such backend. Did you mean 'simulator'? Allowed: engine, route, simulator, vllm."),
         (("seed: 42", "seed: '42'"), "exp.yaml:2: seed: must be an integer (got '42')."),
         (("seed: 42", "preset: vllm-v2"), "exp.yaml:2: preset: no installed package offers a preset of that name (got 'vllm-v2'). Did you mean 'vllm-v1'?"),
         (("scheduling:", "preset: vllm-v1\nscheduling:\n  preset: broken"), "exp.yaml:5: scheduling.preset: is another preset than at the top (got 'broken' and 'vllm-v1')."),

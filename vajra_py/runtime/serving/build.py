@@ -371,13 +371,12 @@ def build_replicaset(
         admission,
         settings.view_interval_s,
     )
-    replicaset.make_load = services.make_load
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
     replicaset.tiers, plans = _with_tiers(plans, TiersOfReplicaset(context, seeds, services.registry))
     for replica_id, plan in enumerate(plans):
-        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
+        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services), services.make_load)
     replicaset.swaps = swap_rules([(plan.settings, plan.limits) for plan in plans])
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s

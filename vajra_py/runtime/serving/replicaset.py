@@ -72,7 +72,6 @@ class Replicaset:
         "kv_event_lag_s",
         "listeners",
         "lost",
-        "make_load",
         "may_refuse",
         "name",
         "newly_held_back",
@@ -113,8 +112,6 @@ class Replicaset:
         self.feed: ContentFeed | None = None
         """Events of the caches; None: nobody needs them."""
         self._live = LiveLoads()
-        self.make_load: Callable[[Replica], LiveLoad] = LiveLoad
-        """Makes the load of each replica that is added."""
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
@@ -150,12 +147,14 @@ class Replicaset:
         """The policy error for which this replicaset takes no requests; empty: none."""
         self.bind_policy(scheduler, scheduler_name)
 
-    def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
-        """Build a replica with its access to the shared queue and add it."""
+    def add_replica(
+        self, make: Callable[[SharedAccess], Replica], make_load: Callable[[Replica], LiveLoad] = LiveLoad
+    ) -> Replica:
+        """Build a replica with its access to the shared queue and add it; `make_load` makes the load that policies see."""
         access = SharedQueueAccess(self)
         self._shared_accesses.append(access)
         replica = make(access)
-        load = self.make_load(replica)
+        load = make_load(replica)
         access.view = load
         self.replicas.append(replica)
         replica.hands_off = self._hands_off(replica)
