@@ -18,7 +18,7 @@ from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.plugins import Registry
 from vajra_py.route.build import build_router, description, route_settings, urls_of
 from vajra_py.route.client import ServerClient, ServerFault
-from vajra_py.route.core import NEVER, RouteCore, Submitted
+from vajra_py.route.core import AGAIN, NEVER, RouteCore, Submitted
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
 from vajra_py.runtime.records.input_log import Arrival
 from vajra_py.runtime.requests.request import Request, RequestFacts
@@ -67,6 +67,9 @@ class _Server:
     url: str
     leaves: bool
     num_silences: int = 0
+    """Looks at its /metrics in a row that failed while it answered nothing else."""
+    has_answered: bool = False
+    """True if it has given news of a request since the last look."""
     routed: dict[Routed, None] = field(default_factory=dict)
 
 
@@ -199,6 +202,8 @@ class RouteSession:
     def answer(self, routed: Routed, num_tokens: int, end: str = "", detail: str = "") -> None:
         """Take news of a request from its server."""
         if routed.request is not None and routed.end is None:
+            if routed.server is not None and end not in (AGAIN, EndReason.FAILED.value):
+                routed.server.has_answered = True
             self.core.answer(self._clock.now(), routed.request, num_tokens, end, detail)
             self._set_timer()
 
@@ -302,7 +307,8 @@ class RouteSession:
         try:
             figures = await self.client.figures(server.url)
         except ServerFault as fault:
-            server.num_silences += 1
+            server.num_silences = 0 if server.has_answered else server.num_silences + 1
+            server.has_answered = False
             if fault.is_down or server.num_silences >= _MOST_SILENCES:
                 self.lose(place, str(fault))
             return

@@ -1,0 +1,162 @@
+"""The router's decisions without network: any course of events leaves every request accounted for, and replays equal."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+
+from tests.route.route_harness import REGISTRY, system
+from vajra_py.config import system_from_mapping
+from vajra_py.contract.observer import EndReason
+from vajra_py.route.build import build_router
+from vajra_py.route.client import read_figures
+from vajra_py.route.core import AGAIN, NEVER, PROMPT, RouteCore, Submitted
+from vajra_py.route.exchange import StreamScan
+from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
+from vajra_py.runtime.records.input_log import Arrival, Input
+from vajra_py.runtime.records.json_lines import read_rows
+from vajra_py.runtime.requests.request import Request, RequestFacts
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+
+ROUTERS: list[dict[str, Any]] = [
+    {"scheduling": {"replicaset_scheduler": {"policy": "endpoint_picker"}}},
+    {"scheduling": {"replicaset_scheduler": {"policy": "pull"}}},
+    {
+        "pools": {"a": {"num_replicas": 1, "role": "prefill"}, "b": {"num_replicas": 2, "role": "decode"}},
+        "hand_off": "vllm-pd",
+    },
+    {"scheduling": {"admission": {"policy": "max_load", "params": {"max_requests": 2}}}},
+]
+SMALL = {"max_batch_size": 2, "memory": {"num_blocks": 12, "block_size": 16}}
+STEP = st.tuples(
+    st.sampled_from(["arrive", "token", "end", "again", "abort", "lose", "restore", "report", "wait"]),
+    st.integers(0, 7),
+)
+
+
+class World:
+    """A router whose servers do what they are told."""
+
+    def __init__(self, settings: dict[str, Any], folder: Path, inputs: list[Input] | None = None) -> None:
+        pools = settings.get("pools")
+        places = [{"url": "http://a", **({"pool": pool} if pools else {})} for pool in ("a", "b", "b")]
+        config = system_from_mapping(system(places, replica=SMALL, **settings), registry=REGISTRY)
+        self.controller = build_router(config, REGISTRY)
+        self.inputs: list[Input] = []
+        self.core = RouteCore(self.controller, 3, self.inputs.append, is_replay=inputs is not None)
+        self.at: dict[Request, int] = {}
+        self.ended: dict[str, EndReason] = {}
+        self.core.on_send = lambda request, _, replica_id: self.at.__setitem__(request, replica_id)
+        self.core.on_ended = self._note_end
+        self.log = PlacementLog(folder / PLACEMENTS_FILE)
+        self.controller.watch([self.log])
+        self.num = 0
+
+    def _note_end(self, request: Request, reason: EndReason) -> None:
+        assert request.request_id not in self.ended
+        self.ended[request.request_id] = reason
+        self.at.pop(request, None)
+
+    def happen(self, what: str, number: int) -> None:
+        clock = self.core.now + TICKS_PER_SECOND // 100
+        served = list(self.at)
+        one = served[number % len(served)] if served else None
+        if what == "arrive":
+            tokens = tuple(range(20 * (1 + number % 4)))
+            facts = RequestFacts(
+                f"r{self.num}", len(tokens), 10, priority=number, expires_after_s=0.05 if number == 7 else None
+            )
+            self.num += 1
+            self.core.advance(clock, (Phase.ARRIVAL, Submitted(Arrival(clock, clock / 10**12, facts, None, tokens))))
+        elif what in ("lose", "restore"):
+            call = self.core.lose if what == "lose" else self.core.restore
+            call(clock, "default", number % 3, *(("gone",) if what == "lose" else ()))
+        elif what == "report":
+            self.core.report(clock, "default", number % 3, (number, number // 2, number / 7))
+        elif what == "wait":
+            self.core.advance(min(self.core.next_due(), clock + TICKS_PER_SECOND))
+        elif one is not None and what == "abort":
+            self.core.advance(clock, (Phase.ABORT, one.request_id))
+        elif one is not None:
+            leaves = self.controller.replicasets["default"].replicas[self.at[one]].parts.role.value == "prefill"
+            end = PROMPT if leaves and what != "again" else {"token": "", "end": "stop", "again": AGAIN}[what]
+            del self.at[one]
+            if end == "":
+                self.at[one] = one.replica_id
+            self.core.answer(clock, one, one.num_output_tokens + 1, end)
+
+    def close(self) -> None:
+        self.log.close()
+
+
+@pytest.mark.parametrize("settings", ROUTERS, ids=["picker", "pull", "pools", "admission"])
+@limits(max_examples=40)
+@given(steps=st.lists(STEP, min_size=5, max_size=60))
+def test_every_request_is_accounted_for_and_the_replay_decides_the_same(
+    settings: dict[str, Any], steps: list[tuple[str, int]]
+) -> None:
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        world = World(settings, Path(first))
+        for what, number in steps:
+            world.happen(what, number)
+            world.controller.check_conservation()
+        for replica_id in range(3):
+            world.core.restore(world.core.now, "default", replica_id)
+        for _ in range(1000):
+            if not world.controller.num_alive:
+                break
+            world.happen("end" if world.at else "wait", 0)
+        assert not world.controller.num_alive
+        assert len(world.ended) == world.num
+        world.close()
+        again = World(settings, Path(second), world.inputs)
+        by_tick: dict[int, list[Input]] = {}
+        for one in world.inputs:
+            by_tick.setdefault(one.tick, []).append(one)
+        for tick, inputs in by_tick.items():
+            again.core.at(tick, inputs)
+        again.close()
+        decided = [list(read_rows(Path(one) / PLACEMENTS_FILE)) for one in (first, second)]
+        assert decided[0] == decided[1]
+        assert again.ended == world.ended
+
+
+def test_nothing_is_due_in_an_idle_router(tmp_path: Path) -> None:
+    world = World(ROUTERS[0], tmp_path)
+    assert world.core.next_due() == NEVER
+    world.close()
+
+
+def test_figures_are_read_under_the_names_of_each_server() -> None:
+    vllm = 'vllm:num_requests_running{model_name="a b",engine="0"} 3.0\nvllm:num_requests_waiting 2\n'
+    vllm += 'vllm:num_requests_running{engine="1"} 4.0\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n# HELP x\n'
+    found = read_figures(vllm)
+    assert found is not None
+    assert (found.num_running, found.num_waiting, found.kv_fraction) == (7, 2, 0.25)
+    sglang = read_figures("sglang:num_running_reqs 5\nsglang:num_queue_reqs 6\nsglang:token_usage 0.5\n")
+    assert sglang is not None
+    assert (sglang.num_running, sglang.num_waiting, sglang.kv_fraction) == (5, 6, 0.5)
+    assert read_figures("") is None
+    assert (
+        read_figures("vllm:num_requests_running nan\nvllm:num_requests_running 1e99\nvllm:num_requests_running\n")
+        is None
+    )
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 400), max_size=8))
+def test_a_stream_is_counted_however_it_is_cut(num_tokens: int, cuts: list[int]) -> None:
+    events = [b'data: {"choices": [{"finish_reason": null}]}\n\n'] * (num_tokens - 1)
+    whole = b"".join([*events, b'data: {"choices": [{"finish_reason": "length"}]}\n\n', b"data: [DONE]\n\n"])
+    scan, begin = StreamScan(), 0
+    for cut in (*sorted(one for one in cuts if one < len(whole)), len(whole)):
+        if cut > begin:
+            scan.feed(whole[begin:cut])
+            begin = cut
+    assert (scan.num_tokens, scan.end, scan.saw_end) == (num_tokens, "length", True)
