@@ -20,6 +20,7 @@ from pathlib import Path
 import claims_chunking
 import claims_experience
 import claims_fairness
+import claims_offline
 import claims_prefixes
 import claims_programs
 import claims_routing
@@ -38,6 +39,7 @@ CLAIMS: list[Claim] = [
     *claims_experience.CLAIMS,
     *claims_chunking.CLAIMS,
     *claims_routing.CLAIMS,
+    *claims_offline.CLAIMS,
 ]
 
 

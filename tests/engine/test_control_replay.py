@@ -141,6 +141,7 @@ CHOOSERS: list[Any] = [
     *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
     *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
     *("lmetric", "consistent_hashing", "thunderagent", "llumnix", "splitwise_mixed_pool"),
+    {"policy": "dynaserve", "params": {"min_part_tokens": 4}},
     "mooncake_conductor",
     {"policy": "d2lpm", "params": {"quantum": 60.0}},
     {"policy": "polyserve", "params": {"tiers_s": [0.01, 0.03]}},
@@ -164,6 +165,8 @@ BATCHERS: list[Any] = [
     {"policy": "min_chunk_hold", "params": {"chunk_size": 48, "min_chunk": 20}},
     {"policy": "prefill_waves", "params": {"chunk_size": 48, "wave_slots": 2}},
     {"policy": "mixed_prefill_governor", "params": {"chunk_size": 48, "mixed_tokens": 16, "max_wait_s": 0.05}},
+    {"policy": "conserve", "params": {"chunk_size": 48, "default_tpot_s": 0.01}},
+    {"policy": "micro_requests", "params": {"chunk_size": 48}},
 ]
 
 

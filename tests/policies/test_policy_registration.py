@@ -36,11 +36,13 @@ OWN = {
         "mooncake_conductor",
         "d2lpm",
         "polyserve",
+        "dynaserve",
     },
     Layer.REPLICA_SCHEDULER: {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
         *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
+        *("conserve", "micro_requests"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from vajra_policies.routers import (
     consistent_hashing,
     dynamo_kv_router,
+    dynaserve,
     endpoint_picker,
     llumnix,
     lmetric,
@@ -30,6 +31,8 @@ POLICIES: tuple[PolicySpec, ...] = (
     thunderagent.SPEC,
     llumnix.SPEC,
     splitwise_mixed_pool.SPEC,
+    dynaserve.SPEC,
+    dynaserve.REPLICA_SPEC,
 )
 
 

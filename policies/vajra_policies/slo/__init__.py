@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vajra_policies.slo import andes, hygen, jitserve, past_future, polyserve, qoserve, scorpio, slack_chunk
+from vajra_policies.slo import andes, conserve, hygen, jitserve, past_future, polyserve, qoserve, scorpio, slack_chunk
 from vajra_py.contract import PolicySpec
 
 PRIORITIZERS: tuple[PolicySpec, ...] = (qoserve.SPEC, jitserve.SPEC, andes.SPEC)
-BATCHERS: tuple[PolicySpec, ...] = (slack_chunk.SPEC, past_future.SPEC, hygen.SPEC, scorpio.SPEC)
+BATCHERS: tuple[PolicySpec, ...] = (slack_chunk.SPEC, past_future.SPEC, hygen.SPEC, conserve.SPEC, scorpio.SPEC)
 ROUTERS: tuple[PolicySpec, ...] = (polyserve.SPEC,)
