@@ -134,7 +134,7 @@ CLAIMS = [
         "1.15 to 3.07 times the capacity",
         2,
         partial(_divided, "mean"),
-        why="a second part waits for its first one, and chunks beside decodes leave the shortest queue little to balance",
+        why="a second part waits for its first one",
     ),
     Claim(
         "kvflow",

@@ -160,4 +160,8 @@ SPEC = RetentionSpec(
     build=_build,
     summary="Content of the agent whose turn is most calls away in its workflow goes first.",
     source="KVFlow (NeurIPS'25, arXiv:2507.07400)",
+    advice=(
+        "Use it for workflows whose agents take turns with prompts of their own, where the cache is too small for "
+        "all: `lru` gives up just the prefix that is needed next. Not for calls without a `stage`."
+    ),
 )

@@ -6,6 +6,7 @@ Modules with policies have their parameters alone, and import what computes when
 from __future__ import annotations
 
 from vajra_policies.routers import (
+    ascendra,
     consistent_hashing,
     dynamo_kv_router,
     dynaserve,
@@ -33,6 +34,7 @@ POLICIES: tuple[PolicySpec, ...] = (
     splitwise_mixed_pool.SPEC,
     dynaserve.SPEC,
     dynaserve.REPLICA_SPEC,
+    ascendra.SPEC,
 )
 
 

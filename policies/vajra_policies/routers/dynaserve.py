@@ -204,6 +204,11 @@ SPEC = PolicySpec(
     build=_build,
     summary="Requests cut at one token into two parts, on the two least loaded replicas, so that both have the same work.",
     source="DynaServe (arXiv:2504.09285)",
+    advice=(
+        "Use it with the replica scheduler `micro_requests` and fast links, where replicas are few, requests "
+        "large and shapes change, so that no ratio of pools is right for long. Not where many requests run on "
+        "each replica: the shortest queue is even then, and a second part waits for its first one."
+    ),
 )
 REPLICA_SPEC = PolicySpec(
     name="micro_requests",
@@ -212,4 +217,5 @@ REPLICA_SPEC = PolicySpec(
     build=_build_scheduler,
     summary="Fixed chunks, and requests leave with their KV at the token where they were cut.",
     source="DynaServe (arXiv:2504.09285)",
+    advice=("Use it with `dynaserve`. Not with other routers, where it is `fixed_chunk`."),
 )

@@ -80,4 +80,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Online requests first; offline ones fill what the tightest promise leaves, and all of a step without online ones.",
     source="ConServe (arXiv:2410.01228)",
+    advice=(
+        "Use it with the prioritizer `priority` for online load in bursts: offline work takes the replica between "
+        "them. Not where one budget does for all (`hygen`)."
+    ),
 )
