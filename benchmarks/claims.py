@@ -17,11 +17,14 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import claims_blend
 import claims_chunking
 import claims_experience
 import claims_fairness
+import claims_offline
 import claims_prefixes
 import claims_programs
+import claims_promises
 import claims_routing
 import claims_size
 import claims_slo
@@ -38,6 +41,9 @@ CLAIMS: list[Claim] = [
     *claims_experience.CLAIMS,
     *claims_chunking.CLAIMS,
     *claims_routing.CLAIMS,
+    *claims_offline.CLAIMS,
+    *claims_promises.CLAIMS,
+    *claims_blend.CLAIMS,
 ]
 
 

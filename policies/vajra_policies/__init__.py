@@ -68,6 +68,7 @@ def vajra_retention_policies() -> list[RetentionSpec]:
         arc,
         continuum_pins,
         frequency,
+        kvflow,
         recency,
         request_priority,
         session_pin,
@@ -75,7 +76,7 @@ def vajra_retention_policies() -> list[RetentionSpec]:
     )
 
     simple = [recency.LRU, frequency.LFU, age.FIFO, recency.MRU, age.FILO, frequency.SLRU]
-    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC, continuum_pins.SPEC]
+    return [*simple, arc.SPEC, request_priority.SPEC, ttl.SPEC, session_pin.SPEC, continuum_pins.SPEC, kvflow.SPEC]
 
 
 @hookimpl

@@ -64,4 +64,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Decodes first, then prompts by urgency, in the largest chunks that keep the predicted step time at a target.",
     source="Vajra's scheduling architecture, dynamic chunk; Medha (arXiv:2409.17264), adaptive chunking",
+    advice=(
+        "Use it where the time between tokens is promised: each step aims at a time. Not without a latency model "
+        "that fits."
+    ),
 )

@@ -48,4 +48,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Earliest deadline first; deadlines follow from predicted prefill times.",
     source="Vajra's scheduling architecture, EDF prioritizer",
+    advice=(
+        "Use it where requests have deadlines that can be kept. Not in overload: everybody becomes late together "
+        "(`qoserve`)."
+    ),
 )

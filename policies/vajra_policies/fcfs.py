@@ -58,4 +58,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="First come, first served.",
     source="Vajra's scheduling architecture, FCFS prioritizer",
+    advice=(
+        "Use it as the baseline, and where requests are alike. Not where long prompts come beside short ones, "
+        "which wait behind them."
+    ),
 )

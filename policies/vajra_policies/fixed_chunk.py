@@ -70,4 +70,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="Decodes first, then prompts by urgency, a fixed number of tokens a step.",
     source="Sarathi-Serve (OSDI'24); Vajra's scheduling architecture, fixed chunk",
+    advice=("Use it as the baseline of chunked prefill. Not where steps must take equal times (`dynamic_chunk`)."),
 )

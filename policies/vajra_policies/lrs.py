@@ -61,4 +61,8 @@ SPEC = PolicySpec(
     summary="Least relative slack to the deadline; length-aware, progress-aware and moving with time.",
     source="Medha (arXiv:2409.17264), LARS; Vajra's scheduling architecture, LRS prioritizer",
     aliases=("lars",),
+    advice=(
+        "Use it where prompts of very different lengths share replicas: short ones age fast, long ones are not "
+        "forgotten. Not without a latency model for the prompts' times."
+    ),
 )

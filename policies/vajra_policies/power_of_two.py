@@ -72,4 +72,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to the less loaded of two replicas drawn at random.",
     source="Mitzenmacher (IEEE TPDS 2001)",
+    advice=(
+        "Use it where load figures are dear or old: two of them do nearly as well as all. Not with a few replicas "
+        "whose figures are fresh (`least_loaded`)."
+    ),
 )

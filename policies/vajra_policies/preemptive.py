@@ -152,4 +152,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="The most urgent requests run, and those that run are paused or preempted for more urgent ones that wait.",
     source="FastServe (arXiv:2305.05920); LTR (arXiv:2408.15792)",
+    advice=(
+        "Use it with a router that binds at arrival: from `pull`, a full replica does not see who waits. Not with "
+        "prioritizers whose keys cross all the time (`vtc`). A step costs a sort of what runs."
+    ),
 )

@@ -55,4 +55,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="The user's own priority, lower first; equals by arrival.",
     source="vLLM's priority scheduling",
+    advice=(
+        "Use it where users or tenants state how urgent a request is. Not where the less urgent may not wait for "
+        "ever: there is no ageing."
+    ),
 )

@@ -59,4 +59,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="One shared queue; replicas take from it when they have room.",
     source="Vajra's scheduling architecture, pull replicaset scheduler",
+    advice=(
+        "Use it where prompts differ much in length: no request is bound to a busy replica. Not where caches are "
+        "to be followed, or with `preemptive`."
+    ),
 )

@@ -62,4 +62,7 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to the next replica in turn.",
     source="Vajra's scheduling architecture, round-robin replicaset scheduler",
+    advice=(
+        "Use it as the baseline, and to divide a simulation among processes. Not where requests differ much in length."
+    ),
 )

@@ -138,4 +138,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Dynamic chunks; at most one very long prefill a step, which leaves short prompts what its slack allows.",
     source="Medha (arXiv:2409.17264), space sharing; Vajra's scheduling architecture",
+    advice=(
+        "Use it with `lrs` or `edf` where very long prompts run beside short ones. Not with prioritizers that "
+        "predict no slack."
+    ),
 )

@@ -150,7 +150,7 @@ def test_the_page_stands_alone_and_has_a_card_for_each_policy(atlas: Path) -> No
     for policy in (BASELINE, *POLICIES):
         assert f"<h3>{policy}</h3>" in page
     assert "Requests of very different lengths wait for one replica." in page
-    for words in ("Statement", "Parameters", "lowest TTFT mean"):
+    for words in ("Statement", "Parameters", "lowest TTFT mean", "Use it", "Not "):
         assert words in page
     assert page.count("<svg") == 1 + 2 + 3 + 2 * len(POLICIES)
     for name in ("map", "latency_by_load", "fairness_by_throughput", "cost", "effect-sjf", "effect-srpt-preemptive"):
@@ -286,4 +286,4 @@ def test_the_default_policies_fit_the_default_workloads() -> None:
     plans = plans_of(Request(base, entries, replications=1), registry)
     assert [plan.name for plan in plans] == list(WORKLOADS)
     assert {len(plan.places) for plan in plans} == {(1 + len(DEFAULT_POLICIES)) * 3}
-    assert all(part.statement for card in cards_of(entries, registry) for part in card.parts)
+    assert all(part.statement and part.advice for card in cards_of(entries, registry) for part in card.parts)

@@ -131,7 +131,22 @@ def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
 PRIORITIZERS: list[Any] = [
     *("fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lars", "priority"),
     *("vtc", "least_counter_first", "deficit_round_robin", "sjf", "srpt", "trail", "hrrn", "qoserve"),
-    *("plas", "atlas", "lpm", "preflow", "residual_sjf", "justitia", "continuum", "jitserve", "andes", "lrs", "parrot"),
+    *(
+        "plas",
+        "atlas",
+        "lpm",
+        "preflow",
+        "residual_sjf",
+        "justitia",
+        "continuum",
+        "jitserve",
+        "andes",
+        "equinox",
+        "parrot",
+    ),
+    "kairos",
+    {"policy": "qlm", "params": {"default_slo_s": 0.1, "group_requests": 2}},
+    "lrs",
     {"policy": "dlpm", "params": {"quantum": 60.0}},
     {"policy": "least_attained_service", "params": {"half_life_s": 0.05}},
     {"policy": "ltr", "params": {"starvation_s": 0.05, "boost_steps": 4}},
@@ -141,6 +156,8 @@ CHOOSERS: list[Any] = [
     *("round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"),
     *("endpoint_picker", "dynamo_kv_router", "sglang_cache_aware", "preble_e2"),
     *("lmetric", "consistent_hashing", "thunderagent", "llumnix", "splitwise_mixed_pool"),
+    {"policy": "dynaserve", "params": {"min_part_tokens": 4}},
+    {"policy": "ascendra", "params": {"margin_s": 0.01}},
     "mooncake_conductor",
     {"policy": "d2lpm", "params": {"quantum": 60.0}},
     {"policy": "polyserve", "params": {"tiers_s": [0.01, 0.03]}},
@@ -164,6 +181,10 @@ BATCHERS: list[Any] = [
     {"policy": "min_chunk_hold", "params": {"chunk_size": 48, "min_chunk": 20}},
     {"policy": "prefill_waves", "params": {"chunk_size": 48, "wave_slots": 2}},
     {"policy": "mixed_prefill_governor", "params": {"chunk_size": 48, "mixed_tokens": 16, "max_wait_s": 0.05}},
+    {"policy": "conserve", "params": {"chunk_size": 48, "default_tpot_s": 0.01}},
+    {"policy": "micro_requests", "params": {"chunk_size": 48}},
+    {"policy": "slos_serve", "params": {"chunk_size": 48, "step_s": 0.008}},
+    {"policy": "blendserve", "params": {"chunk_size": 48}},
 ]
 
 

@@ -11,7 +11,7 @@ from claims_parts import Cell, Cells, Claim, Verdict, difference, ordered
 
 import vajra_policies
 
-NAMES = {spec.name for spec in vajra_policies.vajra_policies()}
+NAMES = {spec.name for spec in (*vajra_policies.vajra_policies(), *vajra_policies.vajra_retention_policies())}
 
 
 def test_claims_name_policies_and_tests_that_exist(repository_root: Path) -> None:

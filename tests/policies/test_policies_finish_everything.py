@@ -39,6 +39,9 @@ PRIORITIZERS: list[PolicySource] = [
     "parrot",
     ("jitserve", {"refresh_steps": 3}),
     ("andes", {"horizon_s": 0.2}),
+    ("qlm", {"granularity_s": 0.01, "default_slo_s": 0.1, "group_requests": 2}),
+    "kairos",
+    "equinox",
 ]
 CHOOSERS: list[PolicySource] = [
     "round_robin",
@@ -52,6 +55,8 @@ CHOOSERS: list[PolicySource] = [
     "mooncake_conductor",
     ("d2lpm", {"quantum": 40.0}),
     ("polyserve", {"tiers_s": [0.012, 0.03]}),
+    ("dynaserve", {"min_part_tokens": 4}),
+    ("ascendra", {"margin_s": 0.01}),
 ]
 BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("fixed_chunk", {"chunk_size": 48}),
@@ -70,6 +75,10 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("min_chunk_hold", {"chunk_size": 48, "min_chunk": 16}),
     ("prefill_waves", {"chunk_size": 48, "wave_slots": 2}),
     ("mixed_prefill_governor", {"chunk_size": 48, "mixed_tokens": 8, "max_wait_s": 0.05}),
+    ("conserve", {"chunk_size": 48, "default_tpot_s": 0.008}),
+    ("micro_requests", {"chunk_size": 48}),
+    ("slos_serve", {"chunk_size": 48, "step_s": 0.008}),
+    ("blendserve", {"chunk_size": 48}),
 ]
 
 requests: st.SearchStrategy[dict[str, Any]] = st.builds(

@@ -18,7 +18,7 @@ OWN = {
         *("fcfs", "edf", "lrs", "priority", "vtc", "least_counter_first", "deficit_round_robin"),
         *("sjf", "srpt", "trail", "ltr", "hrrn", "skip_join_mlfq", "qoserve"),
         *("lpm", "preflow", "residual_sjf", "dlpm", "least_attained_service", "justitia", "continuum", "parrot"),
-        *("jitserve", "andes"),
+        *("jitserve", "andes", "qlm", "kairos", "equinox"),
     },
     Layer.REPLICASET_SCHEDULER: {
         "round_robin",
@@ -36,11 +36,14 @@ OWN = {
         "mooncake_conductor",
         "d2lpm",
         "polyserve",
+        "dynaserve",
+        "ascendra",
     },
     Layer.REPLICA_SCHEDULER: {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
         *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
+        *("conserve", "micro_requests", "slos_serve", "blendserve"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)
@@ -92,6 +95,16 @@ def test_the_page_describes_every_parameter_with_its_default(name: str, reposito
         assert row, f"{name} has a parameter {parameter.name}, which the page does not mention"
         documented = row[1].strip().strip("`")
         assert documented in (str(parameter.default), str(parameter.default).lower(), "as above")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_when_to_use_it_and_when_not_and_the_page_says_the_same(name: str, repository_root: Path) -> None:
+    advice = spec_of(name).advice
+    assert re.match(r"Use it .*[.)] Not .*\.$", advice)
+    page = (repository_root / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(section.split()).replace("**", ""))
+    assert advice in plain
 
 
 ADMISSION = {spec.name: spec for spec in vajra_policies.vajra_admission_policies()}

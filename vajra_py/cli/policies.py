@@ -75,6 +75,8 @@ def _show_one(offer: AnyOffer, kind: str, aliases: str = "") -> None:
     click.echo(f"  {spec.summary}")
     if spec.source:
         click.echo(f"  source: {spec.source}")
+    if spec.advice:
+        click.echo(f"  {spec.advice}")
     parameters = parameters_of(spec.config)
     click.echo("  parameters:" if parameters else "  parameters: none")
     for one in parameters:

@@ -47,6 +47,8 @@ class PolicySpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     aliases: tuple[str, ...] = ()
+    advice: str = ""
+    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class AdmissionSpec:
     summary: str
     source: str = ""
     """Paper, section or system that the policy follows."""
+    advice: str = ""
+    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class ScalerSpec:
     summary: str
     source: str = ""
     """Paper, section or system that the scaler follows."""
+    advice: str = ""
+    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,8 @@ class RetentionSpec:
     """Paper, section or system that the policy follows."""
     follows_release: bool = False
     """True if blocks go in the order in which they become idle, at any time: kept as a list instead of a search tree."""
+    advice: str = ""
+    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,8 @@ class RoutingPartSpec:
     summary: str
     source: str = ""
     """Paper, section or system that the part follows."""
+    advice: str = ""
+    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
 
 
 AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSpec | RoutingPartSpec

@@ -107,4 +107,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Small chunks of prompts wait for one another while requests decode, for a bounded number of steps.",
     source="vLLM, pull request 54145",
+    advice=(
+        "Use it where a step with prompts has a cost of its own. Not with step times that are linear in tokens, "
+        "where it only delays first tokens."
+    ),
 )

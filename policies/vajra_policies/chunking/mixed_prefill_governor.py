@@ -113,4 +113,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="While requests decode, small steps with prompts and steps of decodes alone between them.",
     source="local-inference-lab/vllm, pull request 596",
+    advice=("Use it where long prompts may not slow down streams. Not for short prompts, which wait for nothing."),
 )

@@ -99,4 +99,7 @@ SPEC = PolicySpec(
     build=_build,
     summary="Decodes alone while they fill the batch; when they do not, a bounded wave of prompts at once.",
     source="vLLM, pull request 56455",
+    advice=(
+        "Use it for backlogs where steps of decodes alone are faster (CUDA graphs). Not for low times to first token."
+    ),
 )

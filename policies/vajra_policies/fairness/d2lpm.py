@@ -89,4 +89,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="The longest cached prefix among the replicas where the tenant has not used up its quantum.",
     source="D2LPM (Cao et al., arXiv:2501.14312)",
+    advice=(
+        "Use it with `dlpm` for tenants with prefixes of their own on several replicas. Not with one tenant "
+        "(`lmetric`)."
+    ),
 )

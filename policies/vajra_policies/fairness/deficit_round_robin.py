@@ -143,4 +143,8 @@ SPEC = PolicySpec(
     summary="Tenants take turns, each for a quantum of weighted tokens, and pay for what they could not know in later turns.",
     source="Deficit round robin (Shreedhar and Varghese, SIGCOMM'95); VTC's baseline (OSDI'24)",
     aliases=("drr",),
+    advice=(
+        "Use it as the classical alternative to `vtc`: turns of a quantum keep requests of one tenant together. "
+        "Not for many tenants with few requests each, where turns are long."
+    ),
 )

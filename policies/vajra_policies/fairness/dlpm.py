@@ -91,4 +91,8 @@ SPEC = PolicySpec(
     summary="Longest cached prefix first, among the tenants that have not used up their quantum.",
     source="DLPM (Cao et al., arXiv:2501.14312)",
     aliases=("deficit_longest_prefix_match",),
+    advice=(
+        "Use it where tenants bring prefixes of their own: nearly the hits of `lpm`, and a bounded gap between "
+        "tenants, 2 (U + Q) with U as for `vtc`. Not without a prefix cache (`vtc`)."
+    ),
 )

@@ -23,4 +23,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="The tenant that has been served least since the start goes first, whatever it asked for meanwhile (a control for `vtc`).",
     source="LCF, baseline of VTC (Sheng et al., OSDI'24)",
+    advice=(
+        "Use it as a control for what the lift of `vtc` is worth. Not to serve: who returns after a pause locks "
+        "out all others."
+    ),
 )

@@ -168,4 +168,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Virtual token counter: the tenant that has been served the fewest weighted tokens first.",
     source="VTC (Sheng et al., OSDI'24, arXiv:2401.00588)",
+    advice=(
+        "Use it where tenants share replicas and one may flood them; who asks for less than its share gets it at "
+        "once. Not beside a scheduler that preempts by urgency: counters change places all the time."
+    ),
 )

@@ -75,4 +75,8 @@ SPEC = PolicySpec(
     summary="Longest cached prefix first; in order of arrival while many wait.",
     source="SGLang (Zheng et al., arXiv:2312.07104)",
     aliases=("longest_prefix_match",),
+    advice=(
+        "Use it where prompts share prefixes and the cache is too small for all of them. Not where somebody "
+        "without a cached prefix may not wait for ever (`dlpm`, `residual_sjf`)."
+    ),
 )

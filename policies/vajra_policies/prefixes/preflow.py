@@ -66,4 +66,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Prompts by the attention work that they need times what is left, aged by their wait.",
     source="PREFLOW (vllm-ascend, pull request 16360)",
+    advice=(
+        "Use it with chunked schedulers where prompts differ by orders of magnitude: low slowdowns in the mean, "
+        "and nobody waits for ever. Not where outputs make up most of the work."
+    ),
 )

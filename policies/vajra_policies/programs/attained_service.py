@@ -174,6 +174,10 @@ PLAS = PolicySpec(
     build=_build_plas,
     summary="Calls of the program with the least attained service first.",
     source="Autellix (arXiv:2502.13965), PLAS",
+    advice=(
+        "Use it for programs whose calls follow one another: those that have run little go first. Not for "
+        "programs with calls side by side (`atlas`)."
+    ),
 )
 ATLAS = PolicySpec(
     name="atlas",
@@ -182,4 +186,8 @@ ATLAS = PolicySpec(
     build=_build_atlas,
     summary="Calls of the program with the shortest longest chain of served calls first.",
     source="Autellix (arXiv:2502.13965), ATLAS",
+    advice=(
+        "Use it for programs with calls side by side: the longest chain counts. Not for single requests, which it "
+        "serves by arrival."
+    ),
 )

@@ -131,4 +131,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Agents one after the other, in the order in which they would end under even sharing of the memory.",
     source="Justitia (arXiv:2510.17015)",
+    advice=(
+        "Use it for agents with many calls side by side: they end one after the other, hardly any later than "
+        "under even sharing. Not where costs cannot be told beforehand."
+    ),
 )

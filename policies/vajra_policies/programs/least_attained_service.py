@@ -164,4 +164,8 @@ SPEC = PolicySpec(
     summary="The program with the least service of late first, mixed with the wait of its first request.",
     source="llm-d's program-aware fairness, strategy las",
     aliases=("las", "program_aware_fairness"),
+    advice=(
+        "Use it for programs that come and go: who has used little lately goes first. Not for exact shares "
+        "(`vtc`). Unlike `plas`, service fades, and counts tokens."
+    ),
 )

@@ -6,8 +6,10 @@ Modules with policies have their parameters alone, and import what computes when
 from __future__ import annotations
 
 from vajra_policies.routers import (
+    ascendra,
     consistent_hashing,
     dynamo_kv_router,
+    dynaserve,
     endpoint_picker,
     llumnix,
     lmetric,
@@ -30,6 +32,9 @@ POLICIES: tuple[PolicySpec, ...] = (
     thunderagent.SPEC,
     llumnix.SPEC,
     splitwise_mixed_pool.SPEC,
+    dynaserve.SPEC,
+    dynaserve.REPLICA_SPEC,
+    ascendra.SPEC,
 )
 
 

@@ -91,4 +91,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each session to its place on a ring of replicas, or to the next with room.",
     source="Karger et al. (STOC'97); bounded loads (Mirrokni et al., SODA'18)",
+    advice=(
+        "Use it where routers must agree without talking, or caches are invisible to them. Not with few sessions "
+        "and long prefixes on many replicas: `lmetric` sees the caches."
+    ),
 )

@@ -46,4 +46,7 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to the replica of least cost: blocks to compute, less cached ones, and blocks to hold.",
     source="NVIDIA Dynamo 1.6.1, KV router",
+    advice=(
+        "Use it to compare with Dynamo, and where caches and loads count in one figure. Not without prefix caches."
+    ),
 )

@@ -260,4 +260,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to the freest replica; live migration from replicas that are short of KV blocks.",
     source="Llumnix (OSDI'24, arXiv:2406.03243); code AlibabaPAI/llumnix",
+    advice=(
+        "Use it where outputs differ much and memory is short: running requests move. Not over slow links, or "
+        "with one replica."
+    ),
 )

@@ -95,4 +95,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Each arriving request to the replica with the least predicted time to first token, queues and cached prefixes included.",
     source="Mooncake (FAST'25, arXiv:2407.00079), Algorithm 1",
+    advice=(
+        "Use it for low times to first token with shared prefixes. Not where decodes are what is short. "
+        "`mooncake` refuses by the same prediction."
+    ),
 )

@@ -36,4 +36,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Exploits a prefix that is longer than the rest of the prompt, else explores by the work sent of late.",
     source="Preble E2 (arXiv:2407.00023)",
+    advice=(
+        "Use it where long prefixes are shared by some requests and loads are uneven. Not for prompts without "
+        "common prefixes."
+    ),
 )

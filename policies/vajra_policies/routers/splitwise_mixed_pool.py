@@ -255,4 +255,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="Prompts and decodes in pools of their own that lend each other replicas while one is full.",
     source="Splitwise (ISCA'24, arXiv:2311.18677); splitwise-sim, MixedPoolScheduler",
+    advice=("Use it with pools of prompts and decodes whose load changes. Not with one pool."),
 )

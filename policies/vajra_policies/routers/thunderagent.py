@@ -193,4 +193,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Programs keep their replica, and are paused and resumed as wholes by their tokens.",
     source="ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6",
+    advice=(
+        "Use it for agents with tools, whose contexts together exceed the memory: programs wait as wholes. Not "
+        "for single requests."
+    ),
 )

@@ -54,4 +54,8 @@ SPEC = PolicySpec(
     summary="Highest response ratio next: the longest wait in relation to the expected size.",
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),
+    advice=(
+        "Use it for most of the gain of `sjf` without starvation, at no cost: keys are straight lines in time. "
+        "Not for tight deadlines (`lrs`, `edf`)."
+    ),
 )

@@ -82,4 +82,8 @@ SPEC = PolicySpec(
     summary="Shortest expected output first, by rank; who has not run for long is boosted.",
     source="LTR (Fu et al., NeurIPS'24, arXiv:2408.15792)",
     aliases=("learning_to_rank",),
+    advice=(
+        "Use it with `preemptive` and a predictor that ranks well. Not without one: by a constant it is FCFS with "
+        "boosts."
+    ),
 )

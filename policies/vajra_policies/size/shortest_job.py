@@ -48,4 +48,8 @@ SPEC = PolicySpec(
     summary="Shortest job first, by the size expected at arrival.",
     source="Smith (1956)",
     aliases=("shortest_job_first",),
+    advice=(
+        "Use it for a low mean latency where lengths can be told apart beforehand. Not where nobody may starve: "
+        "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
+    ),
 )

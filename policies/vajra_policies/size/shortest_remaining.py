@@ -43,4 +43,9 @@ SPEC = PolicySpec(
     summary="Shortest remaining processing time first, by expected output and what is left of the prompt.",
     source="Schrage (1968)",
     aliases=("shortest_remaining_processing_time",),
+    advice=(
+        "Use it as the bound that others are compared with (`output_length: {type: oracle}`), or with predictions "
+        "that progress narrows. Not with predictions that err by factors: long requests taken for short ones then "
+        "hold up everybody."
+    ),
 )

@@ -125,4 +125,8 @@ SPEC = PolicySpec(
     summary="Skip-join multi-level feedback queue: who has run little goes first, and long prompts join further down.",
     source="FastServe (Wu et al., arXiv:2305.05920)",
     aliases=("fastserve",),
+    advice=(
+        "Use it with `preemptive` where nothing is known of output lengths and they differ much. Not where "
+        "everybody has about the same length: it then interrupts for nothing."
+    ),
 )

@@ -62,4 +62,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Shortest remaining output first, with preemption only of requests that are not far on.",
     source="TRAIL (Shahout et al., ICLR'25, arXiv:2410.01035)",
+    advice=(
+        "Use it with `preemptive` where KV memory is short and preempted requests are computed again. Not where "
+        "memory is ample: preemption is free there, and C = 1 is best."
+    ),
 )

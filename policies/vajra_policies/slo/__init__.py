@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from vajra_policies.slo import andes, hygen, jitserve, past_future, polyserve, qoserve, scorpio, slack_chunk
+from vajra_policies.slo import (
+    andes,
+    blendserve,
+    conserve,
+    hygen,
+    jitserve,
+    kairos,
+    past_future,
+    polyserve,
+    qlm,
+    qoserve,
+    scorpio,
+    slack_chunk,
+    slos_serve,
+)
 from vajra_py.contract import PolicySpec
 
-PRIORITIZERS: tuple[PolicySpec, ...] = (qoserve.SPEC, jitserve.SPEC, andes.SPEC)
-BATCHERS: tuple[PolicySpec, ...] = (slack_chunk.SPEC, past_future.SPEC, hygen.SPEC, scorpio.SPEC)
+PRIORITIZERS: tuple[PolicySpec, ...] = (qoserve.SPEC, jitserve.SPEC, andes.SPEC, qlm.SPEC, kairos.SPEC)
+BATCHERS: tuple[PolicySpec, ...] = (
+    slack_chunk.SPEC,
+    past_future.SPEC,
+    hygen.SPEC,
+    conserve.SPEC,
+    scorpio.SPEC,
+    slos_serve.SPEC,
+    blendserve.SPEC,
+)
 ROUTERS: tuple[PolicySpec, ...] = (polyserve.SPEC,)

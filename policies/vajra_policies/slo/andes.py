@@ -128,4 +128,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Who gains the most quality of experience for its memory first; who has tokens in store can pause.",
     source="Andes (Liu et al., arXiv:2404.16283)",
+    advice=(
+        "Use it with `preemptive` for chats that are read: who has tokens in store is paused unseen. Not for "
+        "answers that machines read."
+    ),
 )

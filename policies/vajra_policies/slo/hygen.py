@@ -84,4 +84,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Online requests first; offline ones fill what is left of a step's latency budget.",
     source="HyGen (NeurIPS'25, arXiv:2501.14808)",
+    advice=(
+        "Use it with the prioritizer `priority`: offline requests have priority 1 or more. Not where offline work "
+        "must end by some time: it gets what is left."
+    ),
 )

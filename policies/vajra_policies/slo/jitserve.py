@@ -151,4 +151,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="The most reward, in tokens served in time, for the remaining time first.",
     source="JITServe (NSDI'26, arXiv:2504.20068)",
+    advice=(
+        "Use it with `preemptive` and upper estimates of lengths, where tokens count only if they are in time. "
+        "Not where everybody can be served in time (`edf`)."
+    ),
 )

@@ -110,4 +110,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Tiers of promised times per token on replicas of their own; each request to the fullest that keeps its promises.",
     source="PolyServe (arXiv:2507.17769)",
+    advice=(
+        "Use it to see how few replicas a load needs, or with a scaler that takes away idle ones. Not with a "
+        "fixed number of replicas and nothing to save (`least_loaded`)."
+    ),
 )

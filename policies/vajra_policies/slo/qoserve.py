@@ -122,4 +122,8 @@ SPEC = PolicySpec(
     summary="Earliest deadline and shortest prompt mixed; who would be late anyway goes behind all others.",
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
     aliases=("niyama",),
+    advice=(
+        "Use it with `slack_chunk` for classes of different urgency that must survive an overload. Not where a "
+        "late answer is worth as much as a punctual one: the relegated wait for all others."
+    ),
 )

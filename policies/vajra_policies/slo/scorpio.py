@@ -149,4 +149,9 @@ SPEC = PolicySpec(
     build=_build,
     summary="Decodes run as often as their promises need; prompts are let in while these hold, and turned away when late.",
     source="SCORPIO (arXiv:2505.23022)",
+    advice=(
+        "Use it with `edf` and `use_request_deadlines: true` in overload with promises that differ much, and with "
+        "chunks that take no longer than the tightest promise. Not near full load: the exact spacing uses up all "
+        "slack of loose requests."
+    ),
 )

@@ -112,4 +112,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="Decodes first, then prompts by urgency, as many tokens as the tightest promise of a decode leaves time for.",
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
+    advice=(
+        "Use it with `qoserve` where requests promise a TBT: decodes that are ahead of it leave time to prompts. "
+        "Not without promises: every step then has the largest size."
+    ),
 )

@@ -40,7 +40,14 @@ def _part(place: str, offer: AnyOffer) -> CardPart:
     package = _package(offer.source.package, offer.source.version)
     statement = statement_of(spec.build)
     return CardPart(
-        spec.name, place.replace("_", " "), package, spec.summary, spec.source, statement, _parameters(spec.config)
+        spec.name,
+        place.replace("_", " "),
+        package,
+        spec.summary,
+        spec.source,
+        statement,
+        _parameters(spec.config),
+        spec.advice,
     )
 
 

@@ -78,6 +78,8 @@ class CardPart:
     statement: str
     """Documentation of its class; empty if there is none."""
     parameters: Table
+    advice: str = ""
+    """When to use it, and when not; empty if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,167 @@
+"""KVFlow: content of the agent whose turn is furthest away goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    CachedBlock,
+    KeyMotion,
+    PolicyConfig,
+    PolicyContext,
+    ProgramView,
+    RequestView,
+    RetentionSpec,
+)
+
+
+class KvflowConfig(PolicyConfig):
+    """Parameters of `kvflow`."""
+
+    next_stages: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="Step graph: stages that may follow each stage. Empty: learned from the order in which programs' calls came.",
+    )
+    hold_steps: int = Field(
+        16, ge=0, description="Steps beyond which nobody looks: all that is further away is equal (hold_step)."
+    )
+    max_learned_stages: int = Field(1024, ge=1, description="Stages whose successors are learned.")
+
+
+class Kvflow:
+    """Key = (-rank, last use); rank = min over the block's agents of min(hold + 1, STE), and hold + 2 without an agent.
+
+    An agent is a stage of a program that has not ended, and its steps to execution (STE) are the calls until its turn: 0 while a call of it
+    waits or runs, else one more than the least of the stages before it in the step graph. So the prefix of the agent that is next stays,
+    where `lru` gives up just that one, since it was used longest ago.
+
+    Left out: prefetching of prefixes whose turn is next, which no policy can ask of a memory tier, and joins that wait for all of several
+    calls (the paper takes the largest STE there; here any path counts). The default of hold_step is a round figure.
+
+    Source: Pan et al., "KVFlow: Efficient Prefix Caching for Accelerating LLM-Based Multi-Agent Workflows", NeurIPS'25 (arXiv:2507.07400);
+    code PanZaifeng/KVFlow.
+    """
+
+    key_motion = KeyMotion.ARBITRARY
+    """Turns pass with calls of all programs."""
+
+    def __init__(self, config: KvflowConfig) -> None:
+        self._hold = config.hold_steps
+        self._most_learned = config.max_learned_stages
+        self._learns = not config.next_stages
+        self._next: dict[str, dict[str, None]] = {
+            name: dict.fromkeys(following) for name, following in config.next_stages.items()
+        }
+        self._alive: dict[ProgramView, dict[RequestView, None]] = {}
+        """Calls that wait or run, of each program that has not ended."""
+        self._last: dict[ProgramView, str] = {}
+        """Stage of the call that came last."""
+        self._steps: dict[ProgramView, Mapping[str, int]] = {}
+        """Steps to execution of stages, of programs of which nothing has changed since."""
+        self._agents: dict[CachedBlock, dict[tuple[ProgramView, str], None]] = {}
+
+    def key(self, block: CachedBlock, now: float) -> tuple[float, float]:
+        """(minus the rank, the last use)."""
+        ranks = [
+            min(self._hold + 1, self.steps_to_execution(program).get(stage, self._hold + 1))
+            for program, stage in self._agents.get(block, ())
+            if program in self._alive
+        ]
+        return (-float(min(ranks, default=self._hold + 2)), block.last_used_at)
+
+    def steps_to_execution(self, program: ProgramView) -> Mapping[str, int]:
+        """Calls until the turn of each stage that may still come."""
+        known = self._steps.get(program)
+        if known is None:
+            known = self._steps[program] = self._walk(program)
+        return known
+
+    def _walk(self, program: ProgramView) -> dict[str, int]:
+        alive = dict.fromkeys(call.stage for call in self._alive[program])
+        steps = dict.fromkeys(alive, 0)
+        front: Iterable[str] = alive or (self._last[program],)
+        for distance in range(1, self._hold + 1):
+            reached = dict.fromkeys(name for stage in front for name in self._next.get(stage, ()) if name not in steps)
+            steps.update(dict.fromkeys(reached, distance))
+            front = reached
+        return steps
+
+    # Programs
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """It is the turn of their stages."""
+        for request in requests:
+            program, stage = request.program, request.stage
+            if program is None or not stage:
+                continue
+            before = self._last.get(program)
+            if self._learns and before is not None and (before in self._next or len(self._next) < self._most_learned):
+                following = self._next.setdefault(before, {})
+                if stage not in following and len(following) < self._most_learned:
+                    following[stage] = None
+                    self._steps.clear()
+            self._last[program] = stage
+            self._alive.setdefault(program, {})[request] = None
+            self._steps.pop(program, None)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Their turn is over."""
+        for request in requests:
+            program = request.program
+            if program is not None and program in self._alive:
+                self._alive[program].pop(request, None)
+                self._steps.pop(program, None)
+
+    def on_program_end(self, program: ProgramView, now: float) -> None:
+        """Nobody waits for its content."""
+        for known in (self._alive, self._last, self._steps):
+            known.pop(program, None)
+
+    # Content
+
+    def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
+        """It is of the agent whose request entered it."""
+        self.on_used(blocks, now)
+
+    def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
+        """Another agent has it too."""
+        for block in blocks:
+            program, stage = block.request.program, block.request.stage
+            if program is None or not stage:
+                continue
+            agents = self._agents.setdefault(block, {})
+            agents[program, stage] = None
+            if len(agents) > 2 * len(self._alive) + 8:
+                self._agents[block] = {one: None for one in agents if one[0] in self._alive}
+
+    def on_evicted(self, block: CachedBlock, now: float) -> None:
+        """Forget it."""
+        self._agents.pop(block, None)
+
+    def on_withdrawn(self, block: CachedBlock, now: float) -> None:
+        """Forget it."""
+        self._agents.pop(block, None)
+
+    def on_cleared(self, now: float) -> None:
+        """Forget all."""
+        self._agents.clear()
+
+
+def _build(config: KvflowConfig, context: PolicyContext) -> Kvflow:
+    return Kvflow(config)
+
+
+SPEC = RetentionSpec(
+    name="kvflow",
+    config=KvflowConfig,
+    build=_build,
+    summary="Content of the agent whose turn is most calls away in its workflow goes first.",
+    source="KVFlow (NeurIPS'25, arXiv:2507.07400)",
+    advice=(
+        "Use it for workflows whose agents take turns with prompts of their own, where the cache is too small for "
+        "all: `lru` gives up just the prefix that is needed next. Not for calls without a `stage`."
+    ),
+)

@@ -1,0 +1,138 @@
+"""Ascendra: replicas for throughput, and a few that take over who would be late there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+
+from vajra_policies.routing import those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    Move,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
+
+
+class AscendraConfig(PolicyConfig):
+    """Parameters of `ascendra`."""
+
+    high_priority_fraction: float = Field(
+        0.25,
+        gt=0,
+        lt=1,
+        description="Part of the replicas, at least one of several, that take over urgent requests (HP).",
+    )
+    margin_s: float = Field(
+        0.2, ge=0, description="Time before its last chance at which a request is handed over, seconds."
+    )
+    interval_s: float = Field(0.05, gt=0, description="Time between two looks at those that wait, seconds.")
+
+
+class Ascendra:
+    """Requests go to the least loaded low-priority replica (LP); one that still waits shortly before it would be late moves to an HP replica.
+
+    It is handed over when now + `margin_s` + T(prompt) > arrival + promised TTFT, with T the predicted time of the prompt alone; to the HP
+    replica with the fewest tokens to prefill, and only if that has fewer than its own. HP replicas are those with the highest ids. So LP
+    replicas may order and batch for throughput, and the HP ones keep room for what that makes late. Requests without a promised TTFT stay.
+    Where one replica is up, it takes all.
+
+    Left out: the LP replicas' value function, elapsed time over urgency; any prioritizer stands for it. Fraction, margin and interval
+    are round figures.
+
+    Source: "Ascendra: Dynamic Request Prioritization for Efficient LLM Serving" (arXiv:2504.20828).
+    """
+
+    def __init__(self, config: AscendraConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._prefill_time = context.prefill_time
+        self._wake = context.wake
+        self._is_set = False
+        self._waiting: dict[RequestView, ReplicaId] = {}
+        """LP replicas of requests with a promised first token that wait there for the first time."""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The least loaded LP replica."""
+        low, _ = self._split(replicas)
+        if not low:
+            return None
+        best = min(low, key=lambda one: (one.num_running + one.num_waiting, one.replica_id)).replica_id
+        if request.ttft_slo_s is not None and not request.num_output_tokens:
+            self._waiting[request] = best
+            self._set_alarm(now)
+        return best
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+    def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
+        """Those that would be late where they wait, to HP replicas."""
+        _, high = self._split(replicas)
+        pending = {one.replica_id: one.num_pending_tokens for one in replicas}
+        targets = [one.replica_id for one in high]
+        moves = []
+        for request, source in list(self._waiting.items()) if targets else ():
+            if not self._is_urgent(request, now):
+                continue
+            target = min(targets, key=lambda one: (pending[one], one))
+            if source in pending and pending[target] < pending[source]:
+                pending[target] += request.num_remaining_tokens
+                pending[source] -= request.num_remaining_tokens
+                del self._waiting[request]
+                moves.append(Move(request, target, "would be late"))
+        return moves
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Look again after the interval, while somebody waits."""
+        self._is_set = False
+        if self._waiting:
+            self._set_alarm(now)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """It waits no more."""
+        self._waiting.pop(request, None)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._waiting.pop(request, None)
+
+    def _is_urgent(self, request: RequestView, now: float) -> bool:
+        needed_s = self._config.margin_s + self._prefill_time.total_s(request.num_prompt_tokens)
+        return now + needed_s > request.arrived_at + (request.ttft_slo_s or 0.0)
+
+    def _split(self, replicas: Sequence[ReplicaLoadView]) -> tuple[list[ReplicaLoadView], list[ReplicaLoadView]]:
+        """(LP, HP) replicas that are up."""
+        up = sorted(those_up(replicas), key=lambda one: one.replica_id)
+        num_high = min(max(round(self._config.high_priority_fraction * len(up)), 1), len(up) - 1) if up else 0
+        return up[: len(up) - num_high], up[len(up) - num_high :]
+
+    def _set_alarm(self, now: float) -> None:
+        if not self._is_set:
+            self._is_set = True
+            self._wake.at(now + self._config.interval_s)
+
+
+def _build(config: AscendraConfig, context: PolicyContext) -> Ascendra:
+    return Ascendra(config, context)
+
+
+SPEC = PolicySpec(
+    name="ascendra",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=AscendraConfig,
+    build=_build,
+    summary="The least loaded of most replicas; who would be late there moves to one of the few that are kept for that.",
+    source="Ascendra (arXiv:2504.20828)",
+    advice=(
+        "Use it where bursts or long prompts make first tokens late on some replicas at a time. Not near full "
+        "load: the replicas that are kept are missed by the others."
+    ),
+)

@@ -1,0 +1,221 @@
+"""DynaServe: a request is cut at one token into two parts on two replicas, so that both have the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.size.lengths import LengthConfig, Lengths
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    SchedulerTraits,
+    SharedState,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a request is cut, and who computes its parts."""
+
+    first: ReplicaId
+    second: ReplicaId
+    """The same as `first` where it is not cut."""
+    at_token: int
+    """Token s: those before it are of the first part."""
+
+
+class Cuts:
+    """Cuts of the requests that wait or run; shared by both layers."""
+
+    def __init__(self) -> None:
+        self.of: dict[RequestView, Cut] = {}
+
+
+def _cuts(shared: SharedState) -> Cuts:
+    return shared.get(Cuts)
+
+
+class DynaserveConfig(LengthConfig):
+    """Parameters of `dynaserve`, which places both parts."""
+
+    output_weight: float = Field(
+        8.0, gt=0, description="Prompt tokens that an output token counts for; it takes as much of a step's time or so."
+    )
+    min_part_tokens: int = Field(
+        256,
+        ge=1,
+        description="Work of the smallest part; a request that would have a smaller one stays whole.",
+        json_schema_extra={"unit": "tokens"},
+    )
+
+
+class Dynaserve:
+    """A request of p prompt and about d output tokens goes to the two least loaded replicas, cut at token s.
+
+    Work is in prompt tokens: p + w * d. The less loaded replica a gets the first part, and s is chosen so that both have the same load
+    afterwards: work before s = (W + load_b - load_a) / 2. s = p splits prompt and decodes, s = p + d is the whole at a; where a part
+    would be smaller than `min_part_tokens`, all of it goes to a. Load is the work left of what was placed.
+
+    Needs the replica scheduler `micro_requests`, which lets a request leave at s. Left out: a search over predicted step times, since the
+    point that balances linear work has a closed form, and transfers that overlap with computing, which are the mechanism's
+    (`hand_off`). Weight and least part are round figures.
+
+    Source: Ruan et al., "DynaServe: Unified and Elastic Execution for Dynamic Disaggregated LLM Serving" (arXiv:2504.09285).
+    """
+
+    def __init__(self, config: DynaserveConfig, context: PolicyContext) -> None:
+        self._weight = config.output_weight
+        self._least = config.min_part_tokens
+        self._lengths = Lengths(config, context.output_lengths)
+        self._cuts = _cuts(context.shared).of
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The replica of the first part."""
+        self._cuts.pop(request, None)
+        loads = self.loads(replicas)
+        up = sorted((one.replica_id for one in those_up(replicas)), key=lambda one: (loads[one], one))
+        if not up:
+            return None
+        first = second = up[0]
+        at_token = request.num_prompt_tokens + request.max_tokens
+        if len(up) > 1:
+            total = self._work(request, self._end(request)) - self._work(request, request.num_computed_tokens)
+            before = (total + loads[up[1]] - loads[first]) / 2.0
+            if self._least <= before <= total - self._least:
+                second = up[1]
+                at_token = self._token(request, self._work(request, request.num_computed_tokens) + before)
+        self._cuts[request] = Cut(first, second, at_token)
+        return first
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+    def place_after_prompt(
+        self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
+    ) -> ReplicaId | None:
+        """The replica of the second part, once the first one is done; None before and after."""
+        cut = self._cuts.get(request)
+        if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
+            return None
+        is_up = any(one.replica_id == cut.second and one.is_up for one in replicas)
+        self._cuts[request] = Cut(cut.second, cut.second, cut.at_token) if is_up else Cut(cut.first, cut.first, 0)
+        return cut.second if is_up else None
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._cuts.pop(request, None)
+
+    def loads(self, replicas: Sequence[ReplicaLoadView]) -> dict[ReplicaId, float]:
+        """Work left at each replica, prompt tokens."""
+        loads = {one.replica_id: 0.0 for one in replicas}
+        for request, cut in self._cuts.items():
+            done, end = self._work(request, request.num_computed_tokens), self._work(request, self._end(request))
+            middle = min(max(self._work(request, cut.at_token), done), end) if cut.first != cut.second else end
+            for replica_id, work in ((cut.first, middle - done), (cut.second, end - middle)):
+                if replica_id in loads:
+                    loads[replica_id] += work
+        return loads
+
+    def _end(self, request: RequestView) -> int:
+        return request.num_known_tokens + max(round(self._lengths.remaining(request)), 1)
+
+    def _work(self, request: RequestView, num_tokens: int) -> float:
+        """Work of so many leading tokens."""
+        prompt = request.num_prompt_tokens
+        return min(num_tokens, prompt) + self._weight * max(num_tokens - prompt, 0)
+
+    def _token(self, request: RequestView, work: float) -> int:
+        """The token before which there is so much work."""
+        prompt = request.num_prompt_tokens
+        return round(work) if work <= prompt else prompt + round((work - prompt) / self._weight)
+
+
+class MicroRequestConfig(FixedChunkConfig):
+    """Parameters of `micro_requests`."""
+
+
+class MicroRequests(FixedChunk):
+    """`fixed_chunk`, with chunks that end at the token s at which `dynaserve` has cut the request, which then leaves with its KV.
+
+    Without that router nothing is cut, and this is `fixed_chunk`. Left out: chunks sized by a promised time between tokens, which
+    `dynamic_chunk` and `slack_chunk` have.
+
+    Source: DynaServe (arXiv:2504.09285).
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+    """Requests leave in the middle of their decodes, so that steps need not repeat."""
+
+    def __init__(self, config: MicroRequestConfig, context: PolicyContext) -> None:
+        super().__init__(config, preemption_mode(config, context))
+        self._cuts = _cuts(context.shared).of
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Those whose first part is done leave; the others get chunks."""
+        if self._cuts:
+            for request in replica.running():
+                cut = self._here(request, replica)
+                if cut is not None and request.num_computed_tokens >= cut.at_token:
+                    batch.hand_off(request)
+        super().schedule(replica, batch, now)
+
+    def _here(self, request: RequestView, replica: LocalReplicaView) -> Cut | None:
+        """The cut of a request whose first part is computed here."""
+        cut = self._cuts.get(request)
+        return cut if cut is not None and cut.first == replica.replica_id != cut.second else None
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        num_tokens = super()._next_chunk(request, batch, replica)
+        cut = self._here(request, replica)
+        if num_tokens is None or cut is None:
+            return num_tokens
+        num_done = request.num_computed_tokens if request.is_resident else batch.cached_tokens(request)
+        left = cut.at_token - num_done
+        return min(num_tokens, left) if left > 0 else num_tokens
+
+
+def _build(config: DynaserveConfig, context: PolicyContext) -> Dynaserve:
+    return Dynaserve(config, context)
+
+
+def _build_scheduler(config: MicroRequestConfig, context: PolicyContext) -> MicroRequests:
+    return MicroRequests(config, context)
+
+
+SPEC = PolicySpec(
+    name="dynaserve",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=DynaserveConfig,
+    build=_build,
+    summary="Requests cut at one token into two parts, on the two least loaded replicas, so that both have the same work.",
+    source="DynaServe (arXiv:2504.09285)",
+    advice=(
+        "Use it with the replica scheduler `micro_requests` and fast links, where replicas are few, requests "
+        "large and shapes change, so that no ratio of pools is right for long. Not where many requests run on "
+        "each replica: the shortest queue is even then, and a second part waits for its first one."
+    ),
+)
+REPLICA_SPEC = PolicySpec(
+    name="micro_requests",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=MicroRequestConfig,
+    build=_build_scheduler,
+    summary="Fixed chunks, and requests leave with their KV at the token where they were cut.",
+    source="DynaServe (arXiv:2504.09285)",
+    advice=("Use it with `dynaserve`. Not with other routers, where it is `fixed_chunk`."),
+)

@@ -1,0 +1,69 @@
+"""Kairos: prompts in the order in which they have to start."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    PrefillTime,
+    RequestView,
+)
+
+
+class KairosConfig(PolicyConfig):
+    """Parameters of `kairos`."""
+
+    default_ttft_s: float = Field(
+        10.0, gt=0, description="Time to the first token of requests without a promised one, seconds."
+    )
+
+
+class Kairos:
+    """Key = arrival + promised TTFT - T(rest of the prompt): the latest time at which it may start, least first.
+
+    The urgency of a prompt is its deadline less its predicted completion if it ran now; `now` is the same for all, so the order does
+    not change with time. A long prompt goes before a short one with the same deadline, where earliest deadline first sees no difference.
+
+    Left out: decodes that are packed into the time per token that others have to spare; `slack_chunk` and `scorpio` do so by rules of
+    their own. From the abstract; the default is a round figure.
+
+    Source: "Kairos" (arXiv:2605.02329).
+    """
+
+    key_motion = KeyMotion.PROGRESS
+
+    def __init__(self, config: KairosConfig, prefill_time: PrefillTime) -> None:
+        self._default_s = config.default_ttft_s
+        self._prefill_time = prefill_time
+
+    def key(self, request: RequestView, now: float) -> float:
+        """Latest start, seconds on the run's clock."""
+        promised_s = self._default_s if request.ttft_slo_s is None else request.ttft_slo_s
+        prompt = request.num_prompt_tokens
+        done = prompt - request.num_remaining_prompt_tokens
+        rest_s = self._prefill_time.remaining_s(prompt, done) if done < prompt else 0.0
+        return request.arrived_at + promised_s - rest_s
+
+
+def _build(config: KairosConfig, context: PolicyContext) -> Kairos:
+    return Kairos(config, context.prefill_time)
+
+
+SPEC = PolicySpec(
+    name="kairos",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=KairosConfig,
+    build=_build,
+    summary="The prompt that has to start soonest for its promised first token.",
+    source="Kairos (arXiv:2605.02329)",
+    advice=(
+        "Use it for prompts of very different lengths with promised first tokens: of two with one deadline the "
+        "longer goes first. Not in overload, where it starts long prompts that will be late anyway (`qoserve`, "
+        "`slos_serve`)."
+    ),
+)

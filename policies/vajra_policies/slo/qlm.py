@@ -1,0 +1,196 @@
+"""QLM: groups of requests with a common promise, by deadline once a group is predicted to be late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    FallenGroups,
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaId,
+    RequestView,
+)
+
+
+class QlmConfig(PolicyConfig):
+    """Parameters of `qlm`."""
+
+    granularity_s: float = Field(1.0, gt=0, description="Promises are rounded down to multiples of this, seconds.")
+    group_requests: int = Field(32, ge=1, description="Requests of a group.", json_schema_extra={"unit": "requests"})
+    default_slo_s: float = Field(600.0, gt=0, description="Promise of requests without one, seconds.")
+    throughput: float = Field(
+        1000.0, gt=0, description="Output tokens a second that are expected before any request has ended."
+    )
+    output_tokens: float = Field(
+        256.0, gt=0, description="Mean output before any request has ended.", json_schema_extra={"unit": "tokens"}
+    )
+    window: int = Field(
+        200, ge=2, description="Ended requests that both are averaged over.", json_schema_extra={"unit": "requests"}
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Requests with one promise that came one after the other."""
+
+    number: int
+    slo_s: float
+    arrived_at: float
+    num_members: int = 0
+    waiting: dict[RequestView, None] = field(default_factory=dict)
+
+
+class Qlm:
+    """Key = (deadline or number of the request's group; arrival): groups by arrival, and by deadline once one is predicted to be late.
+
+    - A group has up to `group_requests` requests whose promised times to the first token (or, without, to the end) are equal, rounded
+      down. Its deadline is that of its first request.
+    - Waiting time of a group = requests ahead * mean output / throughput in output tokens a second, both over the last requests.
+    - When a request arrives, the estimate is accumulated over the groups in order of arrival: if it exceeds the time that is left to any, the order
+      is earliest deadline first until the queue is empty.
+
+    Left out: the mixed integer program for several workers and models, models that are swapped, and groups formed by clustering.
+    Size and granularity of groups are round figures.
+
+    Source: Patke et al., "Queue Management for SLO-Oriented Large Language Model Serving", SoCC'24 (arXiv:2407.00047); its code.
+    """
+
+    key_motion = KeyMotion.STATIC
+
+    def __init__(self, config: QlmConfig) -> None:
+        self._config = config
+        self._groups: dict[int, Group] = {}
+        """Groups of which something waits, by number."""
+        self._open: dict[float, Group] = {}
+        self._of: dict[RequestView, Group] = {}
+        self._num_groups = 0
+        self._by_deadline = False
+        self._ended: deque[tuple[float, int]] = deque(maxlen=config.window)
+        self.fallen_groups = FallenGroups()
+
+    def key(self, request: RequestView, now: float) -> float:
+        """Arrival, seconds."""
+        return request.arrived_at
+
+    def group(self, request: RequestView) -> str:
+        """Number of the request's group."""
+        return str(self._join(request).number)
+
+    def group_key(self, group: str) -> float:
+        """Deadline, or number while nobody is predicted to be late."""
+        own = self._groups.get(int(group))
+        if own is None:
+            return 0.0
+        return own.arrived_at + own.slo_s if self._by_deadline else float(own.number)
+
+    def wait_s(self, num_ahead: int) -> float:
+        """Predicted wait behind so many requests, seconds."""
+        ended, config = self._ended, self._config
+        if len(ended) < 2 or ended[-1][0] <= ended[0][0]:
+            return num_ahead * config.output_tokens / config.throughput
+        tokens = sum(num for _, num in ended)
+        throughput = (tokens - ended[0][1]) / (ended[-1][0] - ended[0][0])
+        return num_ahead * tokens / len(ended) / throughput if throughput > 0 else 0.0
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Form groups, and look whether one would be late."""
+        for request in requests:
+            self._wait(request)
+        if not self._by_deadline and self._is_late(now):
+            self._order(by_deadline=True)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """It waits no more."""
+        self._leave(request)
+
+    def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """It waits again."""
+        self._wait(request)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Learn lengths and throughput."""
+        for request in requests:
+            if request.num_output_tokens:
+                self._ended.append((now, request.num_output_tokens))
+            self._leave(request)
+            group = self._of.pop(request, None)
+            if group is not None:
+                group.num_members -= 1
+
+    def _join(self, request: RequestView) -> Group:
+        group = self._of.get(request)
+        if group is not None:
+            return group
+        config = self._config
+        promised_s = request.ttft_slo_s
+        if promised_s is None:
+            promised_s = (
+                config.default_slo_s if request.deadline_at is None else request.deadline_at - request.arrived_at
+            )
+        slo_s = promised_s // config.granularity_s * config.granularity_s
+        group = self._open.get(slo_s)
+        if group is None or group.num_members >= config.group_requests or not group.waiting:
+            group = self._open[slo_s] = Group(self._num_groups, slo_s, request.arrived_at)
+            self._num_groups += 1
+        self._of[request] = group
+        group.num_members += 1
+        return group
+
+    def _wait(self, request: RequestView) -> None:
+        if request.is_resident:
+            return
+        group = self._join(request)
+        group.waiting[request] = None
+        self._groups[group.number] = group
+        self.fallen_groups.add(str(group.number))
+
+    def _leave(self, request: RequestView) -> None:
+        group = self._of.get(request)
+        if group is None:
+            return
+        group.waiting.pop(request, None)
+        if not group.waiting:
+            self._groups.pop(group.number, None)
+            if self._open.get(group.slo_s) is group:
+                del self._open[group.slo_s]
+        if not self._groups and self._by_deadline:
+            self._order(by_deadline=False)
+
+    def _is_late(self, now: float) -> bool:
+        num_ahead = 0
+        for _, group in sorted(self._groups.items()):
+            if self.wait_s(num_ahead) > group.arrived_at + group.slo_s - now:
+                return True
+            num_ahead += len(group.waiting)
+        return False
+
+    def _order(self, *, by_deadline: bool) -> None:
+        self._by_deadline = by_deadline
+        for number in self._groups:
+            self.fallen_groups.add(str(number))
+
+
+def _build(config: QlmConfig, context: PolicyContext) -> Qlm:
+    return Qlm(config)
+
+
+SPEC = PolicySpec(
+    name="qlm",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=QlmConfig,
+    build=_build,
+    summary="Groups of requests with one promise, by arrival, and by deadline once a group is predicted to be late.",
+    source="QLM (SoCC'24, arXiv:2407.00047)",
+    advice=(
+        "Use it for interactive and batch requests in one queue, where order of arrival does while all are in "
+        "time. Not where promises differ from request to request (`edf`): groups round them."
+    ),
+)

@@ -1,0 +1,201 @@
+"""SLOs-Serve: a plan of prompt tokens that keeps every promise it gives, for as many requests as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pydantic import Field
+
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    BatchFeatures,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    RequestView,
+    SchedulerTraits,
+    fill,
+)
+from vajra_py.contract.fill import add_all_decodes
+
+
+class SlosServeConfig(FixedChunkConfig):
+    """Parameters of `slos_serve`."""
+
+    step_s: float = Field(
+        0.05,
+        gt=0,
+        description="Predicted time of a step, seconds: the tightest time per output token that is promised.",
+    )
+
+
+class Prompt(NamedTuple):
+    """A prompt that a plan may contain."""
+
+    num_tokens: int
+    num_steps: int
+    """Whole steps until its first token is due."""
+    is_admitted: bool = False
+    """True if an earlier plan contains it, so that every plan must."""
+
+
+def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
+    """Which prompts to admit, most of them, by rising deadline: the a-th to be admitted needs, with all before it,
+    tokens <= steps until its deadline * (step_tokens - num_running - (a - 1)), since each that is done decodes.
+
+    Dynamic programming over (prompts, admitted ones) for the fewest tokens: O(n^2).
+    """
+    least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())]
+    num_before = 0
+    for index, prompt in enumerate(prompts):
+        following: list[tuple[int, tuple[int, ...]] | None] = [None] * (len(least) + 1)
+        for num, state in enumerate(least):
+            if state is None:
+                continue
+            if not prompt.is_admitted and (following[num] is None or state < following[num]):  # type: ignore[operator]
+                following[num] = state
+            total = state[0] + prompt.num_tokens
+            is_in_time = total <= prompt.num_steps * (step_tokens - num_running - num)
+            if is_in_time or (prompt.is_admitted and num == num_before):  # late anyway, not because of new ones
+                taken = (total, (*state[1], index))
+                known = following[num + 1]
+                following[num + 1] = taken if known is None or taken < known else known
+        least = following
+        num_before += prompt.is_admitted
+    chosen = next(state[1] for state in reversed(least) if state is not None)
+    return [index in chosen for index in range(len(prompts))]
+
+
+class SlosServe(FixedChunk):
+    """When requests have come, the most of them are admitted whose promised first tokens can all be kept; the others are best effort.
+
+    - A step takes at most `step_s`, for the promised times per token, and so has B tokens by the latency model; n requests that run have
+      one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for prompts, and one less for each that
+      is admitted before it. `most_in_time` finds the largest set under this supply, earlier admissions included.
+    - Admitted prompts are computed in the order of their deadlines. Best-effort requests (declined ones, and those without a
+      promise) begin or go on with their prompts while no admitted prompt is left, so that they take nothing from a plan.
+
+    Left out: values of requests other than 1, several tiers of time per token with batch sizes of their own, speculative decoding, and
+    a router that offers a declined request to the next replica. Memory is not planned. The plan follows a reimplementation's description;
+    `step_s` is a round figure.
+
+    Source: Chen et al., "SLOs-Serve: Optimized Serving of Multi-SLO LLMs" (arXiv:2504.08784).
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+
+    def __init__(self, config: SlosServeConfig, context: PolicyContext) -> None:
+        super().__init__(config, preemption_mode(config, context))
+        self._step_s = config.step_s
+        self._latency = context.latency
+        self._admitted: dict[RequestView, bool] = {}
+        """Verdicts on requests that wait or run; True: their first token is kept."""
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes, admitted prompts by deadline, then best-effort ones."""
+        if replica.num_waiting:
+            self._decide(replica, now)
+        pending = [one for one in self._prompts(replica) if self._admitted.get(one)]
+        if not pending:
+            fill(replica, batch, self._next_chunk, self._mode)
+            return
+        add_all_decodes(replica, batch, self._mode)
+        for request in sorted(pending, key=lambda one: (_due_at(one), one.index)):
+            if batch.slots_left <= 0 or request in batch:
+                continue
+            num_tokens = self._within(request, min(batch.max_chunk(request), self._room(batch)), batch)
+            if num_tokens < 1:
+                break
+            batch.add(request, num_tokens)
+        if not batch.num_requests:
+            fill(replica, batch, self._next_chunk, self._mode)
+
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """As many tokens of a prompt that has the replica to itself as take `step_s`; at least 1."""
+
+        def fits(num_tokens: int) -> bool:
+            features = BatchFeatures().with_chunk(num_tokens, num_done_tokens)
+            return self._latency.stage_time_s(features) <= self._step_s
+
+        return max(_most(min(num_remaining_tokens, self._chunk_size), fits), 1)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._admitted.pop(request, None)
+
+    def _prompts(self, replica: LocalReplicaView) -> list[RequestView]:
+        waiting = replica.waiting() if replica.num_waiting else iter(())
+        return [*replica.partial_prefills(), *waiting]
+
+    def _decide(self, replica: LocalReplicaView, now: float) -> None:
+        """Give every new request its verdict."""
+        prompts = self._prompts(replica)
+        new = [one for one in prompts if one not in self._admitted]
+        self._admitted.update(dict.fromkeys(new, False))
+        asked = [one for one in new if one.ttft_slo_s is not None and not one.num_output_tokens]
+        if not asked:
+            return
+        known = [one for one in prompts if self._admitted[one] and not one.num_output_tokens]
+        ordered = sorted((*known, *asked), key=lambda one: (_due_at(one), one.index))
+        step_tokens = self._step_tokens(replica)
+        plan = [
+            Prompt(one.num_remaining_prompt_tokens, int((_due_at(one) - now) / self._step_s), self._admitted[one])
+            for one in ordered
+        ]
+        running = replica.num_running - sum(one.is_resident for one in known)
+        for request, is_in in zip(ordered, most_in_time(plan, step_tokens, running), strict=True):
+            self._admitted[request] = is_in
+
+    def _step_tokens(self, replica: LocalReplicaView) -> int:
+        """B: the most tokens of a step that takes `step_s`, those of its decodes included."""
+        running = replica.running()
+        decodes = BatchFeatures().with_decodes(len(running), sum(one.num_known_tokens for one in running))
+        most = _most(
+            self._chunk_size, lambda num: self._latency.stage_time_s(decodes.with_chunk(num, 0)) <= self._step_s
+        )
+        return min(most + len(running), self._chunk_size)
+
+    def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
+        """At most so many tokens, as the step's time allows; 1 for a step that would be empty."""
+        most = _most(num_tokens, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
+        return most if most or batch.num_requests else min(num_tokens, 1)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        num_tokens = super()._next_chunk(request, batch, replica)
+        return num_tokens if num_tokens is None else self._within(request, num_tokens, batch) or None
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to the limit that fits, 0 if none does; a smaller one fits where a larger one does."""
+    low, high = 0, max(limit, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _due_at(request: RequestView) -> float:
+    return request.arrived_at + (request.ttft_slo_s or 0.0)
+
+
+def _build(config: SlosServeConfig, context: PolicyContext) -> SlosServe:
+    return SlosServe(config, context)
+
+
+SPEC = PolicySpec(
+    name="slos_serve",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=SlosServeConfig,
+    build=_build,
+    summary="Admits the most requests whose promised first tokens can all be kept; the others are best effort.",
+    source="SLOs-Serve (arXiv:2504.08784)",
+    advice=(
+        "Use it where bursts exceed what can be served in time: whoever is admitted is in time. Not where many "
+        "requests promise nothing: they wait for all that do."
+    ),
+)
