@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sim.split_pools import POLICIES, prepared, settings, simulate
+from tests.sim.split_pools import POLICIES, Finished, nothing_is_left, prepared, settings, simulate
 from vajra_py.contract import (
     Layer,
     PolicyConfig,
@@ -19,12 +19,14 @@ from vajra_py.contract import (
     ReplicaLoadView,
     RequestView,
 )
-from vajra_py.contract.observer import EndReason
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.records.input_log import Failure
 from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
 from vajra_py.workload import PromptContent, RequestSpec
 
 
@@ -205,6 +207,65 @@ def test_results_do_not_depend_on_whether_repeated_steps_are_worked_out_at_once(
     assert all(way.reason in (EndReason.LENGTH, EndReason.STOP) for way in fast.ways.values())
 
 
+class StepRows(Observer):
+    """What each step of the decode replica came to."""
+
+    def __init__(self, *, wants_steps: bool) -> None:
+        self.wants_steps = wants_steps
+        self.of_target: list[tuple[int, float, int, int]] = []
+
+    def on_step_end(self, step: Any) -> None:
+        if step.replica_id == 1:
+            self.of_target.append((step.step_index, step.ended_at, step.free_blocks, step.num_running))
+
+
+def target_steps(
+    num_blocks: int, requests: Sequence[RequestSpec], *, wants_steps: bool
+) -> tuple[list[tuple[int, float, int, int]], list[float], Finished]:
+    """Steps of the decode replica, when it formed them one by one, and the run, over slow links."""
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": num_blocks}}}}
+    mapping = settings(pools=pools, links={"bandwidth_gb_s": 0.025})
+    run, simulator, ways = prepared(mapping)
+    rows = StepRows(wants_steps=wants_steps)
+    run.controller.watch((rows, ways))
+    formed: list[float] = []
+
+    def form(replica: Replica, now: int) -> StepPlan | None:
+        if replica.replica_id == 1:
+            formed.append(to_seconds(now))
+        return replica.next_plan(now)
+
+    simulator._driver.form_through(form)
+    simulator.run(requests)
+    nothing_is_left(run)
+    return rows.of_target, formed, Finished(simulator, ways.of, ways.order)
+
+
+def test_blocks_are_set_aside_while_a_run_of_repeated_steps_goes_on() -> None:
+    requests = [RequestSpec("a", 0.0, 100, 400), RequestSpec("b", 5.0, 100, 5)]
+    steps, formed, done = target_steps(100, requests, wants_steps=False)
+    stepped, each_formed, _ = target_steps(100, requests, wants_steps=True)
+    assert steps == stepped
+    sent = done.ways["b"].sent
+    assert sent is not None
+    before, after = (next(row[2] for row in steps if row[1] > sent + late) for late in (0.0, DECODE_S))
+    assert before - after in (7, 8)  # blocks of 16 for b's prompt, and perhaps one for a
+    soon = [at for at in formed if sent <= at < sent + 20 * DECODE_S]
+    assert not soon
+    assert len([at for at in each_formed if sent <= at < sent + 20 * DECODE_S]) == 20
+
+
+@pytest.mark.parametrize("num_blocks", [20, 21, 22])
+def test_a_run_ends_before_a_step_that_lacks_blocks_which_were_set_aside(num_blocks: int) -> None:
+    requests = [RequestSpec("a", 0.0, 100, 200), RequestSpec("b", 4.4, 100, 150)]
+    steps, formed, done = target_steps(num_blocks, requests, wants_steps=False)
+    stepped, each_formed, slow = target_steps(num_blocks, requests, wants_steps=True)
+    assert steps == stepped
+    assert (done.ways, done.order) == (slow.ways, slow.order)
+    assert min(row[2] for row in steps) == 0
+    assert len(formed) < len(each_formed) / 2
+
+
 def test_both_instances_of_a_plain_scheduler_are_woken_and_draw_their_own_numbers() -> None:
     woken: list[tuple[int, float]] = []
     drawn: list[float] = []
@@ -285,7 +346,7 @@ def test_with_one_reservation_at_a_time_nobody_comes_while_the_batch_is_full() -
 
 def test_an_idle_target_goes_on_when_what_it_waited_for_is_aborted() -> None:
     pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 9}}}}
-    mapping = settings(pools=pools, hand_off=ONE_AT_A_TIME, links={"bandwidth_gb_s": 0.1})
+    mapping = settings(pools=pools, hand_off=ONE_AT_A_TIME, links={"bandwidth_gb_s": 0.025})
     run, simulator, ways = prepared(mapping)
     simulator.abort_at(0.2, "a")
     simulator.run([RequestSpec("a", 0.0, 100, 10), RequestSpec("b", 0.0, 100, 10)])

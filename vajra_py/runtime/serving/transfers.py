@@ -74,7 +74,7 @@ class Transfers(Generic[R]):
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent. `is_computed`: if False,
         which takes links that are modelled, `release` says what is there to be sent, and `close` that all of it is.
         """
-        source, target = (end.replica.replica_id for end in ends)
+        source, target = ends[0].replica.replica_id, ends[1].replica.replica_id
         request, now = key.request, self._driver.now
         for observer in self._replicaset.observers:
             observer.on_transfer(request, source, target, num_moved, to_seconds(now))
