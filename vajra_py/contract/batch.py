@@ -107,7 +107,8 @@ class BatchBuilder(Protocol):
         """Take the request's device memory away and put it back among the waiting.
 
         If it was in this step's batch it leaves the batch and its tokens return to the budget. Only `HOST_BLOCKS` and
-        `IN_FLIGHT` can be refused.
+        `IN_FLIGHT` can be refused; the latter also for a request that this step has just taken back from the host over a
+        link beside steps.
         """
 
     def idle_until(self, time_s: float) -> None:

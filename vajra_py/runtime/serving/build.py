@@ -38,7 +38,6 @@ from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.kv.tiers import KvTiers
 from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
-from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.programs import Programs
@@ -374,10 +373,9 @@ def build_replicaset(
     replicaset.policies = policies
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
     replicaset.listeners = policies.listeners()
-    replicaset.tiers, plans = _with_tiers(plans, TiersOfReplicaset(context, seeds, services.registry))
+    plans = _with_memory_below(replicaset, plans, TiersOfReplicaset(context, seeds, services.registry))
     for replica_id, plan in enumerate(plans):
         replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services), services.make_load)
-    replicaset.swaps = swap_rules([(plan.settings, plan.limits) for plan in plans])
     _let_requests_move(replicaset, settings, plans, scaling)
     replicaset.kv_event_lag_s = settings.kv_event_lag_s
     replicaset.bind_content()
@@ -386,14 +384,15 @@ def build_replicaset(
     return replicaset
 
 
-def _with_tiers(
-    plans: Sequence[ReplicaPlan], makes: TiersOfReplicaset
-) -> tuple[TierMovesRules | None, Sequence[ReplicaPlan]]:
-    """Return the rules of the replicas' memory tiers (None: they have none), and the plans with tiers. Raises `ConfigError`."""
-    rules = tier_rules([(plan.settings, plan.limits) for plan in plans])
-    if rules is None:
-        return None, plans
-    return rules, [replace(one, tiers=makes.of(index, one.settings, one.limits)) for index, one in enumerate(plans)]
+def _with_memory_below(
+    replicaset: Replicaset, plans: Sequence[ReplicaPlan], makes: TiersOfReplicaset
+) -> Sequence[ReplicaPlan]:
+    """Set the rules of the memory below the replicas' devices, and return the plans with their tiers. Raises `ConfigError`."""
+    sizes = [(plan.settings, plan.limits) for plan in plans]
+    replicaset.tiers, replicaset.swaps = tier_rules(sizes), swap_rules(sizes)
+    if replicaset.tiers is None:
+        return plans
+    return [replace(one, tiers=makes.of(index, one.settings, one.limits)) for index, one in enumerate(plans)]
 
 
 def _is_split(plans: Sequence[ReplicaPlan]) -> bool:
