@@ -17,8 +17,10 @@ import httpx
 import pytest
 
 from tests.route.route_harness import Router, replayed, system
-from tests.vllm.test_vllm_serve import DEADLINE_S, command, environment
+from tests.vllm.test_vllm_serve import command, environment
 
+DEADLINE_S = 480.0
+"""Two servers start at once, on whatever cores there are."""
 POOLS = {"prefill": {"num_replicas": 1, "role": "prefill"}, "decode": {"num_replicas": 1, "role": "decode"}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool, 
             problems.extend(error.problems)
             continue
         found = list(dict.fromkeys(problems_of_parts(points, load_registry(), str(file))))
+        found += _problems_of_route(config, str(file))
         problems.extend(found)
         if effective:
             click.echo(dump_effective(config), nl=False)
@@ -58,6 +60,20 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool, 
                 click.echo(f"{file}: valid (a system; with a workload it is an experiment)")
     if problems:
         raise ConfigError(problems)
+
+
+def _problems_of_route(config: SystemConfig, where: str) -> Iterator[Problem]:
+    """Put a router's replicas and policies together; yield what is wrong. Nothing of other backends."""
+    if config.backend.kind != "route":
+        return
+    from vajra_py.errors import ConfigError
+    from vajra_py.plugins import load_registry
+    from vajra_py.route.build import build_router
+
+    try:
+        build_router(config, load_registry())
+    except ConfigError as error:
+        yield from (replace(problem, where=f"{where} {problem.where}") for problem in error.problems)
 
 
 def _print_llm_d(files: tuple[Path, ...]) -> None:
