@@ -67,7 +67,8 @@ class RouteCore(Backend[BackendReplica]):
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
         """Told of each request that is to go to a server, with replicaset and replica."""
-        self.on_submitted_: Callable[[Request, Any], None] | None = None
+        self.on_taken_in: Callable[[Request, Any], None] | None = None
+        """Told of each request that arrived, with the caller's own object; it may have ended already."""
         self.on_ended: Callable[[Request, EndReason], None] | None = None
         """Told of each request that has ended, whatever the reason."""
         self._note = note
@@ -241,8 +242,8 @@ class RouteCore(Backend[BackendReplica]):
 
     def on_submitted(self, request: Request, payload: Any) -> None:
         """See `Backend`."""
-        if self.on_submitted_ is not None:
-            self.on_submitted_(request, payload)
+        if self.on_taken_in is not None:
+            self.on_taken_in(request, payload)
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`."""

@@ -105,7 +105,7 @@ class RouteSession:
         controller.watch(observers)
         salted = any(one.replica.memory.tenant_salt for one in config.effective_replicasets.values())
         self.core = core = RouteCore(controller, settings.max_tries, note, tenant_salt=salted)
-        core.on_send, core.on_ended, core.on_submitted_ = self._send, self._ended, self._submitted
+        core.on_send, core.on_ended, core.on_taken_in = self._send, self._ended, self._submitted
         self._clock = WallClock()
         self._servers = {
             key: _Server(key, url, controller.replicasets[key[0]].replicas[key[1]].parts.role.value == "prefill")
