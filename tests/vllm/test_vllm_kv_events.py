@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import socket
+from pathlib import Path
 from typing import Any
 
-import msgspec
-import zmq
+import pytest
 from vllm.config.kv_events import KVEventsConfig
-from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
+from vajra_py.errors import ConfigError
 from vajra_py.vllm import Scheduler
 
 SCRIPTS = [
@@ -22,43 +22,63 @@ SCRIPTS = [
 ]
 
 
-def config_of(model: str, **events: Any) -> Any:
-    return vllm_config(
-        model, max_model_len=256, kv_events_config=KVEventsConfig(enable_kv_cache_events=True, **events)
-    )
+class Kept(EventPublisher):  # type: ignore[misc]  # vLLM is there at run time alone
+    """A publisher of `--kv-events-config`, as anybody can register one."""
+
+    def __init__(self, data_parallel_rank: int = 0, **config: Any) -> None:
+        self.events: list[Any] = []
+        self.is_open = True
+
+    def publish(self, events: Any) -> None:
+        self.events += events.events
+
+    def shutdown(self) -> None:
+        self.is_open = False
 
 
-def published(cls: type[Any], model: str) -> list[Any]:
-    """The events that a subscriber of vLLM's publisher gets, as it decodes them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    config = config_of(model, publisher="zmq", endpoint=endpoint.replace("127.0.0.1", "*"), topic="kv")
+@pytest.fixture
+def config(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A vLLM's configuration in which events go to a `Kept`."""
+    monkeypatch.setitem(EventPublisherFactory._registry, "kept", Kept)
+    config = vllm_config(tiny_model, max_model_len=256)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq")
+    config.kv_events_config.publisher = "kept"
+    return config
+
+
+def published(cls: type[Any], config: Any, made: list[Any]) -> list[Any]:
     scheduler = make_scheduler(cls, config, 17, 8)
-    subscriber = zmq.Context.instance().socket(zmq.SUB)
-    subscriber.setsockopt_string(zmq.SUBSCRIBE, "kv")
-    subscriber.connect(endpoint)
-    events: list[Any] = []
-    try:
-        assert scheduler.get_kv_event_publisher_config() is not None
-        core = Core(scheduler)
-        while not subscriber.poll(20):  # until the subscription is in force
-            core.run([RequestScript(f"warm-{len(core.scripts)}", (9,) * 8, 1, 0)], 8, caches=True)
-        core.run(SCRIPTS, 8, caches=True)
-        assert scheduler.reset_prefix_cache()
-        core.run([RequestScript("last-0", (5,) * 8, 1, 0)], 8, caches=True)
-        while not events or list(getattr(events[-1], "token_ids", ())) != [5] * 8:
-            assert subscriber.poll(10_000)
-            _, _, payload = subscriber.recv_multipart()
-            events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-            events = [one for one in events if list(getattr(one, "token_ids", ())) != [9] * 8]
-    finally:
-        scheduler.shutdown()
-        subscriber.close(linger=0)
-    return events
+    core = Core(scheduler)
+    core.run(SCRIPTS, 8, caches=True)
+    assert scheduler.reset_prefix_cache()
+    core.run([RequestScript("last-0", (5,) * 8, 1, 0)], 8, caches=True)
+    scheduler.shutdown()
+    (publisher,) = made
+    made.clear()
+    assert not publisher.is_open
+    return list(publisher.events)
 
 
-def test_a_router_is_told_what_vllms_own_scheduler_tells(tiny_model: str) -> None:
-    own, ours = (published(cls, tiny_model) for cls in (VllmScheduler, Scheduler))
+def test_a_router_is_told_what_vllms_own_scheduler_tells(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    begin = Kept.__init__
+
+    def noted(self: Kept, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        made.append(self)
+
+    monkeypatch.setattr(Kept, "__init__", noted)
+    own, ours = (published(cls, config, made) for cls in (VllmScheduler, Scheduler))
     assert sorted(map(repr, ours)) == sorted(map(repr, own))
     assert {type(one).__name__ for one in ours} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+    assert any("of-one-tenant" in repr(one.extra_keys) for one in ours if hasattr(one, "extra_keys"))
+
+
+def test_events_are_refused_beside_a_policy_that_takes_them(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("version: 1\npreset: vllm-v1\nscheduling: {retention: slru}\n")
+    monkeypatch.setenv("VAJRA_VLLM_EXPERIMENT", str(file))
+    with pytest.raises(ConfigError, match="--kv-events-config: KV events are not published"):
+        make_scheduler(Scheduler, config, 17, 8)

@@ -140,7 +140,7 @@ class KvEvents:
             message = (
                 "KV events are not published beside a policy that follows the prefix cache or orders what it keeps"
             )
-            advice = "Leave the option out, or use policies without `on_content` and no `retention` policy"
+            advice = "Leave the option out, or choose other policies"
             raise ConfigError(Problem("--kv-events-config", message, advice))
         memory.report_content(self.feed)
 
