@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
@@ -81,6 +83,7 @@ class Session:
     events: list[Event]
     is_async: bool
     second_runner: bool
+    has_kv_events: bool = False
     begins: float = 10.0
     """When the first frontend sent the first request, seconds from now; clocks of frontends may be far off."""
 
@@ -95,7 +98,9 @@ def session_of(seed: int, *, is_async: bool) -> Session:
     scripts = _scripts(rng, options, block_size, min(max_len, num_blocks * block_size))
     events = _events(rng, options, max(one.arrives for one in scripts))
     second_runner, begins = rng.random() < 0.5, rng.choice((10.0, 10.0, -1e4))
-    return Session(seed, block_size, num_blocks, options, scripts, events, is_async, second_runner, begins)
+    return Session(
+        seed, block_size, num_blocks, options, scripts, events, is_async, second_runner, seed % 2 == 0, begins
+    )
 
 
 def _options(rng: random.Random, max_len: int) -> dict[str, Any]:
@@ -248,6 +253,7 @@ def _config(model: str, session: Session) -> Any:
     config.cache_config.enable_prefix_caching = given.pop("caches")
     config.model_config.max_model_len = given.pop("max_model_len")
     config.scheduler_config.async_scheduling = session.is_async
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=session.has_kv_events, publisher="null")
     for name, value in given.items():
         assert hasattr(config.scheduler_config, name), name
         setattr(config.scheduler_config, name, value)
@@ -297,6 +303,8 @@ class Play(Core):
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Prompt tokens, and those of them that were cached, of each request."""
     events: deque[Event] = field(default_factory=deque)
+    kv_events: list[Any] = field(default_factory=list)
+    """KV cache events, in the order in which they are published."""
     is_endless: bool = False
     """True if requests preempted each other without end, as they may with vLLM's priorities."""
 
@@ -395,6 +403,40 @@ class Play(Core):
                     structured.grammar = ValueError("no grammar") if is_bad else object()  # type: ignore[assignment]
 
 
+@dataclass
+class _Publisher:
+    """Keeps what is published."""
+
+    events: list[Any]
+
+    def publish(self, batch: Any) -> None:
+        self.events += batch.events
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+def followed(events: list[Any]) -> Counter[Any]:
+    """Return the content that a router knows which follows these events, with the number of blocks that hold it."""
+    held: Counter[Any] = Counter()
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            held.clear()
+        for one in getattr(event, "block_hashes", ()):
+            held[one] += 1 if isinstance(event, BlockStored) else -1
+            assert held[one] >= 0, f"{one} is removed, and was not stored"
+    return +held
+
+
+def _events_difference(own: Play, ours: Play) -> str | None:
+    for kind in (BlockStored, BlockRemoved, AllBlocksCleared):
+        theirs, mine = (sorted(repr(one) for one in each.kv_events if isinstance(one, kind)) for each in (own, ours))
+        if theirs != mine:
+            extra = [one for one in theirs if one not in mine][:1], [one for one in mine if one not in theirs][:1]
+            return f"{kind.__name__}: vLLM {len(theirs)}, here {len(mine)}: {extra}"
+    return None
+
+
 def play(cls: type[Any], model: str, session: Session) -> Play:
     config = _config(model, session)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if session.second_runner else "0"
@@ -411,6 +453,10 @@ def play(cls: type[Any], model: str, session: Session) -> Play:
     finally:
         del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
     made = Play(scheduler, session.is_async, session=session)
+    if session.has_kv_events and session.options["caches"]:
+        holder = scheduler._events if cls is Scheduler else scheduler
+        name = "publisher" if cls is Scheduler else "kv_event_publisher"
+        setattr(holder, name, _Publisher(made.kv_events))
     try:
         made.play()
     finally:
@@ -442,6 +488,9 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
             return f"{len(theirs)} steps, here {len(mine)}"
         if own.answers != ours.answers:
             return f"resets answered {own.answers}, here {ours.answers}"
+        # What a victim was to compute and did not is withdrawn here, and stays findable in vLLM.
+        if not any(one.preempted for one in own.steps) and (found := _events_difference(own, ours)) is not None:
+            return found
         if own.stats != ours.stats:
             return f"prefill statistics {own.stats.items() ^ ours.stats.items()}"
     by_time = {one.name for one in session.scripts if session.is_async and (one.aborts or one.string_after)}
@@ -466,6 +515,10 @@ def end_check(session: Session, ours: Play) -> str | None:
     mechanism.controller.check_conservation()
     if free_blocks(ours.scheduler) != session.num_blocks:
         return f"{free_blocks(ours.scheduler)} of {session.num_blocks} blocks are free at the end"
+    if session.has_kv_events and session.options["caches"] and not ours.scheduler._events.feed.events:
+        contents = map(maybe_convert_block_hash, mechanism.replica.memory._pool.contents())
+        if followed(ours.kv_events).keys() != set(contents):
+            return "who follows the KV events knows other content than there is"
     counts, usage = ours.scheduler.get_request_counts(), ours.scheduler.get_kv_cache_usage()
     if counts != (0, 0) or usage != 0.0 or ours.scheduler.has_requests():
         return f"at the end {counts} requests are counted and {usage} of the memory is used"
@@ -507,6 +560,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
     counts["cached"] += sum(cached > 0 for _, cached in ours.stats.values())
     counts["resets"] += len(ours.answers)
+    counts["kv_events"] += len(ours.kv_events)
     counts["grammars"] += sum(one.grammar is not None for one in session.scripts)
     counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)

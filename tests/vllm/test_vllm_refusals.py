@@ -62,11 +62,6 @@ BY_ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "--kv-transfer-config",
         "connectors",
     ),
-    "KV events": (
-        {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}},
-        "--kv-events-config",
-        "not published",
-    ),
     "pooling": ({"runner": "pooling"}, "--runner", "'pooling'"),
     "data parallelism": ({"data_parallel_size": 2}, "--data-parallel-size", "route between them"),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size", "got 2"),

@@ -27,7 +27,8 @@ from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.latency.services.output_length import refuse_oracle
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
+from vajra_py.runtime.kv import BlockHashes, KvMemory, TokenBlockHashes
+from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.records.input_log import (
     Arrival,
     CacheReset,
@@ -48,7 +49,10 @@ from vajra_py.runtime.support.clock import NEVER
 from vajra_py.runtime.support.seeds import SeedTree
 
 __all__ = [
+    "BlockHashes",
+    "ContentEvents",
     "EndReason",
+    "KvMemory",
     "Mechanism",
     "PlannedChunk",
     "Replica",
@@ -56,6 +60,7 @@ __all__ = [
     "RequestFacts",
     "StepPlan",
     "Submission",
+    "TokenBlockHashes",
     "check_policies",
     "make_mechanism",
 ]
@@ -71,6 +76,7 @@ class Submission:
 
     Attributes:
         prompt_token_ids: identify its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
+        hash_blocks: makes the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if its blocks are looked up there; they are kept for others either way.
         on_ended: told of its end, whatever ended it.
         output: its tokens as far as they are known, those from before it was handed in again too.
@@ -84,6 +90,7 @@ class Submission:
     salt: str
     on_ended: Callable[[Request, EndReason], None]
     reads_cache: bool = True
+    hash_blocks: Callable[..., BlockHashes] = TokenBlockHashes
     request: Request | None = None
     output: list[int] = field(default_factory=list)
     num_kept: int = 0
@@ -92,7 +99,7 @@ class Submission:
         """Return the hashes of the request's blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
-        return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
+        return self.hash_blocks(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.extra_args import stated_in
-from vajra_py.vllm.mechanism import EndReason, Request, RequestFacts, Submission
+from vajra_py.vllm.mechanism import BlockHashes, EndReason, Request, RequestFacts, Submission
 
 
 class Record:
@@ -142,6 +142,7 @@ class RecordRules:
 
     Attributes:
         arrived_at: arrival of a request, seconds on the scheduler's clock.
+        hashes_for: makes the maker of a request's block hashes; None: they are not vLLM's.
         by_tenant: True if tenants never share cached prefixes.
     """
 
@@ -150,6 +151,7 @@ class RecordRules:
     by_tenant: bool
     arrived_at: Callable[[VllmRequest], float]
     on_ended: Callable[[Request, EndReason], None]
+    hashes_for: Callable[[VllmRequest], Callable[..., BlockHashes]] | None = None
 
 
 def record_of(request: VllmRequest, rules: RecordRules) -> Record:
@@ -172,6 +174,8 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
         salt=f"{request.cache_salt or ''}\n{facts.tenant}" if rules.by_tenant else request.cache_salt or "",
         on_ended=rules.on_ended,
     )
+    if rules.hashes_for is not None:
+        submission.hash_blocks = rules.hashes_for(request)
     return Record(request, submission, rules.max_model_len)
 
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -32,6 +33,7 @@ from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
+from vajra_py.vllm.kv_events import kv_events_of
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
@@ -104,6 +106,10 @@ class Scheduler(WithoutExtras):
         memory = only_replicaset(self.config).replica.memory
         arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
         self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
+        kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
+        if kv_events is not None:
+            self._rules = replace(self._rules, hashes_for=kv_events.hashes_for)
+            kv_events.follow(self.mechanism.replica.memory)
         self._records: dict[str, Record] = {}
         self._messages = Messages(
             self.mechanism.replica,
@@ -116,6 +122,7 @@ class Scheduler(WithoutExtras):
         self._streams = RefusedStreams()
         self._num_idle = 0
         """Number of times in a row that nothing was scheduled although a request waited."""
+        self._events = kv_events
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -362,6 +369,8 @@ class Scheduler(WithoutExtras):
             self._settle()
         if self._recording is not None:
             self._recording.take_tokens()
+        if self._events is not None:
+            self._events.publish()
         told = self._endings.told(outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
             if not told:
@@ -487,8 +496,14 @@ class Scheduler(WithoutExtras):
         self._settle()
         return True
 
+    def get_kv_event_publisher_config(self) -> Any:
+        """Configuration by which KV events are published; None: they are not."""
+        return None if self._events is None else self._events.publisher.get_publisher_config()
+
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""
+        if self._events is not None:
+            self._events.publisher.shutdown()
         if self._recording is not None:  # records the inputs, and that no step follows
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()

@@ -77,9 +77,6 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "--enable-lora", "policies do not see which adapters a batch may hold"
     if config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None:
         yield "--kv-transfer-config", "KV connectors move blocks that a policy has not decided about"
-    events = getattr(config, "kv_events_config", None)
-    if events is not None and events.enable_kv_cache_events:
-        yield "--kv-events-config", "KV cache events are not published"
     if model.runner_type != "generate":
         yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
     if model.supports_multimodal_inputs:

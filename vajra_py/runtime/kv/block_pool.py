@@ -268,7 +268,7 @@ class BlockPool:
         self.num_cached += len(blocks)
         entries = self._entries
         if self.events is not None:
-            self.events.stored([one for one in hashes if one not in entries])
+            self.events.entered(hashes, entries, request)
         for block, block_hash in zip(blocks, hashes, strict=True):
             present = entries.setdefault(block_hash, block)
             if present == block:
@@ -342,7 +342,10 @@ class BlockPool:
                 self.events.removed(block_hash)
             if self.lower is not None:
                 self.lower.gone(block_hash)
-        elif isinstance(entry, int):
+            return
+        if self.events is not None:
+            self.events.copy_left(block_hash)
+        if isinstance(entry, int):
             self._entries[block_hash] = entry  # a later block took over the hash
         elif entry is not None:
             was_first = next(iter(entry)) == block

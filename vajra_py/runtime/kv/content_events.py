@@ -6,7 +6,7 @@ The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,6 +42,13 @@ class ContentEvents:
         self._tier = tier
         self._clock = clock
         self._events = record
+
+    def entered(self, hashes: Sequence[Hashable], known: Container[Hashable], request: object) -> None:
+        """A request's blocks are entered in a row, beside the content that is `known` already."""
+        self.stored([one for one in hashes if one not in known])
+
+    def copy_left(self, block_hash: Hashable) -> None:
+        """A block is given up whose content another one still holds."""
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
         """Content can be found that could not."""

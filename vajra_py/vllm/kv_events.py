@@ -1,0 +1,166 @@
+"""Publish vLLM's KV cache events, which routers follow: what the prefix cache comes to hold and gives up, by vLLM's hashes.
+
+Where events are published, the prefix cache itself is keyed by vLLM's hashes, so that nothing has to be translated. They are
+equal exactly where this project's are, and decisions do not change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from vllm.distributed.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+from vllm.v1.request import Request as VllmRequest
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.mechanism import ContentEvents, KvMemory, TokenBlockHashes
+
+HashFunction = Callable[[Any], bytes]
+
+
+class VllmBlockHashes(TokenBlockHashes):
+    """The hashes that vLLM gives the blocks of a request's tokens.
+
+    Attributes:
+        session_id: the session of its client, by vLLM's name.
+    """
+
+    __slots__ = ("_function", "_index_of", "_salt", "session_id")
+
+    def __init__(  # noqa: PLR0913  # those of the class below, and two
+        self,
+        function: HashFunction,
+        session_id: str | None,
+        tokens: Iterable[int],
+        block_size: int,
+        salt: str = "",
+        output: Sequence[int] = (),
+        *,
+        reads_cache: bool = True,
+    ) -> None:
+        """`function` is vLLM's `--prefix-caching-hash-algo`; see `TokenBlockHashes`."""
+        super().__init__(tokens, block_size, salt, output, reads_cache=reads_cache)
+        self._function = function
+        self._salt = salt
+        self._index_of: dict[Hashable, int] = {}
+        self.session_id = session_id
+
+    def _hash_up_to(self, num_blocks: int) -> None:
+        if num_blocks * self._block_size > self._num_known():
+            super()._hash_up_to(num_blocks)  # raises the error
+        digests, size = self._digests, self._block_size
+        for index in range(len(digests), num_blocks):
+            tokens = self._tokens[index * size : (index + 1) * size]
+            before = BlockHash(digests[-1]) if digests else None
+            digests.append(hash_block_tokens(self._function, before, tokens, self._extra_keys(index)))
+            self._index_of[digests[-1]] = index
+
+    def _extra_keys(self, index: int) -> tuple[Any, ...] | None:
+        return (("cache_salt", self._salt),) if index == 0 and self._salt else None
+
+    def stored(self, hashes: Sequence[Hashable]) -> BlockStored:
+        """Return the event of these blocks, which follow each other, as vLLM's block pool makes it."""
+        first, size = self._index_of[hashes[0]], self._block_size
+        stop = first + len(hashes)
+        keys = [(self._salt,) if index == 0 and self._salt else None for index in range(first, stop)]
+        return BlockStored(
+            block_hashes=[_told(one) for one in hashes],
+            parent_block_hash=_told(self._digests[first - 1]) if first else None,
+            token_ids=self._tokens[first * size : stop * size].tolist(),
+            block_size=size,
+            lora_id=None,
+            medium=MEDIUM_GPU,
+            lora_name=None,
+            extra_keys=cast(Any, keys),
+            group_idx=0,
+            session_id=self.session_id,
+        )
+
+
+class KvFeed(ContentEvents):
+    """Collects the events of the prefix cache; like vLLM's, they name each block, also further ones of equal content."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: vLLM's name for the kind of the KV blocks."""
+        self._kind = kind
+        self.events: list[KVCacheEvent] = []
+
+    def entered(self, hashes: Sequence[Hashable], known: Container[Hashable], request: object) -> None:
+        """See `ContentEvents`."""
+        event = cast(Any, request).hashes.stored(hashes)
+        event.kv_cache_spec_kind = self._kind
+        self.events.append(event)
+
+    def stored(self, hashes: Sequence[Hashable]) -> None:
+        """See `ContentEvents`; the cache is empty when events begin."""
+        assert not hashes
+
+    def copy_left(self, block_hash: Hashable) -> None:
+        """See `ContentEvents`."""
+        self.removed(block_hash)
+
+    def removed(self, block_hash: Hashable) -> None:
+        """See `ContentEvents`."""
+        self.events.append(BlockRemoved(block_hashes=[_told(block_hash)], medium=MEDIUM_GPU, group_idx=0))
+
+    def cleared(self) -> None:
+        """See `ContentEvents`."""
+        self.events.append(AllBlocksCleared())
+
+
+@dataclass(slots=True)
+class KvEvents:
+    """What is published of one scheduler's prefix cache, and how its blocks are named."""
+
+    publisher: Any
+    feed: KvFeed
+    function: HashFunction = field(repr=False)
+
+    def hashes_for(self, request: VllmRequest) -> Callable[..., VllmBlockHashes]:
+        """Return what makes the hashes of a request's blocks."""
+        return partial(VllmBlockHashes, self.function, request.session_id)
+
+    def follow(self, memory: KvMemory) -> None:
+        """Collect the events of this memory. Raises `ConfigError` where a policy does so, or orders what is kept."""
+        if memory.is_watched:
+            message = (
+                "KV events are not published beside a policy that follows the prefix cache or orders what it keeps"
+            )
+            advice = "Leave the option out, or choose other policies"
+            raise ConfigError(Problem("--kv-events-config", message, advice))
+        memory.report_content(self.feed)
+
+    def publish(self) -> None:
+        """Publish what has happened since the last call, if anything has."""
+        events = self.feed.events
+        if events:
+            self.feed.events = []
+            self.publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
+
+def kv_events_of(vllm_config: Any, kv_cache_config: Any, block_size: int) -> KvEvents | None:
+    """Return what publishes the events that `--kv-events-config` asks for; None: it asks for none."""
+    config, cache = vllm_config.kv_events_config, vllm_config.cache_config
+    if config is None or not config.enable_kv_cache_events or not cache.enable_prefix_caching:
+        return None
+    publisher = EventPublisherFactory.create(config, vllm_config.parallel_config.data_parallel_index)
+    kind = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value
+    return KvEvents(publisher, KvFeed(kind), get_hash_fn_by_name(cache.prefix_caching_hash_algo))
+
+
+def _told(block_hash: Hashable) -> Any:
+    return maybe_convert_block_hash(cast(BlockHash, block_hash))
