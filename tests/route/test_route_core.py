@@ -109,6 +109,7 @@ def test_every_request_is_accounted_for_and_the_replay_decides_the_same(
             world.controller.check_conservation()
         for replica_id in range(3):
             world.core.restore(world.core.now, "default", replica_id)
+            world.core.report(world.core.now, "default", replica_id, (0, 0, 0.0))  # nobody else is there
         for _ in range(1000):
             if not world.controller.num_alive:
                 break
