@@ -23,10 +23,12 @@ class AdaptersConfig(Section):
     max_loras: PositiveCount = Field(
         1, description="Slots: most adapters that a replica holds at once, and most that the requests of a step have."
     )
-    models: tuple[AdapterConfig, ...] = Field(min_length=1, description="Adapters that it can load.")
+    models: tuple[AdapterConfig, ...] = Field(description="Adapters that it can load, one or more.")
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
+        if not self.models:
+            raise ValueError("models is empty; name an adapter, or leave adapters out")
         names = [one.name for one in self.models]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -26,7 +26,7 @@ class Refusal(Enum):
     STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"
     NO_DRAFTS = "no drafts are made here: `replica.draft` asks for none"
     PINS = "pins hold as much of the KV memory as they may"
-    ADAPTER = "its adapter is not loaded, and every slot for adapters is in use"
+    ADAPTER = "no slot for its adapter is free"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 

@@ -254,7 +254,7 @@ class Driver(Generic[R]):
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
         elif phase is Phase.TIER:
-            if isinstance(payload, str):
+            if isinstance(payload, str | SwapMoves):
                 self._tiers_due(payload)
             else:  # an adapter is loaded
                 self.touch(payload)
