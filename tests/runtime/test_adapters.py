@@ -81,7 +81,8 @@ def served(
     controller.check_conservation()
     assert controller.num_alive == 0
     for replica_ in controller.replicas():
-        assert replica_.adapters is not None and not replica_.adapters.is_loading(1e9)
+        assert replica_.adapters is not None
+        assert not replica_.adapters.is_loading(1e9)
     return watch
 
 
@@ -131,7 +132,10 @@ def test_an_unknown_adapter_is_rejected_by_name() -> None:
             "the slots leave no KV block (they take 40 of 40)",
         ),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two adapters have one name (a)"),
-        ({"models": [{"name": "a", "load_s": -1.0}]}, "replica.adapters.models.0.load_s: must be at least 0 (got -1.0)"),
+        (
+            {"models": [{"name": "a", "load_s": -1.0}]},
+            "replica.adapters.models.0.load_s: must be at least 0 (got -1.0)",
+        ),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(adapters: Any, said: str) -> None:
