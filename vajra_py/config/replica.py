@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from vajra_py.config.adapters import AdaptersConfig
 from vajra_py.config.drafts import DraftConfig
 from vajra_py.config.sections import (
     NAME_PATTERN,
@@ -140,16 +141,19 @@ class ReplicaConfig(Section):
     pipeline_stages: StageCount | None = Field(None, description="Pipeline stages; null: what the latency model has.")
     kv_parallel: KvParallelConfig = Field(default_factory=KvParallelConfig, description="KV parallelism.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
+    adapters: AdaptersConfig | None = Field(None, description="LoRA adapters that it serves; null: none.")
     draft: DraftConfig = Field(
         default_factory=DraftConfig, description="Draft tokens that steps verify (speculative decoding)."
     )
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `draft` out where it asks for none: then results are those of before."""
+        """Leave `draft` and `adapters` out where there are none: then results are those of before."""
         data: dict[str, Any] = handler(self)
         if not self.draft.most_tokens:
             data.pop("draft", None)
+        if self.adapters is None:
+            data.pop("adapters", None)
         return data
 
 

@@ -21,11 +21,12 @@ class Refusal(Enum):
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
     NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
-    LOADING = "its KV has to come from another replica first; blocks are set aside, and it waits for that"
+    LOADING = "its KV or its adapter has to come from elsewhere first, and it waits for that"
     NO_TARGET = "no other replica that is up could go on with it, or requests do not move between replicas here"
     STAYS = "it has just come here, or the replicaset scheduler has let it stay, and nothing of it was computed since"
     NO_DRAFTS = "no drafts are made here: `replica.draft` asks for none"
     PINS = "pins hold as much of the KV memory as they may"
+    ADAPTER = "no slot for its adapter is free"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 

@@ -38,7 +38,7 @@ class FactInfo:
         seen_as: Name in `RequestView` and in the requests table; empty: the fact's own; None: neither has it.
         span: Attribute of a request's span; empty: `vajra.request.` and the name; None: none.
         has_extra_arg: Whether vLLM's `extra_args` may state it.
-        is_of_programs: Whether only calls of programs state it: tables and recordings have it only where it is stated.
+        is_of_programs: Whether it is of programs, or of adapters: tables and recordings have it only where one is stated.
     """
 
     meaning: str
@@ -80,6 +80,10 @@ class StatedFacts:
         float | None, FactInfo("Longest wait before it starts, from arrival", seen_as=None, span=None)
     ] = None
     session_id: Annotated[str, FactInfo("The conversation that it belongs to", span="gen_ai.conversation.id")] = ""
+    adapter: Annotated[
+        str,
+        FactInfo("The LoRA adapter that its model is to have", has_extra_arg=False, is_of_programs=True),
+    ] = ""  # vLLM has adapters of its own
     program_id: Annotated[
         str,
         FactInfo(

@@ -164,6 +164,10 @@ class RequestView(Protocol):
         """The conversation that it belongs to; empty when none."""
 
     @property
+    def adapter(self) -> str:
+        """The LoRA adapter that its model is to have; empty: the base model."""
+
+    @property
     def program_id(self) -> str:
         """The program that it is a call of; empty when none."""
 

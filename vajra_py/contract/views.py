@@ -89,6 +89,14 @@ class LocalReplicaView(Protocol):
     def num_waiting(self) -> int:
         """Requests that this replica could admit: its own queue and what it may pull from the shared one."""
 
+    @property
+    def loaded_adapters(self) -> Sequence[str]:
+        """LoRA adapters that its slots hold now, the least recently used first; empty without adapters."""
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots into which another adapter could be loaded now: free ones, and those of adapters that nobody uses."""
+
     def running(self) -> Sequence[RequestView]:
         """Every running request that is not in flight, in order of (latest) admission."""
 
@@ -101,7 +109,8 @@ class LocalReplicaView(Protocol):
     def waiting(self) -> Iterator[RequestView]:
         """Requests not admitted yet (preempted ones among them), most urgent first; lazy, so the head is cheap.
 
-        Reflects the queue when called; a request that is added to the batch or preempted meanwhile does not upset it.
+        Reflects the queue when called; a request that is added to the batch or preempted meanwhile does not upset it. A request
+        whose adapter is on its way, or finds no slot, is not offered.
         """
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -414,6 +414,9 @@ def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
         message = "would let requests read KV blocks that were never computed ('keep')"
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
+    if replica.adapters is not None:
+        message = f"steps are computed with the base model alone (got {len(replica.adapters.models)} adapters)"
+        problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
     if replica.memory.tiers is not None:
         names = ", ".join(level.name for level in replica.memory.tiers.levels)
         message = f"cached content stays on the device where steps are computed (got tiers {names})"

@@ -15,6 +15,7 @@ from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.stop_strings import StopSearch
 from vajra_py.engine.tokenizer import TextStream, push_all
 from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
+from vajra_py.runtime.kv.block_hashes import adapter_salt
 from vajra_py.runtime.records.input_log import Arrival
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.workload import SegmentId
@@ -166,6 +167,7 @@ class Submission:
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
         """Return the hashes that identify its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
         salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
+        salt = adapter_salt(salt, self.facts.adapter)
         if self.content is not None:
             return SegmentBlockHashes(self.content, self.facts.request_id, block_size, salt)
         if self.shares:

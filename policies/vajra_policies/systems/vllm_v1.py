@@ -211,8 +211,8 @@ class VllmV1:
             if batch.blocks_needed(request, must_fit) + watermark > batch.free_blocks:
                 break
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
-            if refusal is Refusal.LOADING:
-                continue  # others do not wait for its KV
+            if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
+                continue  # others do not wait for its KV, or its adapter
             if refusal is not None:
                 break
             has_prefill = has_prefill or num_cached < known - 1

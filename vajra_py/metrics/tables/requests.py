@@ -171,7 +171,7 @@ class RequestsBuilder:
         admission, self._movement, self._tiers = further.admission, further.movement, further.tiers
         self.has_admission, self.has_drafts = admission, further.drafts
         self.has_programs = False
-        """True if a request belongs to a program, so that the table has `PROGRAM_COLUMNS`."""
+        """True if a request belongs to a program or has an adapter, so that the table has `PROGRAM_COLUMNS`."""
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
         if self.has_drafts:
             self._fields = (*self._fields, *((name, "q") for name in DRAFT_COUNTS))
@@ -202,7 +202,7 @@ class RequestsBuilder:
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
         """Take several requests: a value for each under the names of `RequestRow`'s fields, with reasons that exist."""
-        self.has_programs = self.has_programs or any(columns["program_id"])
+        self.has_programs = self.has_programs or any(columns["program_id"]) or any(columns["adapter"])
         for name, texts in self._texts.items():
             for text in columns[name]:
                 texts.append(text)

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
 from typing import Protocol, TypeAlias
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 SegmentId: TypeAlias = int | str | tuple[str | int, ...]
 """Name of a run of tokens whose ids are unknown; equal names mean equal tokens."""
@@ -243,6 +243,11 @@ class PrivateBlockHashes:
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
         """Return no hash: the content is private."""
         return ()
+
+
+def adapter_salt(salt: str, adapter: str) -> str:
+    """Return the salt of content computed with an adapter (empty: the base model): KV of two adapters is never shared."""
+    return xxh3_128_hexdigest(repr((salt, adapter)).encode()) * 20 if adapter else salt  # longer than any tenant's name
 
 
 def reads_cache(hashes: BlockHashes | None) -> bool:

@@ -84,6 +84,8 @@ class Lifecycle:
             kind = "admitted" if request.admitted_at is None else kind
         request.move_to(_RUNNING)
         running_set.admit(request)
+        if running_set.adapters is not None:
+            running_set.adapters.acquire(request)
         if request.admitted_at is None:
             request.admitted_at = now
             request.num_cached_tokens = num_done_tokens
@@ -101,6 +103,8 @@ class Lifecycle:
         if self.on_memory_taken is not None:
             self.on_memory_taken(request)
         running_set.drop(request)
+        if self._running_set.adapters is not None:
+            self._running_set.adapters.release(request)
         num_moved = 0
         if mode is PreemptionMode.SWAP:
             moved = memory.swap_out(request, request.num_computed_tokens)
@@ -141,6 +145,8 @@ class Lifecycle:
         """Let a running request whose KV is void wait again with nothing computed; it counts as no preemption."""
         running_set = self._running_set
         running_set.drop(request)
+        if self._running_set.adapters is not None:
+            self._running_set.adapters.release(request)
         running_set.memory.free(request, request.num_computed_tokens)
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
@@ -175,6 +181,8 @@ class Lifecycle:
         With `keeps_blocks` it is free when `release_ended` is called.
         """
         self._running_set.drop(request)
+        if self._running_set.adapters is not None:
+            self._running_set.adapters.release(request)
         if self.connected is None or not self.connected.keeps(request):
             self.holding.append(request)
         if not keeps_blocks:
@@ -213,6 +221,8 @@ class Lifecycle:
 
     def release_held(self, request: Request) -> None:
         """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
+        if self._running_set.adapters is not None:
+            self._running_set.adapters.release(request)
         num_tokens = min(self.held.pop(request).num_tokens, request.num_computed_tokens)
         self._running_set.memory.free(request, num_tokens, for_good=True)
         self._running_set.memory.forget(request)
@@ -328,6 +338,8 @@ class Lifecycle:
             running_set.queue.remove(request)
         elif request.state is _RUNNING:
             running_set.drop(request)
+            if self._running_set.adapters is not None:
+                self._running_set.adapters.release(request)
         if request.state is not _WAITING:
             request.set_computed(0)
             if request.state is not RequestState.PREEMPTED:

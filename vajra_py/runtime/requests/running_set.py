@@ -7,6 +7,7 @@ prefills, or in flight (part of a step that has not come back, under pipeline pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
@@ -15,6 +16,7 @@ from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
 from vajra_py.runtime.requests.request import Request
 
@@ -57,6 +59,8 @@ class RunningSet:
         """Waiting requests that were admitted and whose KV is on its way; they hold blocks, and are not offered."""
         self.connected: OffersWaiting | None = None
         """Connector to KV outside the replica; None: there is none."""
+        self.adapters: Adapters | None = None
+        """LoRA adapters; None: there are none."""
         self.num_running = 0
         """Requests that hold KV blocks."""
         self.num_admissions = 0
@@ -165,6 +169,8 @@ class RunningSet:
         self.num_running = 0
         self.has_spare_blocks = False
         self.barred.clear()
+        if self.adapters is not None:
+            self.adapters.clear()
 
     def check(self) -> None:
         """Raise `RuntimeError` unless every running request is in one of the sets."""
@@ -249,6 +255,18 @@ class StateView:
         running_set = self._running_set
         return running_set.queue.num_requests + running_set.shared.queue.num_requests
 
+    @property
+    def loaded_adapters(self) -> Sequence[str]:
+        """Adapters that slots hold, the least recently used first."""
+        adapters = self._running_set.adapters
+        return () if adapters is None else adapters.loaded(self.now)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots into which another adapter could be loaded."""
+        adapters = self._running_set.adapters
+        return 0 if adapters is None else adapters.num_available(self.now)
+
     def running(self) -> Sequence[RequestView]:
         """Running requests in order of admission."""
         return self._running_set.running()
@@ -271,6 +289,8 @@ class StateView:
             order = running_set.connected.offered(self._in_order(), self.urgency, self.now)
         else:
             order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
+        if running_set.adapters is not None:
+            order = filter(partial(running_set.adapters.fits, now=self.now), order)
         if running_set.is_gated:
             return filter(running_set.lets_in, order if running_set.admits else ())
         return order

@@ -40,6 +40,7 @@ from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
+from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
@@ -204,6 +205,11 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
             message = "is not given, and this latency model does not know how much memory a device has"
             raise ConfigError(Problem("replica.memory.num_blocks", message, "A number of KV blocks"))
         num_blocks = facts.num_blocks(memory.block_size, memory.memory_fraction) * groups.groups
+    if settings.adapters is not None:
+        taken, num_blocks = settings.adapters.num_blocks, num_blocks - settings.adapters.num_blocks
+        if num_blocks < 1:
+            message = f"the slots leave no KV block (they take {taken} of {num_blocks + taken})"
+            raise ConfigError(Problem("replica.adapters", message, "Allowed: fewer slots, or smaller adapters"))
     if groups.groups > 1 and (groups.group_tokens or 0) % memory.block_size:
         message = f"is not a multiple of the block size ({groups.group_tokens} of {memory.block_size})"
         raise ConfigError(Problem("replica.kv_parallel.group_tokens", message))
@@ -531,8 +537,16 @@ def _build_replica(
             pins=policies.pins(replica_id),
             pool=plan.pool,
             role=plan.role,
+            adapters=_adapters_of(replica_id, plan.settings),
         )
     )
+
+
+def _adapters_of(replica_id: int, settings: ReplicaConfig) -> Adapters | None:
+    adapters = settings.adapters
+    if adapters is None:
+        return None
+    return Adapters(replica_id, adapters.max_loras, {one.name: one.load_s for one in adapters.models})
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:

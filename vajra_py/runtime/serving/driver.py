@@ -106,7 +106,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TIER` the name of a replicaset or a replica's `SwapMoves`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is asked, `TIER` the name of a replicaset, a replica's `SwapMoves` or a replica, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -254,7 +254,11 @@ class Driver(Generic[R]):
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
         elif phase is Phase.TIER:
-            self._tiers_due(payload)
+            if isinstance(payload, str | SwapMoves):
+                self._tiers_due(payload)
+            else:  # an adapter is loaded
+                self.touch(payload)
+                self._wake(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -539,6 +543,10 @@ class Driver(Generic[R]):
             plan = self.form_step(one.replica, self.now)
             if tiers is not None:
                 tiers.after_step(one)
+            adapters = one.replica.adapters
+            if adapters is not None and adapters.loads:
+                for tick in adapters.take_loads():
+                    self.events.push(tick, Phase.TIER, one)
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)

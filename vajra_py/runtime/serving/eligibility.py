@@ -131,10 +131,11 @@ class RequestBounds:
 
 
 def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
-    """Return replicas grouped by limits and role; those of a group can hold the same requests."""
-    kinds: dict[tuple[ReplicaLimits, PoolRole], list[Replica]] = {}
+    """Return replicas grouped by limits, role and adapters; those of a group can hold the same requests."""
+    kinds: dict[tuple[ReplicaLimits, PoolRole, frozenset[str] | None], list[Replica]] = {}
     for one in replicas:
-        kinds.setdefault((one.limits, one.parts.role), []).append(one)
+        names = None if one.adapters is None else one.adapters.names
+        kinds.setdefault((one.limits, one.parts.role, names), []).append(one)
     return list(kinds.values())
 
 

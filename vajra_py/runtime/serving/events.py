@@ -22,7 +22,7 @@ class Phase(IntEnum):
     TRANSFER = 3
     """KV on its way between replicas may have arrived."""
     TIER = 4
-    """KV on its way between tiers of memory may have arrived."""
+    """KV on its way between tiers of memory, or an adapter on its way to its slot, may have arrived."""
     ARRIVAL = 5
     ADMISSION = 6
     """The admission policy is asked again about requests that it has deferred."""

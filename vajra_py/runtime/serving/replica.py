@@ -20,6 +20,7 @@ from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
+from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import ConnectedKv, ConnectorRules, FailedLoads, KvConnector, KvReport
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
@@ -67,6 +68,8 @@ class ReplicaParts:
     """Pins of ended requests by the retention policy; None when it pins none."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
+    adapters: Adapters | None = None
+    """LoRA adapters; None: there are none, and requests that name one are rejected."""
 
 
 class Replica:
@@ -87,6 +90,7 @@ class Replica:
         "_step_watchers",
         "_to_abort",
         "_view",
+        "adapters",
         "around",
         "builder",
         "expects_kv",
@@ -119,6 +123,7 @@ class Replica:
         self.memory = parts.memory
         self.queue = parts.queue
         self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
+        self.running_set.adapters = self.adapters = parts.adapters
         self.lifecycle = Lifecycle(parts.replica_id, self.running_set, parts.replicaset, parts.pins)
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
         self._has_drafts = parts.options.drafts is not None
@@ -306,10 +311,16 @@ class Replica:
 
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
+        if not self.has_adapter(request):
+            return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
         if self.parts.role is _PREFILL:  # the request leaves before it grows
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
+
+    def has_adapter(self, request: Request) -> bool:
+        """Return whether the replica serves the request's adapter, if it has one."""
+        return not request.adapter or (self.adapters is not None and request.adapter in self.adapters.names)
 
     def has_room_for(self, request: Request) -> bool:
         """Return whether there is a free place in the batch, and free blocks for what is known of a request."""
@@ -349,7 +360,7 @@ class Replica:
             while plan is None and self._release_pin(now):
                 plan = self.form_step(now)
             if plan is None:
-                if builder.idle_at is not None or not (self._give_way(now) or self._give_up_kv(now)):
+                if self._waits(now) or not (self._give_way(now) or self._give_up_kv(now)):
                     return None
                 builder.count_preempted(1)
                 continue
@@ -371,9 +382,14 @@ class Replica:
 
     def _release_pin(self, now: int) -> bool:
         """End a pin, since the policy can run nobody and is not idle on purpose; False if no pin keeps a block from being free."""
-        if self.num_in_flight or self.builder.idle_at is not None:
+        if self.num_in_flight or self._waits(now):
             return False
         return self.lifecycle.pinning.release_one(to_seconds(now))
+
+    def _waits(self, now: int) -> bool:
+        """Return True if nothing runs on purpose, or until an adapter is loaded."""
+        adapters = self.adapters
+        return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading(to_seconds(now)))
 
     def _give_way(self, now: int) -> bool:
         """Preempt the latest request that another policy admitted, since this one does nothing; False if there is none."""

@@ -6,6 +6,7 @@ from dataclasses import fields
 from operator import attrgetter
 
 from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
+from vajra_py.runtime.kv.block_hashes import adapter_salt
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.generated import maker
@@ -25,6 +26,7 @@ def hashes_of(spec: RequestSpec, block_size: int, salt: str, *, reads_cache: boo
 
     Without `reads_cache` token ids are kept for others and not looked up.
     """
+    salt = adapter_salt(salt, spec.adapter)
     if spec.prompt_token_ids is not None:
         return TokenBlockHashes(spec.prompt_token_ids, block_size, salt, reads_cache=reads_cache)
     if spec.content is not None:

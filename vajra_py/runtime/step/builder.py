@@ -319,6 +319,12 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
+        if request.adapter and running_set.adapters is not None:
+            refusal = running_set.adapters.admit(request, self.now)
+            if refusal is not None:
+                if refusal is Refusal.LOADING:
+                    self._lifecycle.bind(request, self.now)
+                return self._refuse(request, refusal)
         state = request.state
         if state is _LOADING:
             return self._refuse(request, Refusal.LOADING)

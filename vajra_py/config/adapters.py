@@ -1,0 +1,41 @@
+"""Schema of `replica.adapters`: the LoRA adapters that a replica serves beside its base model."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from vajra_py.config.sections import NAME_PATTERN, Count, PositiveCount, Seconds, Section
+
+
+class AdapterConfig(Section):
+    """One adapter."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="Name by which requests ask for it.")
+    num_blocks: Count = Field(0, description="KV blocks that its weights take the place of, while a slot holds it.")
+    load_s: Seconds = Field(0.0, description="Time to load it into a slot, beside computing, seconds.")
+
+
+class AdaptersConfig(Section):
+    """The adapters that a replica can load, and the slots for them."""
+
+    max_loras: PositiveCount = Field(
+        1, description="Slots: most adapters that a replica holds at once, and most that the requests of a step have."
+    )
+    models: tuple[AdapterConfig, ...] = Field(description="Adapters that it can load, one or more.")
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        if not self.models:
+            raise ValueError("models is empty; name an adapter, or leave adapters out")
+        names = [one.name for one in self.models]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two adapters have one name ({', '.join(twice)})")
+        return self
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the slots take: each is as large as the largest adapter."""
+        return self.max_loras * max(one.num_blocks for one in self.models)
