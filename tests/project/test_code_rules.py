@@ -20,6 +20,7 @@ MAX_FILE_LINES = 500
 # Files that may be longer, each with its reason.
 LONG_FILES: dict[str, str] = {
     "vajra_py/engine/loop.py": "every message of workers and clients in one order",
+    "vajra_py/runtime/kv/block_pool.py": "one order of reuse in three parts, and the contents that keep their place in it",
     "vajra_py/runtime/kv/paged.py": "every operation on blocks, all or nothing; pools, orders and lookups are in files of their own",
     "vajra_py/runtime/kv/sharded.py": "the same operations over groups of ranks",
     "vajra_py/runtime/serving/build.py": "everything that a replicaset is made of, in order",
@@ -27,6 +28,7 @@ LONG_FILES: dict[str, str] = {
     "vajra_py/runtime/step/builder.py": "every verb of a plan, since nobody else writes one",
     "vajra_py/runtime/serving/driver.py": "what it does in one order for every backend; its parts are in files of their own",
     "vajra_py/runtime/serving/replica.py": "one step, from the policy's plan to its end",
+    "vajra_py/vllm/scheduler.py": "every method of vLLM's scheduler interface",
     "vajra_py/runtime/serving/replicaset.py": "states of replicas and every question to their scheduler; loads and bounds are in files of their own",
 }
 

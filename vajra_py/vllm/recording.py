@@ -12,6 +12,7 @@ from typing import Any
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, Submission
 from vajra_py.vllm.model_facts import model_facts_of
+from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.settings import Sizes
 
 
@@ -40,6 +41,15 @@ class SessionRecording:
         mechanism = self._mechanism
         alive = [(request, _tokens(request, submission)) for request, submission in mechanism.alive()]
         self._run.finish(SessionEnd(mechanism.controller, mechanism.now, mechanism.num_steps, alive), None)
+
+
+def start_recording(
+    run: RunRecording, mechanism: Mechanism, vllm_config: Any, description: Mapping[str, Any]
+) -> SessionRecording:
+    """Begin a recording, and let a vLLM that is told to stop end it before its process does."""
+    abort_at_once(vllm_config)
+    end_before_workers()
+    return SessionRecording(run, mechanism, description)
 
 
 def _tokens(request: Request, submission: Submission) -> Sequence[int]:

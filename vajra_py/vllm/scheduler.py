@@ -37,8 +37,7 @@ from vajra_py.vllm.kv_events import kv_events_of
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
-from vajra_py.vllm.plugin import abort_at_once, end_before_workers
-from vajra_py.vllm.recording import SessionRecording, facts_of
+from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
@@ -96,10 +95,10 @@ class Scheduler(WithoutExtras):
             self.mechanism.check_policies(self._fallback)
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
-            abort_at_once(vllm_config)
-            end_before_workers()
             run = RunRecording(self.config, registry, options.save_run)
-            self._recording = SessionRecording(run, self.mechanism, facts_of(vllm_config, sizes, bytes_per_token))
+            self._recording = start_recording(
+                run, self.mechanism, vllm_config, facts_of(vllm_config, sizes, bytes_per_token)
+            )
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None

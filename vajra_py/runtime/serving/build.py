@@ -316,6 +316,26 @@ def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[Re
     return plans
 
 
+def _context_of(
+    plans: Sequence[ReplicaPlan],
+    seeds: SeedTree,
+    services: Services,
+    prefill_time: ReplicasetPrefillTime,
+    shared: SharedState,
+) -> PolicyContext:
+    """Return what all policies of a replicaset get when they are built."""
+    return PolicyContext(
+        limits=largest_limits([plan.limits for plan in plans]),
+        num_replicas=len(plans),
+        latency=services.latency,
+        prefill_time=prefill_time,
+        output_lengths=services.output_lengths,
+        random_stream=seeds.stream,
+        shared=shared,
+        build_part=routing_part_builder(services.registry),
+    )
+
+
 def build_replicaset(
     name: str,
     settings: ReplicasetConfig,
@@ -329,16 +349,7 @@ def build_replicaset(
     Raises `ConfigError` where replicas or policies do not go together, and what building a policy raises.
     """
     prefill_time, shared = ReplicasetPrefillTime(), SharedState()
-    context = PolicyContext(
-        limits=largest_limits([plan.limits for plan in plans]),
-        num_replicas=len(plans),
-        latency=services.latency,
-        prefill_time=prefill_time,
-        output_lengths=services.output_lengths,
-        random_stream=seeds.stream,
-        shared=shared,
-        build_part=routing_part_builder(services.registry),
-    )
+    context = _context_of(plans, seeds, services, prefill_time, shared)
 
     def make_policy(layer: Layer, choice: PolicyChoice, index: int) -> Any:
         own = replace(context, emit=services.diary.emitted.of(name, choice.policy))

@@ -11,6 +11,7 @@ from typing import Protocol
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
+from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import ConnectedKv
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
@@ -319,12 +320,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         if running_set.is_gated and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
-        if request.adapter and running_set.adapters is not None:
-            refusal = running_set.adapters.admit(request, self.now)
-            if refusal is not None:
-                if refusal is Refusal.LOADING:
-                    self._lifecycle.bind(request, self.now)
-                return self._refuse(request, refusal)
+        if running_set.adapters is not None and (refusal := self._adapter_refusal(running_set.adapters, request)):
+            return self._refuse(request, refusal)
         state = request.state
         if state is _LOADING:
             return self._refuse(request, Refusal.LOADING)
@@ -379,6 +376,15 @@ class Builder(PlanDraft):
             self._connected.admitted(request, num_loaded)
         self._put_chunk(request, num_tokens, done, kind)
         return None
+
+    def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
+        """Return why a request cannot run for want of its adapter, which is loaded if it can be; None if it can."""
+        if not request.adapter:
+            return None
+        refusal = adapters.admit(request, self.now)
+        if refusal is Refusal.LOADING:
+            self._lifecycle.bind(request, self.now)
+        return refusal
 
     def _cached_tokens(self, request: Request) -> int:
         """Leading tokens that a waiting request without KV need not compute."""
