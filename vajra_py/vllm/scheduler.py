@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 from vajra_py.config.single import only_replicaset
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.runs.recording import RunRecording
-from vajra_py.plugins import load_registry
+from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.endings import Endings, RefusedStreams
@@ -86,13 +86,7 @@ class Scheduler(WithoutExtras):
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
-        self.mechanism: Mechanism = make_mechanism(
-            self.config, registry, self._clock, self._max_model_len, bytes_per_token
-        )
-        if self._is_async:
-            self.mechanism.set_gate(bars_preempted=True)
-        if self._fallback is not None:
-            self.mechanism.check_policies(self._fallback)
+        self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token)
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
@@ -131,6 +125,15 @@ class Scheduler(WithoutExtras):
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
         init_logger("vllm.vajra").info(described(self.config, options, is_async=self._is_async))
+
+    def _make_mechanism(self, registry: Registry, bytes_per_token: int) -> Mechanism:
+        """Build the mechanism. Raises `ConfigError` for policies, also those that would take over, that do not go together with vLLM."""
+        mechanism: Mechanism = make_mechanism(self.config, registry, self._clock, self._max_model_len, bytes_per_token)
+        if self._is_async:
+            mechanism.set_gate(bars_preempted=True)
+        if self._fallback is not None:
+            mechanism.check_policies(self._fallback)
+        return mechanism
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns

@@ -332,8 +332,7 @@ class Builder(PlanDraft):
         to_hold = reserve_tokens
         if to_hold is None:
             to_hold = known if self._options.reserve_prompt else done + num_tokens
-        if to_hold < done + num_tokens:
-            to_hold = done + num_tokens
+        to_hold = max(to_hold, done + num_tokens)
         watermark = self._options.watermark_blocks
         if (
             watermark
