@@ -225,5 +225,5 @@ class Core:
 
 def free_blocks(scheduler: Any) -> int:
     if hasattr(scheduler, "mechanism"):
-        return scheduler.mechanism.replica.memory.free_blocks
-    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return int(scheduler.mechanism.replica.memory.free_blocks)
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

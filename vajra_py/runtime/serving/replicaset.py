@@ -380,7 +380,7 @@ class Replicaset:
                 f"the prompt ({prompt} tokens) leaves no room for output: a request may hold at most "
                 f"{bounds.max_request_tokens} tokens here"
             )
-        if not any(one.has_adapter(request) for one in self.replicas):
+        if request.adapter and not any(one.has_adapter(request) for one in self.replicas):
             return f"no replica has its adapter ({request.adapter!r})"
         holders = bounds.holders(request)
         if not holders.can_serve:

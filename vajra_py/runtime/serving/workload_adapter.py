@@ -26,7 +26,8 @@ def hashes_of(spec: RequestSpec, block_size: int, salt: str, *, reads_cache: boo
 
     Without `reads_cache` token ids are kept for others and not looked up.
     """
-    salt = adapter_salt(salt, spec.adapter)
+    if spec.adapter:
+        salt = adapter_salt(salt, spec.adapter)
     if spec.prompt_token_ids is not None:
         return TokenBlockHashes(spec.prompt_token_ids, block_size, salt, reads_cache=reads_cache)
     if spec.content is not None:

@@ -58,6 +58,7 @@ class Builder(PlanDraft):
 
     __slots__ = (
         "_asked_drafts",
+        "_cached_tokens",
         "_caches_decodes",
         "_connected",
         "_draft_rules",
@@ -100,6 +101,8 @@ class Builder(PlanDraft):
         """Requests that a policy lets leave with their KV and that are not on their way yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
         """Reason that a running request cannot leave; None: requests do not move here."""
+        self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
+        """Leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
         """KV of a connector for waiting requests; None: there is none."""
         self._tiers: FindsInTiers | None = None
@@ -156,6 +159,7 @@ class Builder(PlanDraft):
     def use_connector(self, connected: ConnectedKv) -> None:
         """Let waiting requests use KV from outside the replica."""
         self._connected = connected
+        self._cached_tokens = connected.cached_tokens
 
     def swap_beside_steps(self, swaps: SwapsBesideSteps) -> None:
         """Have swapped requests copied beside steps."""
@@ -332,7 +336,8 @@ class Builder(PlanDraft):
         to_hold = reserve_tokens
         if to_hold is None:
             to_hold = known if self._options.reserve_prompt else done + num_tokens
-        to_hold = max(to_hold, done + num_tokens)
+        if to_hold < done + num_tokens:
+            to_hold = done + num_tokens
         watermark = self._options.watermark_blocks
         if (
             watermark
@@ -366,8 +371,7 @@ class Builder(PlanDraft):
             return self.load(request, done, to_hold)
         elif not memory.grow(request, to_hold):
             return self._refuse(request, Refusal.KV_BLOCKS)
-        if to_hold > known:
-            running_set.has_spare_blocks = True
+        running_set.has_spare_blocks |= to_hold > known
         if self._swaps is not None and state is RequestState.LOADED:
             self._returned.add(request)
         kind = self._lifecycle.admitted(request, done, self.now)
@@ -385,12 +389,6 @@ class Builder(PlanDraft):
             self._lifecycle.bind(request, self.now)
         return refusal
 
-    def _cached_tokens(self, request: Request) -> int:
-        """Leading tokens that a waiting request without KV need not compute."""
-        return (
-            self._memory.cached_tokens(request) if self._connected is None else self._connected.cached_tokens(request)
-        )
-
     def _from_tiers(self, tiers: FindsInTiers, request: Request, done: int, to_hold: int) -> Refusal | None:
         """Have the prefix of a request brought that a lower tier holds; None: it has nothing to wait for."""
         num_tokens = tiers.num_to_load(request, done)
@@ -399,7 +397,8 @@ class Builder(PlanDraft):
             return Refusal.LOADING
         if not num_tokens:
             return None
-        to_hold = max(to_hold, done + num_tokens)
+        if to_hold < done + num_tokens:
+            to_hold = done + num_tokens
         if not self._memory.can_allocate(request, to_hold):
             return Refusal.KV_BLOCKS
         tiers.load(request, done, num_tokens)  # first: what an exclusive tier gives away makes room there

@@ -293,8 +293,9 @@ class PlanDraft:
         chunks = tuple(self.chunks.values())
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
-        for request, (num_drafts, _) in self.drafts.items():  # they are known only once they are accepted
-            request.set_computed(request.num_computed_tokens - num_drafts)
+        if self.drafts:  # they are known only once they are accepted
+            for request, (num_drafts, _) in self.drafts.items():
+                request.set_computed(request.num_computed_tokens - num_drafts)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
