@@ -38,7 +38,7 @@ class FactInfo:
         seen_as: Name in `RequestView` and in the requests table; empty: the fact's own; None: neither has it.
         span: Attribute of a request's span; empty: `vajra.request.` and the name; None: none.
         has_extra_arg: Whether vLLM's `extra_args` may state it.
-        is_of_programs: Whether it is of programs, or of adapters: tables and recordings have it only where one is stated.
+        is_only_where_stated: Tables and recordings have it only where a request states it: facts of programs, and the adapter.
     """
 
     meaning: str
@@ -47,7 +47,7 @@ class FactInfo:
     seen_as: str | None = ""
     span: str | None = ""
     has_extra_arg: bool = True
-    is_of_programs: bool = False
+    is_only_where_stated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class StatedFacts:
     session_id: Annotated[str, FactInfo("The conversation that it belongs to", span="gen_ai.conversation.id")] = ""
     adapter: Annotated[
         str,
-        FactInfo("The LoRA adapter that its model is to have", has_extra_arg=False, is_of_programs=True),
+        FactInfo("The LoRA adapter that its model is to have", has_extra_arg=False, is_only_where_stated=True),
     ] = ""  # vLLM has adapters of its own
     program_id: Annotated[
         str,
@@ -92,7 +92,7 @@ class StatedFacts:
                 *("x-program-id", "x-dynamo-session-id", "x-claude-code-session-id"),
                 *("x-session-affinity", "session-id"),
             ),
-            is_of_programs=True,
+            is_only_where_stated=True,
         ),
     ] = ""
     stage: Annotated[
@@ -101,30 +101,30 @@ class StatedFacts:
             "The program's word for this kind of call, such as `plan`",
             body="program_stage",
             headers=("x-program-stage",),
-            is_of_programs=True,
+            is_only_where_stated=True,
         ),
     ] = ""
     parent_calls: Annotated[
-        tuple[str, ...], FactInfo("Ids of the calls of its program whose results it uses", is_of_programs=True)
+        tuple[str, ...], FactInfo("Ids of the calls of its program whose results it uses", is_only_where_stated=True)
     ] = ()
     num_program_calls: Annotated[
-        int | None, FactInfo("Calls that its program makes in all, as far as is known", is_of_programs=True)
+        int | None, FactInfo("Calls that its program makes in all, as far as is known", is_only_where_stated=True)
     ] = None
     is_last_call: Annotated[
         bool,
         FactInfo(
             "No other call of its program comes after it",
             headers=("x-last-call", "x-dynamo-session-final"),
-            is_of_programs=True,
+            is_only_where_stated=True,
         ),
     ] = False
     next_call_after_s: Annotated[
         float | None,
-        FactInfo("Expected time from its end to its program's next call, while a tool runs", is_of_programs=True),
+        FactInfo("Expected time from its end to its program's next call, while a tool runs", is_only_where_stated=True),
     ] = None
     program_slo_s: Annotated[
         float | None,
-        FactInfo("Promised time from its program's first call to the program's end", is_of_programs=True),
+        FactInfo("Promised time from its program's first call to the program's end", is_only_where_stated=True),
     ] = None
 
 
@@ -143,7 +143,7 @@ class Fact:
     seen_as: str | None
     span: str | None
     has_extra_arg: bool
-    is_of_programs: bool
+    is_only_where_stated: bool
 
 
 _KINDS: dict[Any, FactKind] = {
@@ -176,7 +176,7 @@ def _fact(name: str, annotation: Any, default: Any) -> Fact:
         seen_as=info.seen_as if info.seen_as != "" else name,
         span=info.span if info.span != "" else f"vajra.request.{name}",
         has_extra_arg=info.has_extra_arg,
-        is_of_programs=info.is_of_programs,
+        is_only_where_stated=info.is_only_where_stated,
     )
 
 

@@ -130,7 +130,7 @@ class SloClassConfig(_ClassDurations):
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = handler(self)
-        unstated = [fact.name for fact in FACTS if fact.is_of_programs and data.get(fact.name, 0) is None]
+        unstated = [fact.name for fact in FACTS if fact.is_only_where_stated and data.get(fact.name, 0) is None]
         return {name: value for name, value in data.items() if name not in unstated}
 
 

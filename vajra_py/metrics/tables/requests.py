@@ -108,7 +108,7 @@ STATED_COLUMNS = (
     *_stated(FactKind.NUMBER, FactKind.DURATION),
 )
 """Columns of what clients stated."""
-PROGRAM_COLUMNS = tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.is_of_programs)
+PROGRAM_COLUMNS = tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.is_only_where_stated)
 """Columns that only the table of a run with programs has."""
 TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "detail")
 """Columns of a run's tables that hold texts; the others hold numbers."""

@@ -26,7 +26,7 @@ INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
 _LAST = ("metadata", "tbt_slo_s")  # in the order of the first logs of this version; readers go by names
-_OF_PROGRAMS = {fact.name: fact.default for fact in FACTS if fact.is_of_programs}
+_ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_where_stated}
 """Facts of programs, which a row has only where they are stated."""
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
@@ -363,7 +363,7 @@ class InputLog(JsonLinesFile):
 
 def _arrival_row(entry: Arrival) -> dict[str, Any]:
     facts = {name: getattr(entry.facts, name) for name in _FACTS} | {"metadata": dict(entry.facts.metadata)}
-    for name, default in _OF_PROGRAMS.items():
+    for name, default in _ONLY_WHERE_STATED.items():
         if facts[name] == default:
             del facts[name]
     row: dict[str, Any] = {"kind": "arrival", "tick": entry.tick, "arrived_at": entry.arrived_at, "facts": facts}
