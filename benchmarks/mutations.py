@@ -65,6 +65,21 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/scaling/device_budget.py::PairBudget._between 0 -> 1 #2": (
         "The longer range is gone through instead of the shorter one, with the same result."
     ),
+    "vajra_py/runtime/kv/retained_pool.py::RetainedBlockPool.retire self._num_private += 1 -> self._num_private -= 1 #0": (
+        "Names of private content only have to differ."
+    ),
+    "vajra_py/runtime/kv/block_pool.py::BlockPool.pin 1 -> 2 #2": "Any later version makes counts of idle blocks void.",
+    "vajra_py/runtime/serving/tier_moves.py::TierMoves.forget number >= 0 -> (number > 0) #0": (
+        "The first transfer of all is never a load: what can be loaded was copied down before."
+    ),
+    "vajra_py/runtime/serving/overlap.py::Overlap.step_formed one.is_early and one.has_reserved -> "
+    "(one.is_early or one.has_reserved) #0": (
+        "A prompt that is computed without blocks set aside has no target, so nothing of it is sent either way."
+    ),
+    "vajra_py/runtime/serving/hand_off.py::HandOffs.clear self._asked_while_busy.clear() -> pass #0": (
+        "Lines are empty then; later ones may be looked at once more after a step, with the same result."
+    ),
+    "vajra_py/runtime/support/clock.py:: 1 -> 2 #0": "Another tick that is later than any event.",
     "policies/vajra_policies/target_time.py::TargetTime.solo_chunk_size chunk < num_remaining_tokens -> "
     "(chunk > num_remaining_tokens) #0": "It notes where the next search begins, not what it finds.",
 }

@@ -202,6 +202,14 @@ def test_kv_parallel_limits() -> None:
     assert memory.cached_tokens(arrive(memory, 5)) == 0
 
 
+def test_kv_parallel_nothing_is_pinned_and_no_pin_is_refused() -> None:
+    memory = memory_of()
+    request = admitted(memory, 8)
+    assert memory.pin("name", request, 9.0)
+    memory.free(request)
+    assert (memory.used_blocks, memory.unpin("name")) == (0, False)
+
+
 @pytest.mark.parametrize("group_tokens", [0, 7, 14])
 def test_kv_parallel_refuses_group_tokens_that_do_not_suit_the_blocks(group_tokens: int) -> None:
     with pytest.raises(ValueError, match="A multiple of the block size 2 up to the 12 tokens"):

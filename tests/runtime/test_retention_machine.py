@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -22,7 +22,11 @@ from tests.golden.readers.retention import built
 from vajra_py.contract import CachedBlock, Key, KeyMotion, RetentionPolicy
 from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, Retention, TokenBlockHashes
 from vajra_py.runtime.kv.content_events import ContentChange, ContentEvent, ContentEvents
+from vajra_py.runtime.kv.pins import Pins
+from vajra_py.runtime.kv.retained_pool import RetainedBlockPool
 from vajra_py.runtime.kv.retention_order import CachedEntry
+from vajra_py.runtime.kv.tier_store import TierStore
+from vajra_py.runtime.kv.tiers import KvTiers, TierRules
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 2
 PROMPTS = st.builds(
@@ -280,11 +284,12 @@ def test_continuations_go_with_content_that_was_never_computed_again() -> None:
         prefix_cache=PrefixCacheOptions(),
         retention=Retention(POLICIES["lfu"](), "lfu"),
     )
-    early, late = Request(1, [0] * 8), Request(2, [0] * 8)
-    for request in (early, late):
+    early, late, other = Request(1, [0] * 8), Request(2, [0] * 8), Request(3, [1] * 8)
+    for request in (early, late, other):
         memory.register(request, request.hashes)
         assert memory.allocate(request, 8) == 0
     memory.free(early, 8, for_good=True)
+    memory.free(other, 8, for_good=True)
     memory.check()
     memory.cache_blocks(late, 4)
     memory.check()
@@ -293,4 +298,61 @@ def test_continuations_go_with_content_that_was_never_computed_again() -> None:
     memory.free(late, 0)
     memory.check()
     assert memory.lookup_prefix(early.hashes, 8) == 0
+    assert memory.lookup_prefix(other.hashes, 8) == 6, "another prompt's content stays"
     assert memory.free_blocks == NUM_BLOCKS
+
+
+def test_a_policy_is_told_of_uses_in_the_order_of_the_chain() -> None:
+    class Told(Ageing):
+        def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
+            told.append([block.depth for block in blocks])
+
+    told: list[list[int]] = []
+    memory = PagedKvMemory(
+        NUM_BLOCKS, BLOCK_SIZE, prefix_cache=PrefixCacheOptions(), retention=Retention(Told(), "told")
+    )
+    for index in range(2):
+        request = Request(index, [0] * 9)
+        memory.register(request, request.hashes)
+        assert memory.allocate(request, 9) == 8 * index
+        memory.free(request, 9, for_good=True)
+    assert told == [[0, 1, 2, 3]]
+
+
+def above_a_tier(num_blocks: int, rules: TierRules) -> tuple[RetainedBlockPool, KvTiers]:
+    """A pool, and a tier below it that has room for everything."""
+    retention = Retention(POLICIES["lru"](), "lru")
+    pool = RetainedBlockPool(num_blocks, PrefixCacheOptions(), retention, lambda: 0.0)
+    tiers = KvTiers([TierStore("host", NUM_BLOCKS, Retention(POLICIES["lru"](), "lru"))], [rules], BLOCK_SIZE)
+    pool.lower = tiers
+    return pool, tiers
+
+
+def test_content_that_nobody_can_name_goes_down_when_it_is_overwritten() -> None:
+    """Three of four blocks are full: the fourth goes first, and then all three at once, each copied once."""
+    pool, tiers = above_a_tier(4, TierRules())
+    table = pool.take(4)
+    pool.retire(table, 3)
+    pool.check()
+    assert pool.take(1) == table[3:]
+    assert not tiers.take_writes()
+    assert pool.take(3) == table[2::-1]
+    assert [(level, one.depth) for level, one in tiers.take_writes()] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_what_is_entered_is_written_through_in_the_order_of_the_chain() -> None:
+    pool, tiers = above_a_tier(4, TierRules("write_through"))
+    table = pool.take(4)
+    pool.cache(table[:3], "abc")
+    pool.cache(table[3:], "d", "c")
+    assert [(one.block_hash, one.depth) for one in tiers.take_computed()] == [("a", 0), ("b", 1), ("c", 2), ("d", 3)]
+
+
+def test_pins_that_are_due_are_named_first_end_first() -> None:
+    pins = Pins()
+    for name, until in (("late", 3.0), ("taken back", 1.5), ("early", 1.0), ("middle", 2.0)):
+        pins.add(name, [name], until)
+    pins.remove("taken back")
+    assert pins.due(0.5) == []
+    assert pins.due(2.0) == ["early", "middle"]
+    assert (pins.next_end, pins.due(2.5), pins.due(3.0)) == (3.0, [], ["late"])

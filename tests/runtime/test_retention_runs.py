@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,6 +316,16 @@ def test_equal_runs_log_the_same_evictions(tmp_path: Path, retention: str) -> No
 def test_a_run_that_keeps_to_the_default_logs_nothing(tmp_path: Path) -> None:
     served(many(40), {}, observers=[RetentionLog(tmp_path / RETENTION_FILE)])
     assert not list(tmp_path.iterdir())
+
+
+def test_evictions_of_one_time_and_replica_are_one_line(tmp_path: Path) -> None:
+    log = RetentionLog(tmp_path / RETENTION_FILE)
+    for replica_id, depth, now in ((0, 3, 1.0), (0, 2, 1.0), (1, 5, 1.0), (1, 4, 2.0)):
+        block: Any = SimpleNamespace(request=SimpleNamespace(request_id="r"), depth=depth)
+        log.on_evicted("default", replica_id, block, now)
+    log.close()
+    rows = [(row["at"], row["replica_id"], row["evicted"]) for row in read_retention(tmp_path / RETENTION_FILE)]
+    assert rows == [(1.0, 0, [["r", 3], ["r", 2]]), (1.0, 1, [["r", 5]]), (2.0, 1, [["r", 4]])]
 
 
 # Bad input

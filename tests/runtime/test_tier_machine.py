@@ -255,3 +255,46 @@ def test_tiers_under_random_use(case: str) -> None:
             derandomize=True,
         ),
     )
+
+
+def small_tiers(first: TierRules, second: TierRules | None = None) -> KvTiers:
+    """One or two tiers of four blocks."""
+    rules = [first] if second is None else [first, second]
+    stores = [TierStore(name, 4, Retention(built("lru", {}, 4), "lru")) for name in ("host", "store")]
+    return KvTiers(stores[: len(rules)], rules, SIZE)
+
+
+def test_what_is_written_through_goes_on_to_the_next_tier() -> None:
+    tiers = small_tiers(through(), through())
+    tiers.cached("ab", None, None)
+    for one in tiers.take_computed():
+        tiers.written(0, one)
+    assert [(level, one.block_hash) for level, one in tiers.take_writes()] == [(1, "a"), (1, "b")]
+
+
+def test_uses_are_counted_on_the_way_up_and_down_again() -> None:
+    """An exclusive tier gives content away that is loaded: a second use, with which it comes back."""
+    tiers = small_tiers(TierRules(is_exclusive=True))
+    uses = []
+    for _ in range(3):
+        tiers.cached("a", None, None)
+        tiers.while_evicting(lambda taken, count: tiers.gone("a"), [], 1)
+        ((_, one),) = tiers.take_writes()
+        tiers.written(0, one)
+        uses.append(one.num_uses)
+        tiers.end_load(tiers.begin_load("a", None))
+    assert uses == [1, 2, 3]
+
+
+def test_a_fetch_that_ends_early_leaves_what_has_arrived_and_room_for_others() -> None:
+    tiers = small_tiers(TierRules(), TierRules())
+    host, store = tiers.stores
+    for depth, name in enumerate("abc"):
+        one = TierBlock(name, "abc"[depth - 1] if depth else None, depth, None, 0.0)
+        assert store.add(one, 0.0) == []
+        assert store.written(one, 0.0)
+    (fetch,) = tiers.begin_fetch("abc", [1, 1, 1], None)
+    assert len(host) == 3
+    tiers.end_fetch(fetch, 1)
+    assert (host.contents(), len(host), store.contents()) == (["a"], 1, ["a", "b", "c"])
+    tiers.check([])

@@ -28,7 +28,7 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.observer import EndReason, Observer, TierTransfer
 from vajra_py.engine.config import check_replica
-from vajra_py.errors import ConfigError
+from vajra_py.errors import ConfigError, PolicyError
 from vajra_py.runtime.records.input_log import CacheReset, Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
@@ -102,7 +102,8 @@ def built(
     if tiers is not None:
         memory["tiers"] = {"kv_bytes_per_token": BYTES_PER_TOKEN, **tiers}
     replica = {"max_batch_size": 4, "max_model_len": 4000, "memory": memory}
-    controller, simulator = simulated_system(UNUSED, scheduling or {}, {"replica": replica, **changes})
+    spec = changes.pop("spec", UNUSED)
+    controller, simulator = simulated_system(spec, scheduling or {}, {"replica": replica, **changes})
     watch = Watch()
     controller.watch([watch])
     return controller, simulator, watch
@@ -189,6 +190,21 @@ def test_a_busy_replica_lets_a_late_prompt_use_what_came_meanwhile() -> None:
         asked("again", 5.0, [("chat", 8 * BLOCK), ("more", BLOCK)]),
     ]
     assert served(requests, {"levels": levels, "prefetch": "best_effort"}).hits["again"] > 0
+
+
+@pytest.mark.parametrize("prefetch_from", ["arrival", "admission"])
+@pytest.mark.parametrize(("least", "num_found"), [(4, 8), (5, 4)])
+def test_a_prefetch_brings_what_lies_beyond_the_first_tier(prefetch_from: str, least: int, num_found: int) -> None:
+    """The first tier holds half of a prompt, the second one the other half: that alone is compared with the threshold."""
+    levels = [tier(num_blocks=16, write="write_through"), tier("disk")]
+    rules = {"prefetch_from": prefetch_from, "min_prefetch_tokens": least * BLOCK}
+    requests = [
+        asked("first", 0.0, [("chat", 8 * BLOCK)]),
+        asked("other", 1.0, [("other", 12 * BLOCK)]),
+        asked("again", 5.0, [("chat", 8 * BLOCK), ("more", BLOCK)]),
+    ]
+    watch = served(requests, {"levels": levels, **rules}, num_blocks=13)
+    assert watch.by_tier["again"] == {"host": 4 * BLOCK, "disk": (num_found - 4) * BLOCK}
 
 
 def test_what_is_less_than_the_threshold_is_computed() -> None:
@@ -357,6 +373,26 @@ def test_a_request_that_is_called_off_while_it_loads_gives_its_content_back() ->
     assert next(one[1] for one in watch.transfers if one[0] == ("host", "device")) == 0
 
 
+def test_nothing_is_found_of_a_load_that_was_called_off_even_in_blocks_of_one_token() -> None:
+    tiers = {
+        "levels": [tier(write="write_through", bandwidth_gb_s=0.01)],
+        "kv_bytes_per_token": BLOCK * BYTES_PER_TOKEN,
+    }
+    again = [("chat", 8), ("more", 1)]
+    requests = [
+        asked("first", 0.0, [("chat", 8)]),
+        asked("other", 1.0, [("other", 19)]),
+        asked("again", 100.0, again),
+        asked("later", 140.0, again),
+    ]
+    controller, simulator, watch = built(tiers, memory={"block_size": 1})
+    simulator.abort_at(100.01, "again")
+    simulator.run(requests)
+    controller.check_conservation()
+    assert watch.reasons["again"] is EndReason.ABORTED
+    assert watch.by_tier["later"]["host"] == 8
+
+
 def test_a_lost_replica_loses_its_own_tiers_and_not_the_shared_one() -> None:
     for shared, hit in ((True, 8 * BLOCK), (False, 0)):
         controller, simulator, watch = built([tier("store", write="write_through", shared=shared)])
@@ -394,11 +430,13 @@ class Follows:
 
     def __init__(self) -> None:
         self.index: dict[str, set[Hashable]] = {}
+        self.stored_at: list[tuple[str, float]] = []
         self.seen: list[tuple[str, Mapping[str, int]]] = []
         self.indexed: list[tuple[str, int]] = []
 
     def on_tier_blocks_stored(self, replica_id: int, tier: str, hashes: Sequence[Hashable], now: float) -> None:
         self.index.setdefault(tier, set()).update(hashes)
+        self.stored_at.append((tier, now))
 
     def on_tier_blocks_removed(self, replica_id: int, tier: str, hashes: Sequence[Hashable], now: float) -> None:
         self.index[tier].difference_update(hashes)
@@ -413,14 +451,12 @@ class Follows:
         return ()
 
 
-def test_a_router_sees_and_hears_what_each_tier_holds() -> None:
-    made: list[Follows] = []
-
+def following(made: list[Follows]) -> PolicySpec:
     def build(config: PolicyConfig, context: Any) -> Follows:
         made.append(Follows())
         return made[-1]
 
-    spec = PolicySpec(
+    return PolicySpec(
         layer=Layer.REPLICASET_SCHEDULER,
         name="follows",
         config=PolicyConfig,
@@ -428,6 +464,11 @@ def test_a_router_sees_and_hears_what_each_tier_holds() -> None:
         summary="For this test.",
         source="test",
     )
+
+
+def test_a_router_sees_and_hears_what_each_tier_holds() -> None:
+    made: list[Follows] = []
+    spec = following(made)
     memory = {"num_blocks": 20, "tiers": {"levels": [tier()], "kv_bytes_per_token": BYTES_PER_TOKEN}}
     replica = {"max_batch_size": 4, "max_model_len": 400, "memory": memory}
     controller, simulator = simulated_system(spec, {"replicaset_scheduler": "follows"}, {"replica": replica})
@@ -441,6 +482,21 @@ def test_a_router_sees_and_hears_what_each_tier_holds() -> None:
     assert hits["host"] == watch.by_tier["again"]["host"]
     assert router.indexed[-1][1] * BLOCK >= hits["host"]
     assert router.seen[0][1] == {"device": 0, "host": 0}
+
+
+def test_nothing_of_a_prefetch_is_heard_that_is_lost_on_its_way() -> None:
+    """Of 8 blocks that take 1.28 s each none has arrived after a second."""
+    made: list[Follows] = []
+    levels = [tier(num_blocks=16, write="write_through"), tier("disk", bandwidth_gb_s=0.0125)]
+    requests = [asked("first", 0.0, [("chat", 8 * BLOCK)]), asked("other", 1.0, [("other", 17 * BLOCK)])]
+    requests += [asked("again", 100.0, [("chat", 8 * BLOCK), ("more", BLOCK)]), asked("last", 200.0, [("last", BLOCK)])]
+    scheduling = {"replicaset_scheduler": "follows"}
+    _, simulator, watch = built(levels, scheduling=scheduling, spec=following(made))
+    simulator.inject(to_ticks(101.0), Phase.FAILURE, CacheReset(to_ticks(101.0), "default", 0))
+    simulator.run(requests)
+    (router,) = [one for one in made if one.seen]
+    assert ("disk", "host") in [one[0] for one in watch.transfers]
+    assert [one for one in router.stored_at if 100.0 < one[1] <= 101.0] == []
 
 
 def test_without_tiers_views_name_none() -> None:
@@ -480,6 +536,24 @@ def test_without_tiers_views_name_none() -> None:
 def test_tiers_that_make_no_sense_are_refused(tiers: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         built(tiers)
+
+
+def test_tiers_of_pools_have_blocks_of_one_size() -> None:
+    pools = {
+        name: {"num_replicas": 1, "replica": {"memory": {"block_size": size}}} for name, size in (("a", 16), ("b", 32))
+    }
+    with pytest.raises(ConfigError, match="are of pools whose blocks differ in size"):
+        built([tier()], pools=pools)
+
+
+def test_a_tiers_policy_that_breaks_the_contract_ends_the_run_by_name() -> None:
+    class Broken(Unused):
+        def on_stored(self, blocks: Any, now: float) -> None:
+            raise ZeroDivisionError("no")
+
+    spec = RetentionSpec("broken", PolicyConfig, lambda config, context: Broken(), "For this test.")
+    with pytest.raises(PolicyError, match=r"broken of tier host.*ZeroDivisionError: no"):
+        served(chat(), [tier(retention="broken")], spec=spec)
 
 
 def test_tiers_want_a_prefix_cache() -> None:

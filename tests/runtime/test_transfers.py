@@ -5,7 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vajra_py.runtime.movement.links import LinkOptions
+from vajra_py.runtime.records.input_log import Retry
+from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.transfers import Transfers
 
 
@@ -39,3 +43,21 @@ def test_actions_of_a_lost_replica_are_dropped() -> None:
     one.replica.num_in_flight = 0
     moved.step_ended(one)
     assert not done
+
+
+@pytest.mark.parametrize(
+    ("is_timed", "asks", "pushed"),
+    [(True, False, "default"), (False, True, Retry(7 + 10**12, "default")), (False, False, None)],
+)
+def test_what_is_postponed_is_due_by_the_clock_or_when_it_is_told(is_timed: bool, asks: bool, pushed: Any) -> None:
+    events: list[Any] = []
+    driver: Any = SimpleNamespace(now=7, events=SimpleNamespace(push=lambda *event: events.append(event)))
+    replicaset: Any = SimpleNamespace(name="default")
+    rules: Any = SimpleNamespace(links=LinkOptions())
+    moved: Transfers[Any] = Transfers(replicaset, rules, driver, is_timed=is_timed, asks=asks)
+    done: list[int] = []
+    moved.after(1.0, lambda: done.append(driver.now))
+    assert events == ([] if pushed is None else [(7 + 10**12, Phase.TRANSFER, pushed)])
+    for driver.now in (6 + 10**12, 7 + 10**12):
+        moved.retry()
+    assert done == [7 + 10**12]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import ACCEPT, SchedulerTraits, SteadyState, fill
+from vajra_py.contract import ACCEPT, Layer, PolicyConfig, PolicySpec, SchedulerTraits, SteadyState, fill
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.serving import waking
 from vajra_py.runtime.serving.alarms import MAX_WAKES_PER_TICK
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions
+from vajra_py.testing.simulated import simulated_system
 from vajra_py.workload.request import RequestSpec
 
 
@@ -44,6 +45,20 @@ def test_a_batching_window_is_idle_until_its_end_and_then_runs_everyone() -> Non
     ]
     scheduler = harness.replica_schedulers[0]
     assert scheduler.asked == [1.0, 1.02, 1.04, 1.05, 1.2, 1.25]
+
+
+def test_a_batching_window_ends_in_a_system_whose_policies_can_be_replaced() -> None:
+    made: list[BatchingWindow] = []
+
+    def build(config: PolicyConfig, context: Any) -> BatchingWindow:
+        made.append(BatchingWindow(context))
+        return made[-1]
+
+    spec = PolicySpec("window", Layer.REPLICA_SCHEDULER, PolicyConfig, build, "For this test.")
+    controller, simulator = simulated_system(spec, {"replica_scheduler": "window"}, {})
+    assert controller.replicasets["default"].policies is not None
+    simulator.run(requests(1.0, 1.02))
+    assert [one.asked for one in made] == [[1.0, 1.02, 1.05]]
 
 
 @pytest.mark.parametrize("until", [1.0, 0.5, float("nan")])

@@ -51,6 +51,17 @@ def test_a_request_leaves_with_its_kv_and_goes_on_in_the_other_pool() -> None:
     assert way.ended == pytest.approx(held + 0.01 + 4 * DECODE_S)
 
 
+def test_a_replicaset_that_hands_off_serves_beside_one_that_does_not() -> None:
+    mapping = settings()
+    split = {name: mapping.pop(name) for name in ("pools", "hand_off")}
+    mapping["replicasets"] = {"split": {"select": {"min_prompt_tokens": 100}, **split}, "whole": {}}
+    ways = simulate(mapping, [RequestSpec("a", 0.0, 100, 5), RequestSpec("b", 0.0, 99, 5)]).ways
+    assert {name: (way.target, way.reason) for name, way in ways.items()} == {
+        "a": (1, EndReason.STOP),
+        "b": (None, EndReason.STOP),
+    }
+
+
 @pytest.mark.parametrize(
     ("rule", "first_at", "num_steps"),
     [("source", 0.0, 4), ("recompute", 0.01 + DECODE_S, 5)],

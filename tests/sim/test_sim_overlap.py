@@ -205,11 +205,12 @@ def test_a_lost_source_begins_again_elsewhere() -> None:
     assert done.ways.of["a"].held == pytest.approx(0.05 + 4 * prompt_s(100))
 
 
-def test_a_request_that_leaves_in_the_middle_of_its_prompt_sends_what_is_computed() -> None:
+@pytest.mark.parametrize("moves", ["missing", "whole_prompt"])
+def test_a_request_that_leaves_in_the_middle_of_its_prompt_sends_what_is_computed(moves: str) -> None:
     def at_half(request: RequestView) -> bool:
         return 2 * request.num_computed_tokens == request.num_prompt_tokens
 
-    mapping = overlapping(100.0)
+    mapping = overlapping(100.0, moves=moves)
     mapping["scheduling"] = {**POLICIES, "replica_scheduler": "hands_off"}
     done = Outcome(mapping, [RequestSpec("a", 0.0, 400, 5)], registry=registry_of(at_half))
     assert done.shown("num_tokens", "num_bytes", "outcome") == [(200, 200_000_000, "done")]

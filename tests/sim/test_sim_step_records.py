@@ -24,6 +24,8 @@ from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import read_decisions, step_row
+from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
+from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness
 from vajra_py.testing.harness import PolicySource
@@ -40,6 +42,7 @@ from vajra_py.testing.scenarios import (
     Scenario,
     requests_of,
 )
+from vajra_py.workload import RequestSpec
 
 SITUATIONS = (LIGHT, OVERLOADED, STARVED, INCREMENTAL, SWAPPING, LEAVING, SHARED_PREFIXES, PIPELINED, KV_PARALLEL)
 
@@ -129,6 +132,29 @@ def test_a_run_of_steps_is_one_record(tmp_path: Path) -> None:
     assert len(recorder.steps) == num_steps
     write_parquet(recorder.steps, tmp_path / STEPS_FILE)
     assert pq.read_metadata(tmp_path / STEPS_FILE).num_rows < num_steps / 2
+
+
+class Growths(StepLog):
+    """Steps of each run, and numbers of members that grow in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[tuple[int, int]] = []
+
+    def on_plan_repeats(
+        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
+    ) -> None:
+        self.counts.append((len(repeats.ended_at), len(repeats.growth)))
+
+
+def test_a_run_of_steps_says_who_grows_in_each_step_after_the_first_until_that_repeats() -> None:
+    log, harness = Growths(), Harness("fcfs", "round_robin", "fixed_chunk")
+    harness.controller.watch([log])
+    harness.simulator(SimulationOptions()).run([RequestSpec(f"r{count}", 0.0, 10, count) for count in (8, 60)])
+    size = harness.options.block_size
+    assert [count for _, count in log.counts] == [min(num_steps - 1, size) for num_steps, _ in log.counts]
+    assert any(1 < num_steps <= size for num_steps, _ in log.counts)
+    assert any(num_steps > size + 1 for num_steps, _ in log.counts)
 
 
 def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,8 +181,7 @@ class TierStore:
         if parent is None:
             self._without_parent.setdefault(one.parent_hash, {})[one] = None
             return
-        if parent.is_idle and not parent.num_children:
-            self.order.discard(parent)
+        self.order.discard(parent)
         self._join(one, parent)
 
     @staticmethod
