@@ -73,7 +73,7 @@ test: lint ## lint, then the tests (slow ones too; those that need a GPU are ski
 	$(BIN)/pytest -n $(WORKERS) -m "not long" $(addprefix --ignore=,$(TENSOR_TESTS)) $(PYTEST_ARGS)
 	$(BIN)/pytest -n $(WORKERS) -m "not long" $(TENSOR_TESTS) $(PYTEST_ARGS)
 
-test-long: install ## the few tests that take a minute each: engines on several nodes, an example on the engine, programs for GPUs
+test-long: install ## the few tests that take a minute each: clusters of several nodes, an example on the engine, programs for GPUs, pairs of vLLMs
 	$(BIN)/pytest -n $(WORKERS) -m long $(PYTEST_ARGS)
 
 test-fast: install ## the tests that take seconds

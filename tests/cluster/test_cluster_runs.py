@@ -152,6 +152,7 @@ def test_runs_of_a_lost_node_are_executed_on_others(
     assert results(tmp_path / "there/runs") == expected
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_what_is_finished(
     connected: RayCluster,
     asked: Asked,

@@ -52,6 +52,7 @@ def answers_of(url: str, lose_node: bool) -> dict[int, Any]:
     return answers
 
 
+@pytest.mark.long
 def test_a_node_dies_under_a_server_and_no_request_is_lost(cluster: LocalCluster, model: Path, tmp_path: Path) -> None:
     flags = ["--model", str(model), "--served-model-name", "tiny", "-dp", "2", "--max-model-len", "256"]
     flags += ["--set", "backend.engine.self_check=false"]

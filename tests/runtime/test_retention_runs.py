@@ -341,7 +341,11 @@ def problem_of(scheduling: Mapping[str, Any], cache: Mapping[str, Any] | None = 
 @pytest.mark.parametrize(
     ("scheduling", "cache", "said"),
     [
-        ({"retention": "lruu"}, {}, "Did you mean 'lru'? Allowed: arc, continuum_pins, fifo, filo, kvflow, lfu, lru, mru"),
+        (
+            {"retention": "lruu"},
+            {},
+            "Did you mean 'lru'? Allowed: arc, continuum_pins, fifo, filo, kvflow, lfu, lru, mru",
+        ),
         ({"retention": {"policy": "ttl", "params": {"ttl_s": -1.0}}}, {}, "scheduling.retention.params.ttl_s"),
         ({"retention": {"policy": "slru", "params": {"protected_threshold": 0}}}, {}, "protected_threshold"),
         ({"retention": {"policy": "lfu", "params": {"age": 1}}}, {}, "scheduling.retention.params.age"),

@@ -330,8 +330,7 @@ def _preempts_for_somebody(subject: Subject) -> None:
 
 def _hands_off_safely(subject: Subject) -> None:
     """Let what the policy hands off go on at a second replica, and run fast-forwarded as well; for policies with that verb."""
-    package = type(subject.build(context_of(scenarios.LIGHT))).__module__.partition(".")[0]
-    if "hand_off" not in attributes_read_in(package):
+    if "hand_off" not in attributes_read_in(type(subject.build(context_of(scenarios.LIGHT))).__module__):
         return
     for scenario in _AGAIN:
         if not subject.suits(scenario):

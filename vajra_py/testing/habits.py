@@ -35,10 +35,10 @@ def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
 
 
 def attributes_read_in(package: str) -> frozenset[str]:
-    """Names of all attributes that functions of the package's loaded modules read, also as text for `getattr`."""
+    """Names of all attributes that functions of a package's loaded modules read, or of one module, also as text for `getattr`."""
     found: set[str] = set()
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != package or not isinstance(module, ModuleType):
+        if not f"{name}.".startswith(f"{package}.") or not isinstance(module, ModuleType):
             continue
         for code in _codes_of(vars(module), name):
             for instruction in dis.get_instructions(code):
