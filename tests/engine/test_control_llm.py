@@ -185,7 +185,8 @@ def test_garbage_collections_leave_out_what_existed_before_a_run(hollow_model: P
         frozen.clear()  # loading ran a step of its own, perhaps
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
         assert min(frozen) > 10_000
-    assert (gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()) == before
+    assert gc.get_freeze_count() <= before[0]  # objects that were frozen before may have gone meanwhile
+    assert (gc.get_threshold(), gc.isenabled()) == before[1:]
 
 
 def test_a_stream_gives_what_is_new(hollow_model: Path) -> None:

@@ -66,7 +66,6 @@ def test_a_plain_model_is_taken() -> None:
         ({"lora_config": object()}, "--enable-lora"),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"ec_transfer_config": object()}, "--kv-transfer-config"),
-        ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "--kv-events-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),
         ({"model_config__get_sliding_window": lambda: 64}, "model"),

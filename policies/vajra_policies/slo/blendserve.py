@@ -88,7 +88,7 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """(rho, request) of all that waits, the densest first, and rho of them together."""
+        """(rho, request) of all that waits, the densest first, and rho of them together (0 of nobody)."""
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)
@@ -103,10 +103,10 @@ class Blendserve(FixedChunk):
             ranked.append((own_compute / own_read, members))
             compute_s, read_s = compute_s + own_compute, read_s + own_read
         ranked.sort(key=lambda one: (-one[0], one[1][0].index))
-        return [(rho, one) for rho, members in ranked for one in members], compute_s / read_s
+        return [(rho, one) for rho, members in ranked for one in members], compute_s / read_s if ranked else 0.0
 
     def _times(self, request: RequestView) -> tuple[float, float]:
-        prompt, output = request.num_prompt_tokens, self._lengths.total(request)
+        prompt, output = request.num_prompt_tokens, max(self._lengths.total(request), 1.0)
         return (prompt + output) / self._compute_rate, output * (prompt + output / 2.0) / self._read_rate
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
