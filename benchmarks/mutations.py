@@ -82,6 +82,10 @@ EQUIVALENT: dict[str, str] = {
     "vajra_py/runtime/support/clock.py:: 1 -> 2 #0": "Another tick that is later than any event.",
     "policies/vajra_policies/target_time.py::TargetTime.solo_chunk_size chunk < num_remaining_tokens -> "
     "(chunk > num_remaining_tokens) #0": "It notes where the next search begins, not what it finds.",
+    "policies/vajra_policies/programs/tool_gaps.py::ToolGaps.ttl_s 0 -> 1 #0": "A mean of 0 s is not slow either.",
+    "policies/vajra_policies/routers/thunderagent_rules.py::ThunderTable._pause 1 -> 2 #0": (
+        "A counter whose values are compared with each other alone."
+    ),
 }
 """Survivors judged to be equivalent: the key of the mutant, and the reason."""
 

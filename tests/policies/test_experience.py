@@ -15,7 +15,8 @@ from vajra_policies.slo.andes import Andes, AndesConfig
 from vajra_policies.slo.jitserve import Jitserve, JitserveConfig
 from vajra_policies.slo.polyserve import Polyserve, PolyserveConfig
 from vajra_policies.slo.reading import Reading
-from vajra_py.contract import LengthEstimate
+from vajra_policies.slo.tiers import TierConfig, Tiers
+from vajra_py.contract import EndedStep, LengthEstimate
 from vajra_py.latency import AffineModel
 from vajra_py.testing.harness import Harness, HarnessOptions
 
@@ -93,6 +94,25 @@ def test_those_that_run_stay_once_the_cap_of_preemptions_is_reached() -> None:
     assert policy.key(runs, 1.0)[0] < policy.key(waits, 1.0)[0]
 
 
+def test_the_gain_is_what_is_read_more_within_the_horizon() -> None:
+    prefill: Any = SimpleNamespace(remaining_s=lambda prompt, done: (prompt - done) / 10)
+    policy = Andes(AndesConfig(reading_speed=2.0, expected_ttft_s=1.0, horizon_s=2.0, first_step_s=0.25), prefill)
+    facts = {"arrived_at": 0.0, "tpot_slo_s": None, "tbt_slo_s": None, "ttft_slo_s": None, "is_resident": True}
+    decodes: Any = SimpleHashable(
+        **facts, num_known_tokens=10, num_computed_tokens=9, num_remaining_tokens=1, num_output_tokens=1
+    )
+    # Its token comes at 1 s and has been read half by 1.25 s; from then on, tokens come faster than they are read.
+    policy.on_step_end(EndedStep(0, 0, 0.75, 1.0, [decodes], [1]))
+    expected = 2.0 * 2.25**2 / 2  # from 1 s to 3.25 s
+    read_anyway = 0.25 + 1.75  # one token by 1.5 s
+    assert policy.key(decodes, 1.25)[1] * 10 == pytest.approx(-(expected - read_anyway) / expected)
+    prompt: Any = SimpleHashable(
+        **facts, num_known_tokens=10, num_computed_tokens=0, num_remaining_tokens=10, num_output_tokens=0
+    )
+    # At 1 s, the prompt takes 1 s more, and then one second of reading is left of the horizon.
+    assert policy.key(prompt, 1.0)[1] * 10 == pytest.approx(-(2.0 * 1.0**2 / 2) / (2.0 * 2.0**2 / 2))
+
+
 class SimpleHashable(SimpleNamespace):
     """Facts by name; equal only to itself."""
 
@@ -143,6 +163,14 @@ def test_priority_is_reward_over_remaining_time(facts: dict[str, Any], reward: f
     request: Any = Call(**facts)
     remaining_s = (100 - request.num_output_tokens) * 0.02
     assert -jitserve().key(request, 1.0) == pytest.approx(reward / remaining_s)
+
+
+def test_the_assumed_step_time_counts_until_steps_have_ended_and_no_longer() -> None:
+    policy = jitserve(refresh_steps=1, first_step_s=9.0)
+    for duration_s in (0.04, 0.06):
+        policy.on_step_end(EndedStep(0, 0, 0.0, duration_s, [], []))
+    request: Any = Call()
+    assert -policy.key(request, 0.0) == pytest.approx((200 + 8 * 100) / (100 * 0.05))
 
 
 def test_calls_of_a_program_with_a_promised_end_count_together() -> None:
@@ -199,6 +227,25 @@ def test_a_first_token_that_would_be_late_behind_others_goes_elsewhere() -> None
     assert policy.assign(Request(100), replicas(num_running=[0, 0]), 0.0) == 0  # type: ignore[arg-type]
     assert policy.assign(Request(100, ttft_slo_s=0.5), busy, 0.0) == 0  # type: ignore[arg-type]
     assert policy.assign(Request(100, ttft_slo_s=0.05), busy, 0.0) == 1  # type: ignore[arg-type]
+
+
+def test_a_cached_prefix_leaves_less_to_compute_before_the_first_token() -> None:
+    # 256 tokens are left of the prompt, and as many wait before it: 51.2 ms.
+    busy = replicas(
+        num_running=[1], num_context_tokens=[100], num_pending_tokens=[256], num_blocks=[1000], hit_tokens=[256]
+    )
+    for ttft_slo_s, is_kept in ((0.052, True), (0.051, False)):
+        asked: Any = Request(512, ttft_slo_s=ttft_slo_s, tpot_slo_s=0.1)
+        tiers = Tiers(TierConfig(tiers_s=(0.1,)), context(latency=AffineModel(0.0, 0.0001), num_blocks=1000))
+        assert tiers.keeps(asked, busy[0], 0, 0.0, has_promises=True) is is_kept
+
+
+def test_a_peak_that_fills_memory_to_the_last_token_fits() -> None:
+    tiers = Tiers(TierConfig(tiers_s=(0.1,), default_output_tokens=60.0), context(latency=AffineModel(0.001)))
+    asked: Any = Request(100)
+    sizes = {10: True, 9: False}  # blocks of 16 tokens, for a prompt of 100 and an output of 60
+    views = replicas(num_blocks=list(sizes))
+    assert [tiers.keeps(asked, one, 0, 0.0, has_promises=False) for one in views] == list(sizes.values())
 
 
 def test_a_replica_without_requests_is_idle_again_and_who_waits_is_pulled() -> None:

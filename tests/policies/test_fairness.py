@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.plain_fairness import PlainDrr, PlainVtc
+from vajra_policies.fairness.accounts import added
 from vajra_policies.fairness.deficit_round_robin import DeficitRoundRobinConfig
 from vajra_policies.fairness.least_counter_first import LeastCounterFirstConfig
 from vajra_policies.fairness.vtc import VtcConfig
@@ -85,6 +86,21 @@ def test_a_turn_lasts_for_a_quantum_and_debts_are_paid() -> None:
     assert "".join(name[0] for name in two_each) == "aabbabab", "the second turn has a debt of 10 to pay"
     one_each = order(("drr", {"quantum": 10.0}), requests)
     assert "".join(name[0] for name in one_each) == "abababab"
+
+
+def test_a_turn_lasts_down_to_the_last_token_of_credit() -> None:
+    requests = [(f"{tenant}{index}", tenant) for tenant in "ab" for index in range(2)]
+    assert order(("drr", {"quantum": 21.0}), requests)[:2] == ["a0", "a1"], "a request costs 20: one is left"
+
+
+@pytest.mark.parametrize(("total", "cost", "times"), [(0.0, 0.1, 10), (0.5, 1.0, 3), (2.0**53, 1.0, 4), (7.0, 2.0, 5)])
+def test_tokens_charged_together_come_to_the_same_as_one_by_one_to_the_last_bit(
+    total: float, cost: float, times: int
+) -> None:
+    one_by_one = total
+    for _ in range(times):
+        one_by_one += cost
+    assert added(total, cost, times) == one_by_one
 
 
 lengths = st.tuples(st.integers(1, LONGEST_PROMPT), st.integers(1, LONGEST_OUTPUT))

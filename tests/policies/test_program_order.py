@@ -236,6 +236,14 @@ def test_tools_that_take_long_in_the_mean_are_not_waited_for() -> None:
     assert gaps.ttl_s(calls["test"]) == 2.0, "the mean has fallen to (30 + 20 * 0.1) / 21 s"
 
 
+def test_one_time_of_a_tool_is_its_mean() -> None:
+    gaps, program = ToolGaps(ToolGapConfig(ttl_s=2.0, max_mean_gap_s=2.0)), Program("one")
+    call: Any = Call(program, metadata={"tool": "make"})
+    gaps.depart([call], 0.0)
+    gaps.arrive([call], 3.0)
+    assert gaps.ttl_s(call) == 0.0, "3 s are more than 2 s"
+
+
 def test_names_of_tools_without_end_are_not_kept() -> None:
     gaps, program = ToolGaps(ToolGapConfig(max_mean_gap_s=2.0)), Program("one")
 

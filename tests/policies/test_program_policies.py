@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vajra_policies.programs.attained_service import Atlas, AttainedServiceConfig, Plas
+from vajra_policies.routers.thunderagent_rules import ThunderAgentConfig, ThunderTable
 from vajra_py.contract import EndReason, KeyMotion, RequestPrioritizer, RequestView
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError
@@ -195,6 +196,16 @@ def test_a_paused_program_is_resumed_after_the_timeout_whatever_room_there_is() 
     assert all(
         later.arrived_at >= earlier.ended_at for earlier, later in pairwise(requests.of[f"0.{n}"] for n in range(4))
     )
+
+
+def test_no_turn_is_its_programs_last_once_pauses_have_brought_the_replica_down_to_the_target() -> None:
+    table = ThunderTable(ThunderAgentConfig(pause_target=0.8, buffer_tokens=0), {"only": 1000})
+    table.before_call("talks", 800, 0.0)
+    table.before_call("acts", 150, 0.0)
+    table.after_call("acts", 300, 1.0)
+    table.tick(5.0)
+    table.after_call("talks", 800, 6.0)
+    assert {name: one.is_paused for name, one in table.programs.items()} == {"talks": False, "acts": True}
 
 
 def test_calls_side_by_side_and_requests_without_a_program_are_served() -> None:

@@ -124,6 +124,14 @@ def test_small_chunks_are_released_together_once_they_make_up_a_large_one() -> N
     assert step(one).tokens == {"chat": 1, "small": 60, "other": 40}
 
 
+def test_a_small_chunk_that_is_held_back_does_not_hold_up_a_large_one_behind_it() -> None:
+    one = with_chat("min_chunk_hold", HOLD)
+    one.submit("small", 60)
+    assert prompt_tokens(step(one)) == 0
+    one.submit("large", 150)
+    assert step(one).tokens == {"chat": 1, "large": 150}
+
+
 def test_nothing_is_held_back_while_nobody_decodes() -> None:
     one = harness("min_chunk_hold", HOLD)
     one.submit("small", 60)

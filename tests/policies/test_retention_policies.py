@@ -32,6 +32,11 @@ def made(policy: type, **fields: Any) -> RetentionSpec:
     return RetentionSpec("made", PolicyConfig, lambda config, context: policy(), "For this test.", **fields)
 
 
+def test_those_that_keep_the_order_of_release_say_so() -> None:
+    follow = {name for name, one in POLICIES.items() if one.spec.follows_release}
+    assert follow >= {"lru", "session_pin", "continuum_pins"}
+
+
 class Plain:
     key_motion = KeyMotion.PROGRESS
 

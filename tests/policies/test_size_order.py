@@ -72,6 +72,15 @@ def test_trail_lets_those_finish_that_are_far_on(fraction: float, order: list[st
     assert ends(one) == order
 
 
+def test_trail_without_preemption_interrupts_nobody_after_the_first_token() -> None:
+    one = harness(("trail", {"preemptible_fraction": 0.0}), {"old": 20, "new": 5}, max_batch_size=1)
+    submit(one, {"old": 20})
+    one.step()
+    assert one.request("old").num_output_tokens == 1
+    submit(one, {"new": 5})
+    assert ends(one) == ["old", "new"]
+
+
 def test_ranks_alone_matter_and_equal_those_of_shortest_job_first() -> None:
     lengths = {f"r{index}": (index * 7) % 11 + 1 for index in range(11)}
     orders = []

@@ -144,6 +144,15 @@ def test_with_the_true_lengths_nobody_is_evicted_and_memory_is_used() -> None:
     assert held["longest"] < held["predicted"]
 
 
+def test_a_peak_that_fills_memory_to_the_last_block_is_let_in() -> None:
+    # Two blocks for a prompt, one for its output, of each of the two.
+    options = HarnessOptions(num_blocks=6, block_size=16)
+    one = Harness("fcfs", "round_robin", ("past_future", {"lengths": "longest", "reserve_fraction": 0.0}), options)
+    for name in ("first", "second"):
+        one.submit(name, 17, 16, max_tokens=16)
+    assert set(step(one).tokens) == {"first", "second"}
+
+
 def test_lengths_of_the_past_are_learnt() -> None:
     one = Harness(
         "fcfs",

@@ -136,7 +136,6 @@ class MixedPool:
         token_at = next(filter(None, (self._for_tokens(pool, request) for pool in (tokens, mixed))), None)
         if prompt_at is None and tokens:
             prompt_at = min(tokens, key=self._pending)
-            tokens.remove(prompt_at)
             self._lend(prompt_at)
         if token_at is None and prompts:
             token_at = min(prompts, key=self._memory)
