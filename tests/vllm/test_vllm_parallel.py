@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.vllm.test_vllm_serve import environment, offline
 
 
+@pytest.mark.long
 def test_two_ranks_give_the_tokens_of_one(tiny_model: str, tmp_path: Path) -> None:
     known = environment(tmp_path, VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
     runs = []

@@ -192,6 +192,7 @@ def offline(model: str, options: dict[str, Any], folder: Path, known: dict[str, 
     return json.loads(said[4:]), done.stderr + done.stdout
 
 
+@pytest.mark.long
 def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_model: str, tmp_path: Path) -> None:
     file = tmp_path / "experiment.yaml"
     file.write_text(EXPERIMENT.replace("1500", "9") + "backend: {vllm: {fallback: vllm-v1}}\n")
