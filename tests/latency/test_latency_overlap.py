@@ -1,4 +1,4 @@
-"""What hides what within a step: closed forms of the roofline's and the affine model's overlaps."""
+"""Overlap within a step: closed forms of the roofline's and the affine model's overlaps."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_everybody_who_is_admitted_has_the_first_token_in_time(facts: list[tuple
 
 
 class Job:
-    """What QLM reads of a request."""
+    """Stand-in for a request, with the facts that QLM reads."""
 
     is_resident = False
     deadline_at = None

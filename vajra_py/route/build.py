@@ -32,7 +32,7 @@ class _Servers:
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`; no server is asked for a token that another one was to sample."""
-        raise NotImplementedError
+        raise AssertionError("a router takes no tokens of prompts back")
 
     def release(self, request: Request) -> None:
         """See `Executor`."""

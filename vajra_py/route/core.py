@@ -66,11 +66,11 @@ class RouteCore(Backend[BackendReplica]):
         """`is_replay`: nothing happens by the clock, but what is told."""
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
-        """Told of each request that is to go to a server, with replicaset and replica."""
+        """Callback for each request that is to go to a server, with replicaset and replica."""
         self.on_taken_in: Callable[[Request, Any], None] | None = None
-        """Told of each request that arrived, with the caller's own object; it may have ended already."""
+        """Callback for each request that arrived, with the caller's own object; it may have ended already."""
         self.on_ended: Callable[[Request, EndReason], None] | None = None
-        """Told of each request that has ended, whatever the reason."""
+        """Callback for each request that has ended, whatever the reason."""
         self._note = note
         self._max_tries = max_tries
         self._tenant_salt = tenant_salt
@@ -252,8 +252,8 @@ class RouteCore(Backend[BackendReplica]):
                 self.on_ended(request, reason)
 
     def launch(self, replica: BackendReplica, plan: StepPlan) -> int:
-        """See `Backend`; servers form their own steps."""
-        raise NotImplementedError
+        """See `Backend`; never called, since servers form their own steps."""
+        raise AssertionError("a router launches no steps")
 
     def cancel(self, replica: BackendReplica) -> int:
         """See `Backend`."""

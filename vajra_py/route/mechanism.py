@@ -61,9 +61,9 @@ class RemoteReplica(Replica):
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(parts)
         self.news: Answered | None = None
-        """What the next `complete_step` applies."""
+        """News that the next `complete_step` applies."""
         self.on_sent: Callable[[Request, int], None] | None = None
-        """Told of each request that is to be sent to the server, with its replica."""
+        """Callback for each request that is to be sent to the server, with its replica."""
         self.said: Said | None = None
         """What the server said of itself last; None: nothing since it came up."""
 

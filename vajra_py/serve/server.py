@@ -50,7 +50,7 @@ _GUARD_PAUSE_S = 0.25
 
 
 class ServedSession(Protocol):
-    """What answers a server's requests, as the server sees it: an engine, or a router."""
+    """Session that answers a server's requests: an engine's, or a router's."""
 
     state: SessionState
     error: BaseException | None
@@ -82,7 +82,7 @@ class Served(Protocol):
 
     @property
     def session(self) -> ServedSession:
-        """What answers its requests."""
+        """Session that answers its requests."""
 
     @property
     def num_generating(self) -> int:

@@ -124,7 +124,7 @@ class KvFeed(ContentEvents):
 
 @dataclass(slots=True)
 class KvEvents:
-    """What is published of one scheduler's prefix cache, and how its blocks are named."""
+    """Events of one scheduler's prefix cache, and the hashes that name its blocks in them."""
 
     publisher: Any
     feed: KvFeed

@@ -80,7 +80,7 @@ class HostBatch:
 
     @property
     def draft_offsets(self) -> Ints | None:
-        """How many drafts of its sequence lie before each sampled row; None without drafts."""
+        """Number of drafts of its sequence before each sampled row; None without drafts."""
         return np.repeat(self._rows_each, self._rows_each) - 1 - self._rows_behind if self.num_drafts else None
 
     @property

@@ -28,7 +28,7 @@ from vajra_py.latency.models.roofline import (
 )
 
 Overlap: TypeAlias = Literal["none", "partial", "operators", "attention", "step"]
-"""How far arithmetic, memory traffic and exchanges between devices hide each other; `partial` is `RooflineModel`."""
+"""Degree to which arithmetic, memory traffic and exchanges between devices hide each other; `partial` is `RooflineModel`."""
 
 _DESCRIBED = {
     "none": "nothing overlaps",
