@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,11 +21,19 @@ from claims_parts import (
     ttft,
 )
 
+from vajra_py.runtime.requests.request import Request
 from vajra_py.testing.harness import PolicySource
 from vajra_py.workload.request import RequestSpec
 
 TEST = "tests/policies/test_promises_kept.py"
 EDF: PolicySource = ("edf", {"use_request_deadlines": True})
+
+
+def kept(specs: Sequence[RequestSpec], requests: Sequence[Request]) -> Cell:
+    """Share of first tokens in time."""
+    num_kept = sum(ttft(one) <= (spec.ttft_slo_s or 0.0) for spec, one in zip(specs, requests, strict=True))
+    return {"kept": num_kept / len(specs)}
+
 
 # SLOs-Serve: bursts
 
@@ -57,8 +65,7 @@ def first_tokens(how: str, seed: int) -> Cell:
     specs = burst(seed)
     prioritizer, batcher = PLANS[how]
     requests = served(prioritizer, batcher, specs, options_of(num_blocks=8000, max_batch_size=128))
-    kept = sum(ttft(one) <= (spec.ttft_slo_s or 0.0) for spec, one in zip(specs, requests, strict=True))
-    return {"kept": kept / len(specs)}
+    return kept(specs, requests)
 
 
 def _burst(cells: Cells) -> Verdict:
@@ -88,8 +95,7 @@ def in_class_time(prioritizer: PolicySource, seed: int) -> Cell:
     specs = classes(seed)
     options = options_of(num_blocks=4000, max_batch_size=16, output_lengths=lengths_of(specs))
     requests = served(prioritizer, ("fixed_chunk", {"chunk_size": 512}), specs, options)
-    kept = sum(ttft(one) <= (spec.ttft_slo_s or 0.0) for spec, one in zip(specs, requests, strict=True))
-    return {"kept": kept / len(specs)}
+    return kept(specs, requests)
 
 
 def _classes(policies: Mapping[str, PolicySource], cells: Cells) -> Verdict:

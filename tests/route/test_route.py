@@ -21,6 +21,19 @@ def ask(router: Router, prompt: str, num_tokens: int = 4, **more: Any) -> httpx.
     return router.client.post("/v1/completions", json=body)
 
 
+def started_clients(router: Router, answers: dict[int, httpx.Response], num_tokens: int) -> list[threading.Thread]:
+    """Eight clients, each with 25 requests one after the other; answers come by number."""
+
+    def many(first: int) -> None:
+        for number in range(first, first + 25):
+            answers[number] = ask(router, f"prompt {number}", num_tokens)
+
+    clients = [threading.Thread(target=many, args=(25 * number,)) for number in range(8)]
+    for one in clients:
+        one.start()
+    return clients
+
+
 def text_of(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
@@ -151,13 +164,7 @@ def test_a_killed_server_loses_no_request_and_comes_back(tmp_path: Path) -> None
         for one in fakes:
             one.hold = slowly
 
-        def many(first: int) -> None:
-            for number in range(first, first + 25):
-                answers[number] = ask(router, f"prompt {number}", 8)
-
-        clients = [threading.Thread(target=many, args=(25 * number,)) for number in range(8)]
-        for one in clients:
-            one.start()
+        clients = started_clients(router, answers, 8)
         until(lambda: len(answers) > 20)
         fakes[0].kill()
         killed.set()
@@ -298,13 +305,7 @@ def test_a_lost_pair_of_pools_loses_no_request(tmp_path: Path) -> None:
         for one in fakes:
             one.hold = slowly
 
-        def many(first: int) -> None:
-            for number in range(first, first + 25):
-                answers[number] = ask(router, f"prompt {number}", 4)
-
-        clients = [threading.Thread(target=many, args=(25 * number,)) for number in range(8)]
-        for one in clients:
-            one.start()
+        clients = started_clients(router, answers, 4)
         until(lambda: len(answers) > 20)
         fakes[0].kill()
         until(lambda: len(answers) > 60)

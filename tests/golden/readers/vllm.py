@@ -52,6 +52,27 @@ def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
     return _Comparison(trace).run(system, name)
 
 
+def difference_of_step(
+    config: Mapping[str, Any],
+    field: str,
+    expected: Mapping[str, Any],
+    actual: Mapping[str, Any],
+    states: tuple[list[str], list[str]],
+) -> Difference:
+    """Describe a step that differs from the recorded one; `states` of the replica: before and after it."""
+    recorded = [f"{key}: {value}" for key, value in expected.items()]
+    here = [f"{key}: {value}" for key, value in actual.items()]
+    before, after = states
+    return Difference(
+        str(expected["step"]),
+        field,
+        expected.get(field, []),
+        actual[field],
+        [f"config: {dict(config)}", *recorded],
+        [*here, "before the step:", *before, "after it:", *after],
+    )
+
+
 class _Comparison:
     def __init__(self, trace: Mapping[str, Any]) -> None:
         self._trace = trace
@@ -72,16 +93,8 @@ class _Comparison:
             actual = self._step(expected["step"])
             field = first_difference({"preempted": [], "finished": [], **expected}, actual)
             if field is not None:
-                recorded = [f"{key}: {value}" for key, value in expected.items()]
-                here = [f"{key}: {value}" for key, value in actual.items()]
-                difference = Difference(
-                    str(expected["step"]),
-                    field,
-                    expected.get(field, []),
-                    actual[field],
-                    [f"config: {dict(self._trace['config'])}", *recorded],
-                    [*here, "before the step:", *before, "after it:", *self._driver.state()],
-                )
+                both = (before, self._driver.state())
+                difference = difference_of_step(self._trace["config"], field, expected, actual, both)
                 return Result(system, name, position + 1, difference)
             before = self._driver.state()
         left = sorted(self._driver.requests)

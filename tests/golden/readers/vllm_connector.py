@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.golden.readers.driver import Arrival, Driver
-from tests.golden.readers.trace import Difference, Result, first_difference
-from tests.golden.readers.vllm import REASONS, arrivals_of, setup_of
+from tests.golden.readers.trace import Result, first_difference
+from tests.golden.readers.vllm import REASONS, arrivals_of, difference_of_step, setup_of
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.connector import ConnectorRules, KvReport, Match
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -74,16 +74,7 @@ def compare(system: str, name: str, trace: Mapping[str, Any]) -> Result:
         absent: dict[str, Any] = {"preempted": [], "finished": [], "connector_end": []}
         field = first_difference({**absent, **expected}, actual)
         if field is not None:
-            recorded = [f"{key}: {value}" for key, value in expected.items()]
-            here = [f"{key}: {value}" for key, value in actual.items()]
-            difference = Difference(
-                str(expected["step"]),
-                field,
-                expected.get(field, []),
-                actual[field],
-                [f"config: {dict(trace['config'])}", *recorded],
-                [*here, "before the step:", *before, "after it:", *run.driver.state()],
-            )
+            difference = difference_of_step(trace["config"], field, expected, actual, (before, run.driver.state()))
             return Result(system, name, position + 1, difference)
         before = run.driver.state()
     return Result(system, name, len(trace["steps"]))
