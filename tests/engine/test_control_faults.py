@@ -170,6 +170,17 @@ def test_a_poisonous_prompt_among_innocents_fails_alone(poisoned_model: Path, en
                 assert output.request_id in output.detail
 
 
+def test_a_request_that_fails_leaves_nothing_in_the_prefix_cache(poisoned_model: Path) -> None:
+    config = {**SIZES, "backend": {"engine": {"num_threads": 1}}}
+    with LLM(poisoned_model, config) as llm:
+        poisonous = [POISON] * 30
+        for _ in range(2):
+            (failed,) = llm.generate([poisonous], KINDS[0])
+            assert (failed.finish_reason, failed.metrics.num_cached_tokens) == ("failed", 0)
+        first, second = (llm.generate([PROMPTS[0]], KINDS[0])[0] for _ in range(2))
+        assert (first.metrics.num_cached_tokens, second.metrics.num_cached_tokens) == (0, 40)
+
+
 def test_streams_beside_a_poisonous_one_go_on(poisoned_model: Path) -> None:
     config = {**SIZES, "num_replicas": 2, "backend": {"engine": {"num_threads": 1}}}
 

@@ -605,7 +605,7 @@ class Replica:
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is _FAILED:
-                self.memory.uncache_blocks(request, 0)  # a request that found its blocks would fail as well
+                self.memory.withdraw_blocks(request, 0)  # a request that found its blocks would fail as well
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
             self._finish(request, reason, now, result.failed.get(request, ""))
