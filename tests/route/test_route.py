@@ -201,8 +201,12 @@ def test_requests_wait_for_a_server_and_fail_when_none_comes() -> None:
         fakes[0].kill()
         client.join(30)
         assert found[0].status_code == 503
+        assert "127.0.0.1" not in found[0].text
+        assert str(fakes[0].port) not in found[0].text
         assert router.client.get("/ready").status_code == 503
-        assert ask(router, "y").status_code == 503
+        refused = ask(router, "y")
+        assert refused.status_code == 503
+        assert "127.0.0.1" not in refused.text
 
 
 def test_admission_refuses_by_what_servers_report(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -68,6 +69,12 @@ def read_figures(text: str) -> Figures | None:
     return Figures(int(sum(running)), int(sum(waiting)), min(sum(usage) / len(usage), 1.0))
 
 
+def _no_connection(error: aiohttp.ClientConnectorError) -> str:
+    """Return why a server takes no connection, without its address: clients read it."""
+    number = error.os_error.errno
+    return f"it takes no connection ({type(error.os_error).__name__ if number is None else os.strerror(number)})"
+
+
 class ServerClient:
     """Connections to all servers."""
 
@@ -102,7 +109,7 @@ class ServerClient:
             async with self._http.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 yield response
         except aiohttp.ClientConnectorError as error:
-            raise ServerFault(f"it takes no connection ({error.os_error})", is_down=True) from None
+            raise ServerFault(_no_connection(error), is_down=True) from None
         except aiohttp.ServerTimeoutError:
             raise ServerFault("it did not answer in time") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -151,6 +158,6 @@ class ServerClient:
             async with self._http.get(url, timeout=timeout, headers=self.headers({}), allow_redirects=False) as answer:
                 return answer.status, (await self.read(answer, _MOST_METRICS_BYTES)).decode("utf-8", "replace")
         except aiohttp.ClientConnectorError as error:
-            raise ServerFault(f"it takes no connection ({error.os_error})", is_down=True) from None
+            raise ServerFault(_no_connection(error), is_down=True) from None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ServerFault(f"it does not answer ({type(error).__name__})") from None

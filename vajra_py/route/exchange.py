@@ -158,10 +158,10 @@ class Exchange:
         except ServerFault as fault:
             if 400 <= fault.status < 500 and fault.status not in _BUSY:
                 self._refused = fault.status, fault.body, "application/json"
-                session.answer(self.routed, 0, _FAILED, f"{place.url} refuses it: {fault}")
+                session.answer(self.routed, 0, _FAILED, f"server {place} refuses it: {fault}")
                 return
             self.routed.kv_params = None  # the server that decodes computes the prompt, too
-            session.answer(self.routed, 1, PROMPT, f"{place.url}: {fault}")
+            session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
                 session.hand_on()  # first: whoever is on its way from a lost server is placed anew
                 session.lose(place, str(fault))
@@ -193,7 +193,7 @@ class Exchange:
             num_tokens, end = _usage(body)
             session.answer(self.routed, num_tokens, end)
         else:
-            session.answer(self.routed, 0, _FAILED, f"{place.url} answered {response.status}")
+            session.answer(self.routed, 0, _FAILED, f"server {place} answered {response.status}")
         await self._start(response.status, response.content_type, place, len(body))
         await self._send({"type": "http.response.body", "body": body})
 
@@ -222,7 +222,7 @@ class Exchange:
         if not routed.has_begun:
             raise ServerFault(fault)
         if fault:
-            message = f"{place.url}: {fault}"
+            message = f"server {place}: {fault}"
             session.answer(routed, scan.num_tokens, _FAILED, message)
             told = ApiError(503, message, code="server_failed")
             last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
@@ -234,18 +234,18 @@ class Exchange:
     async def _failed(self, place: Place, fault: ServerFault) -> None:
         """Let a request be placed again whose server failed before it gave anything."""
         if self.routed.has_begun:
-            raise ApiError(503, f"{place.url}: {fault}", code="server_failed")
+            raise ApiError(503, f"server {place}: {fault}", code="server_failed")
         if fault.is_down:
             self._session.lose(place, str(fault))
             return
-        self._session.answer(self.routed, 0, AGAIN, f"{place.url}: {fault}")
+        self._session.answer(self.routed, 0, AGAIN, f"server {place}: {fault}")
 
     async def _start(self, status: int, kind: str, place: Place | None, length: int | None = None) -> None:
         headers = [(b"content-type", kind.encode("latin-1"))]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         if place is not None:
-            headers.append((b"x-vajra-server", f"{place.replicaset}/{place.replica_id}".encode()))
+            headers.append((b"x-vajra-server", str(place).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

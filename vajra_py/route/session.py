@@ -42,6 +42,10 @@ class Place:
     leaves: bool
     """True if the server computes the prompt alone."""
 
+    def __str__(self) -> str:
+        """The server's name in answers to clients and in records, as in the header `x-vajra-server`: not its address."""
+        return f"{self.replicaset}/{self.replica_id}"
+
 
 @dataclass(eq=False, slots=True)
 class Routed:
@@ -222,8 +226,8 @@ class RouteSession:
         replicaset = self.controller.replicasets[place.replicaset]
         if not replicaset.is_up(place.replica_id):
             return
-        _log.warning("%s is down: %s", place.url, why)
-        detail = f"{place.url} is down: {why}"
+        _log.warning("%s (%s) is down: %s", place, place.url, why)
+        detail = f"server {place} is down: {why}"
         for routed in [one for one in self._servers[place.replicaset, place.replica_id].routed if one.has_begun]:
             if routed.request is not None:
                 self.answer(routed, routed.request.num_output_tokens, EndReason.FAILED.value, detail)
