@@ -190,8 +190,7 @@ class SegmentBlockHashes:
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
         """The hashes of blocks `start` .. `stop` - 1."""
-        size = self._block_size
-        ends = self._ends
+        size, ends, bases = self._block_size, self._ends, self._bases
         hashes: list[tuple[bytes, int]] = []
         block_end = (start + 1) * size
         last_end = stop * size
@@ -200,7 +199,8 @@ class SegmentBlockHashes:
             begin = ends[run - 1] if run else 0
             within = min(last_end, ends[run]) - begin
             ends_in_run = range(block_end - begin, within + 1, size)
-            hashes.extend(zip(repeat(self._base(run)), ends_in_run))
+            base = bases[run + 1] if run + 1 < len(bases) else self._base(run)
+            hashes.extend(zip(repeat(base), ends_in_run))
             block_end += len(ends_in_run) * size
             run += 1
         return hashes

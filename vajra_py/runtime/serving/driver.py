@@ -450,11 +450,15 @@ class Driver(Generic[R]):
         movements, outer = self._movements, self._completing
         if movements and (at_once or outer >= 0):
             self._completing = one.rank
-        if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
-            self.fast_forward.sync_before(one)
+        name = replica.replicaset
+        others = self.fast_forward if name in self._looks_at_departures else None
+        if others is not None and name not in self._looks_if_waiting:
+            others.sync_before(one)
         try:
             ended = replica.complete_step(plan, result, self.now)
             if ended:
+                if others is not None and name in self._looks_if_waiting:
+                    others.sync_before(one)
                 self.controller.settle(ended, self.now)
             if movements and (movement := movements.get(replica.replicaset)) is not None:
                 self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
@@ -499,7 +503,9 @@ class Driver(Generic[R]):
             return
         heap = self.events.heap
         # Nothing else of this tick is left to wait for.
-        if at_once and one.replica.replicaset not in self._syncs_forming and (not heap or heap[0][0] > self.now):
+        name = one.replica.replicaset
+        looks = name in self._syncs_forming and self._looks_around(name, one)
+        if at_once and not looks and (not heap or heap[0][0] > self.now):
             self._start(one)
             return
         one.form_pending = True
@@ -512,7 +518,8 @@ class Driver(Generic[R]):
 
     def _form(self, what: R | str) -> None:
         name = what if isinstance(what, str) else what.replica.replicaset
-        if name in self._syncs_forming and self.fast_forward is not None:
+        looks = name in self._syncs_forming and self._looks_around(name, None if isinstance(what, str) else what)
+        if looks and self.fast_forward is not None:
             self.fast_forward.sync_all(name)  # its policies may read requests of other replicas
             rank = self._num_replicas if isinstance(what, str) else what.rank
             heap = self.events.heap
@@ -532,6 +539,14 @@ class Driver(Generic[R]):
                 return
             if replica_id in idle and not idle[replica_id].form_pending:
                 self._start(idle[replica_id])
+
+    def _looks_around(self, name: str, one: R | None) -> bool:
+        """Return True if a policy that listens may be asked while this replica (None: an idle one) forms a step."""
+        if one is None or name not in self._looks_if_waiting:
+            return True
+        policies = self.controller.replicasets[name].policies
+        is_alone = policies is None or policies.shared.is_empty
+        return not is_alone or one.replica.running_set.num_waiting > 0
 
     def _start(self, one: R) -> None:
         self._formed_at = self.now
@@ -873,6 +888,17 @@ class Driver(Generic[R]):
         listening = frozenset(name for name, one in replicasets if one.listeners != NOBODY)
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold any of its requests."""
+        self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
+        """Those of them in which nobody who listens is asked while a step is formed for which nothing waits."""
+
+    def _looks_always(self, name: str) -> bool:
+        replicaset = self.controller.replicasets[name]
+        heard, policies = replicaset.listeners, replicaset.policies
+        if policies is None or name in self._movements or replicaset.feed is not None:
+            return True
+        if heard.preemptions or heard.moves or heard.step_ends or heard.hear_content:
+            return True
+        return policies.asks_listeners_each_step
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:

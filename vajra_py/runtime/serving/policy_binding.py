@@ -28,7 +28,7 @@ from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
 from vajra_py.runtime.kv import Retention
 from vajra_py.runtime.queues import RequestQueue, make_queue
 from vajra_py.runtime.queues.keys import SlackReader
-from vajra_py.runtime.requests.listeners import Listeners, listeners_among
+from vajra_py.runtime.requests.listeners import NOBODY, Listeners, listeners_among
 from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime
 
@@ -193,6 +193,14 @@ class Policies:
         ]
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         return listeners_among([*layers, *self.beside, *retained])
+
+    @property
+    def asks_listeners_each_step(self) -> bool:
+        """True if a policy listens that is asked about every step, whether anything waits or not."""
+        asked = (Layer.REQUEST_PRIORITIZER, Layer.REPLICA_SCHEDULER)
+        layers = [(one, self._layers[layer].name) for layer in asked for one in self._layers[layer].made]
+        retained = [(one.policy, one.name) for one in self.retention if one is not None]
+        return listeners_among([*layers, *retained]) != NOBODY
 
     def listeners_of(self, replica_id: int) -> Listeners:
         """Return the policies to notify of events on a replica."""
