@@ -80,6 +80,18 @@ def test_a_file_without_a_workload_is_a_system(vajra: Vajra, small: Path, tmp_pa
     assert "workload: is missing" in vajra("run", system).err
 
 
+def test_what_the_engine_would_refuse_is_found_without_its_model(vajra: Vajra, tmp_path: Path) -> None:
+    system = tmp_path / "system.yaml"
+    sections = "pools: {p: {role: prefill}, d: {role: decode}}\nhand_off: {overlap: by_layer, reserve: before_prompt, num_layers: 2}\n"
+    cache = "replica: {memory: {prefix_cache: {enabled: true, unscheduled: keep}}}\n"
+    for more, refused in ((sections, "hand_off.overlap: "), (cache, "prefix_cache.unscheduled: ")):
+        system.write_text(f"version: 1\npreset: sarathi\n{more}backend: {{engine: {{model: models/any}}}}\n")
+        said = vajra("check", system)
+        assert said.code == 2
+        assert refused in said.err
+        assert "models/any" not in said.err
+
+
 def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(small.read_text().replace("version: 1", "version: 9"))

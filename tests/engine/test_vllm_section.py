@@ -53,7 +53,8 @@ def experiment(model: Path, vllm: dict[str, Any] | None = None, **sections: Any)
 
 def problems(config: ExperimentConfig) -> list[str]:
     """What is said before anything is loaded, without what is said for want of a vLLM."""
-    found = config.backend.settings.problems(config.effective_replicasets)
+    settings, replicasets = config.backend.settings, config.effective_replicasets
+    found = [*settings.problems(replicasets), *settings.problems_here(replicasets)]
     return [str(one) for one in found if one.where != "vllm"]
 
 

@@ -144,16 +144,9 @@ class Engine:
         Raises `ConfigError` for what is wrong with settings or model, `ExecutorError` when a worker fails.
         """
         settings: ModelBackendConfig = config.backend.settings
-        replicasets = config.effective_replicasets
-        problems = settings.problems(replicasets)
-        if problems:
-            raise ConfigError(problems)
-        unknown = mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
-        dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
-        controller = _dry_controller(config, services, dry)
-        _check_transfers(controller, settings)
-        _probe(controller)
-        maker = WorkerMaker.of(settings, replicasets, services)
+        lacking = settings.problems_here(config.effective_replicasets)
+        cls.check(config, services, lacking)
+        maker = WorkerMaker.of(settings, config.effective_replicasets, services)
         began = time.monotonic()
         workers = _load_workers(maker)
         load_s = time.monotonic() - began
@@ -164,6 +157,23 @@ class Engine:
         except BaseException:
             close_all(workers.values())
             raise
+
+    @staticmethod
+    def check(config: SystemConfig, services: EngineServices, lacking: Sequence[Problem] = ()) -> None:
+        """Put replicas and policies together without a model; `lacking`: what is wrong already.
+
+        Raises `ConfigError` for that and for what is wrong with the settings.
+        """
+        settings: ModelBackendConfig = config.backend.settings
+        replicasets = config.effective_replicasets
+        problems = [*settings.problems(replicasets), *lacking]
+        if problems:
+            raise ConfigError(problems)
+        unknown = mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
+        dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
+        controller = _dry_controller(config, services, dry)
+        _check_transfers(controller, settings)
+        _probe(controller)
 
     @classmethod
     def _built(cls, config: SystemConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:

@@ -246,7 +246,11 @@ class ModelBackendConfig(Section):
         return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return the settings of replicasets that this backend cannot carry out, without loading a model."""
+        """Return the settings of replicasets that this backend cannot carry out on any machine."""
+        raise NotImplementedError
+
+    def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """Return what this machine lacks: a model of a supported kind, an installed package. Nothing is loaded."""
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
@@ -329,14 +333,17 @@ class EngineConfig(ModelBackendConfig):
             if name not in replicasets
         ]
         found += check_scaling(self.kind, replicasets)
-        models: dict[tuple[str, bool], None] = {}
         for name, one in replicasets.items():
             found += check_replica(where_of(name, replicasets), one.replica)
             for pool in one.pools:
                 found += check_replica(f"{section_of(name, replicasets)}pools.{pool}.replica", one.pools[pool].replica)
-            own = self.of(name)
-            models[own.model, own.random_weights] = None
-        for model, random_weights in models:
+        return found
+
+    def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """See `ModelBackendConfig`."""
+        found: list[Problem] = []
+        own = map(self.of, replicasets)
+        for model, random_weights in dict.fromkeys((one.model, one.random_weights) for one in own):
             try:
                 inspect_model(model, random_weights)
             except ConfigError as error:

@@ -84,13 +84,8 @@ class VllmBackendConfig(ModelBackendConfig):
         return self
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """See `ModelBackendConfig`; also that vLLM is there, in a version that is known."""
+        """See `ModelBackendConfig`."""
         found: list[Problem] = []
-        for check in (lambda: check_version(installed_version()), lambda: read_model_config(self.model)):
-            try:
-                check()
-            except ConfigError as error:
-                found += error.problems
         for name, one in replicasets.items():
             where = where_of(name, replicasets)
             found += problems_of(where, one.replica)
@@ -109,6 +104,16 @@ class VllmBackendConfig(ModelBackendConfig):
         if self.tensor_parallel > 1 and self.workers == "process":
             message = f"vLLM's own processes cannot be started by a worker process (got {self.tensor_parallel} devices)"
             found.append(Problem("backend.vllm.workers", message, "Allowed with tensor_parallel: in_process"))
+        return found
+
+    def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """See `ModelBackendConfig`; vLLM has to be there in a version that is known."""
+        found: list[Problem] = []
+        for check in (lambda: check_version(installed_version()), lambda: read_model_config(self.model)):
+            try:
+                check()
+            except ConfigError as error:
+                found += error.problems
         return found
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> VllmOptions:

@@ -129,7 +129,8 @@ def profile_model(
     config = settings.config
     replica = config.replica
     engine: ModelBackendConfig = config.backend.settings
-    problems = engine.problems(config.effective_replicasets)
+    replicasets = config.effective_replicasets
+    problems = [*engine.problems(replicasets), *engine.problems_here(replicasets)]
     if problems:
         raise ConfigError(problems)
     set_passive_omp_wait()

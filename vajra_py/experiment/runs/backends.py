@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from vajra_py.config import ExperimentConfig, SystemConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.plugins import Registry
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.workload import Workload
 
 
 def make_backend(run: Run) -> Backend:
@@ -20,3 +26,19 @@ def make_backend(run: Run) -> Backend:
 
         return EngineRun(run)
     raise ConfigError(Problem("backend", f"nothing here runs it ({kind!r})", "Allowed: engine, simulator, vllm"))
+
+
+def check_backend(config: SystemConfig, registry: Registry) -> None:
+    """Put replicas and policies together without computing anything. Raises `ConfigError` for what is wrong with them."""
+    kind = config.backend.kind
+    if kind == "simulator":
+        experiment = cast(ExperimentConfig, config)  # nothing is run, so a system's missing workload is not needed
+        make_backend(Run(experiment, registry, Workload.from_requests([]), SeedTree(config.seed)))
+        return
+    from vajra_py.engine.config import MODEL_BACKENDS
+
+    if kind in MODEL_BACKENDS:
+        from vajra_py.engine.build import Engine
+        from vajra_py.engine.services import engine_services
+
+        Engine.check(config, engine_services(config, registry, {}))

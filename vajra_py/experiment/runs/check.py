@@ -6,16 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from vajra_py.config import ExperimentConfig, SweepPoint, SystemConfig
 from vajra_py.errors import ConfigError, Problem, WorkloadError
-from vajra_py.experiment.runs.backend import Run
-from vajra_py.experiment.runs.backends import make_backend
+from vajra_py.experiment.runs.backends import check_backend
 from vajra_py.experiment.runs.run import load_workload
 from vajra_py.plugins import Registry
-from vajra_py.runtime.support.seeds import SeedTree
-from vajra_py.workload import Workload
 
 
 def problems_of_parts(
@@ -25,7 +22,6 @@ def problems_of_parts(
 
     `where` stands before the place of each problem of the settings.
     """
-    nothing = Workload.from_requests([])
     seen: set[tuple[str, ...]] = set()
     found: set[str] = set()
     for point, config in points:
@@ -35,9 +31,7 @@ def problems_of_parts(
                 if paths and paths not in seen:
                     seen.add(paths)
                     load_workload(config)
-            if config.backend.kind == "simulator":
-                experiment = cast(ExperimentConfig, config)  # nothing is run, so a system's missing workload is not needed
-                make_backend(Run(experiment, registry, nothing, SeedTree(config.seed)))
+            check_backend(config, registry)
         except WorkloadError as error:
             yield from error.problems
         except ConfigError as error:
