@@ -19,6 +19,7 @@ from pathlib import Path
 
 import claims_blend
 import claims_chunking
+import claims_drafts
 import claims_experience
 import claims_fairness
 import claims_offline
@@ -40,6 +41,7 @@ CLAIMS: list[Claim] = [
     *claims_slo.CLAIMS,
     *claims_experience.CLAIMS,
     *claims_chunking.CLAIMS,
+    *claims_drafts.CLAIMS,
     *claims_routing.CLAIMS,
     *claims_offline.CLAIMS,
     *claims_promises.CLAIMS,

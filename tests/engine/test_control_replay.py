@@ -184,6 +184,7 @@ BATCHERS: list[Any] = [
     {"policy": "conserve", "params": {"chunk_size": 48, "default_tpot_s": 0.01}},
     {"policy": "micro_requests", "params": {"chunk_size": 48}},
     {"policy": "slos_serve", "params": {"chunk_size": 48, "step_s": 0.008}},
+    {"policy": "adaserve", "params": {"chunk_size": 48, "budget_tokens": 12}},
     {"policy": "blendserve", "params": {"chunk_size": 48}},
 ]
 

@@ -78,6 +78,7 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("conserve", {"chunk_size": 48, "default_tpot_s": 0.008}),
     ("micro_requests", {"chunk_size": 48}),
     ("slos_serve", {"chunk_size": 48, "step_s": 0.008}),
+    ("adaserve", {"chunk_size": 48, "budget_tokens": 12}),
     ("blendserve", {"chunk_size": 48}),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vajra_policies.slo import (
+    adaserve,
     andes,
     blendserve,
     conserve,
@@ -27,6 +28,7 @@ BATCHERS: tuple[PolicySpec, ...] = (
     conserve.SPEC,
     scorpio.SPEC,
     slos_serve.SPEC,
+    adaserve.SPEC,
     blendserve.SPEC,
 )
 ROUTERS: tuple[PolicySpec, ...] = (polyserve.SPEC,)

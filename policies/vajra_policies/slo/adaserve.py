@@ -1,0 +1,171 @@
+"""AdaServe: as many drafts for each request as its promised pace needs, and the rest of the budget where drafts pay most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from pydantic import Field
+
+from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
+from vajra_policies.preemption import preemption_mode
+from vajra_py.contract import (
+    BatchBuilder,
+    BatchFeatures,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    RequestView,
+    SchedulerTraits,
+    fill,
+)
+
+
+class AdaServeConfig(FixedChunkConfig):
+    """Parameters of `adaserve`."""
+
+    budget_tokens: int = Field(
+        160,
+        ge=1,
+        description="B: tokens of decodes and their drafts in a step; up to which a step takes about as long as a small one.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    most_needed: int = Field(
+        3,
+        ge=1,
+        description="n_max: most drafts that a request gets because it needs them; more only where they pay most.",
+    )
+    acceptance: float = Field(
+        0.7, ge=0, le=1, description="Chance that a draft is accepted, of a request without any yet."
+    )
+    prior_drafts: float = Field(
+        4.0, gt=0, description="Number of drafts that this chance counts for beside a request's own."
+    )
+
+
+class Wish(NamedTuple):
+    """What a decode needs of a step, and how its drafts fare."""
+
+    needed: float
+    """A(r): tokens that it needs of this step to be in time."""
+    chance: float
+    """Chance that a draft is accepted, given that those before it are."""
+
+
+def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
+    """How many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
+    1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by one, the draft that is accepted with the greatest chance q^j.
+    """
+    most_needed = min(most_needed, most_each)
+    given = [0] * len(wishes)
+    left = num_drafts
+    for index in sorted(range(len(wishes)), key=lambda one: -wishes[one].needed):
+        needed, chance = wishes[index]
+        expected, gain = 1.0, chance
+        while left and expected < needed and given[index] < most_needed and gain > 0:
+            expected += gain
+            gain *= chance
+            given[index] += 1
+            left -= 1
+    best = [
+        (-(one.chance ** (given[index] + 1)), index) for index, one in enumerate(wishes) if given[index] < most_each
+    ]
+    heapify(best)
+    while left and best and best[0][0] < 0:
+        gain, index = best[0]
+        given[index] += 1
+        left -= 1
+        heapreplace(best, (gain * wishes[index].chance if given[index] < most_each else 0.0, index))
+    return given
+
+
+class _Drafted:
+    """What is known of a request that decodes."""
+
+    __slots__ = ("begun_at", "num_accepted", "num_tried", "seen")
+
+    def __init__(self, request: RequestView, now: float) -> None:
+        self.begun_at = now
+        self.seen = (request.num_draft_tokens, request.num_accepted_tokens)
+        self.num_tried = self.num_accepted = 0
+
+    def look(self, request: RequestView) -> None:
+        """Count the drafts that were verified since the last look: those accepted, and the first one that was not."""
+        drafted, accepted = request.num_draft_tokens - self.seen[0], request.num_accepted_tokens - self.seen[1]
+        self.seen = (request.num_draft_tokens, request.num_accepted_tokens)
+        self.num_accepted += accepted
+        self.num_tried += min(drafted, accepted + 1)
+
+
+class AdaServe(FixedChunk):
+    """A(r) = (l + t) / TPOT - o: tokens that request r needs of this step, which takes t seconds, after o tokens in l seconds of decoding.
+
+    A request with a chance q for each next draft is expected to get 1 + q + q^2 + ... + q^k tokens of k drafts. `shares` gives the B - n
+    drafts of a step with n decodes: what is needed first, then what is accepted most likely. TPOT is `tpot_slo_s`, else
+    `tbt_slo_s`; without either A = 0. t is predicted for a step with all B tokens and no prompt. Prompts follow as under `fixed_chunk`.
+
+    Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from what was accepted of the request's
+    drafts so far), and the choice of depth and width by load. B is a parameter, since only a profile of the device tells it.
+
+    Source: Li et al., "AdaServe: Accelerating Multi-SLO LLM Serving with SLO-Customized Speculative Decoding" (arXiv:2501.12162).
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+
+    def __init__(self, config: AdaServeConfig, context: PolicyContext) -> None:
+        super().__init__(config, preemption_mode(config, context))
+        self._budget, self._most_needed = config.budget_tokens, config.most_needed
+        self._prior = (config.prior_drafts, config.prior_drafts * config.acceptance)
+        self._latency = context.latency
+        self._decoding: dict[RequestView, _Drafted] = {}
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Drafts for the decodes, then as `fixed_chunk`."""
+        if replica.limits.max_draft_tokens:
+            self._draft(list(replica.decodes()), replica.limits.max_draft_tokens, batch, now)
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        for request in requests:
+            self._decoding.pop(request, None)
+
+    def _draft(self, decodes: list[RequestView], most_each: int, batch: BatchBuilder, now: float) -> None:
+        features = BatchFeatures().with_decodes(len(decodes), sum(one.num_known_tokens for one in decodes))
+        num_drafts = min(max(self._budget - len(decodes), 0), len(decodes) * most_each)
+        step_s = self._latency.batch_time_s(features.with_drafts(num_drafts))
+        wishes = [self._wish(request, step_s, now) for request in decodes]
+        for request, num in zip(decodes, shares(wishes, num_drafts, most_each, self._most_needed), strict=True):
+            batch.draft(request, num)
+
+    def _wish(self, request: RequestView, step_s: float, now: float) -> Wish:
+        known = self._decoding.get(request)
+        if known is None:
+            known = self._decoding[request] = _Drafted(request, now)
+        known.look(request)
+        prior, prior_accepted = self._prior
+        chance = (prior_accepted + known.num_accepted) / (prior + known.num_tried)
+        pace_s = request.tpot_slo_s or request.tbt_slo_s
+        if not pace_s:
+            return Wish(0.0, chance)
+        return Wish((now - known.begun_at + step_s) / pace_s - (request.num_output_tokens - 1), chance)
+
+
+def _build(config: AdaServeConfig, context: PolicyContext) -> AdaServe:
+    return AdaServe(config, context)
+
+
+SPEC = PolicySpec(
+    name="adaserve",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=AdaServeConfig,
+    build=_build,
+    summary="Gives each decode the drafts that its promised pace needs, and the rest of a budget to the likeliest drafts.",
+    source="AdaServe (arXiv:2501.12162)",
+    advice=(
+        "Use it with drafts where requests promise different times per token: the tight ones get more drafts. Not without "
+        "promises or where steps are compute-bound anyway: then drafts only cost time."
+    ),
+)
