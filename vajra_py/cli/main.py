@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import importlib
 import os
 import sys
@@ -40,8 +39,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 """Module and summary by command; the module has a click command of that name, with underscores for dashes."""
 
 
-_ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
-"""As in the simulator's loop: nearly all that a command makes while it starts lives to its end."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writing whose exception does not name the file."""
 
@@ -86,7 +83,6 @@ def vajra(traceback: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong input, 3 a policy broke the contract, 130 interrupted."""
-    gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -63,6 +63,9 @@ def run(  # noqa: PLR0913 - one argument for each option
 
     What is finished already is not run again, so a broken sweep resumes where it stopped.
     """
+    from vajra_py.runtime.support.gc_control import put_off_collections
+
+    put_off_collections()
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.cluster.places import pool_on
     from vajra_py.config import expand_sweep, load_config
