@@ -145,7 +145,7 @@ class StepsBuilder:
         )
         formed, ends = PackedTimes(gap, num_steps, duration, drift, bends.astype(np.int64)).unpack()
         given = {"replicaset", "formed", "num_growths"}
-        columns = {name: numpy_array(records.column(name)) for name, _ in _FIELDS if name not in given}
+        columns: dict[str, Any] = {name: numpy_array(records.column(name)) for name, _ in _FIELDS if name not in given}
         columns["replicaset"] = self._replicasets.codes(records.column("replicaset").to_pylist())
         columns |= {"formed": formed[np.cumsum(num_steps) - num_steps], "num_growths": num_growths}
         self._records.extend(len(num_steps), **columns)

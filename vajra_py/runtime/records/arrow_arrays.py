@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def arrow_array(values: NDArray[Any] | Sequence[Any] | Any, kind: Any = None, is_null: Any = None) -> Any:
+def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None = None) -> Any:
     """Return values as an Arrow array, of this Arrow type if one is given.
 
     `values`: numbers or flags (an array), or texts and None, or an Arrow array. `is_null`: flags of the numbers that are not known.
