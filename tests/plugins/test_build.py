@@ -171,6 +171,7 @@ def test_wrong_parameters_say_where(site: Any) -> None:
             "'refuses' is never asked of a request prioritizer. It is for a replica scheduler",
         ),
         (GOOD + "    def group(self, request): return 'a'\n", PRIORITIZER, "group and group_key belong together"),
+        (GOOD + "    def on_step_run(self, run): pass\n", PRIORITIZER, "on_step_end of the others, which it lacks"),
         (GOOD + "    def group_keys(self, group): return 0\n", PRIORITIZER, "Did you mean 'group_key'"),
         (GOOD + "    fallen_groups = []\n", PRIORITIZER, r"fallen_groups is \[\]; expected a FallenGroups"),
         (GOOD + "    fallen_groups = FallenGroups()\n", PRIORITIZER, "for a policy with group and group_key"),

@@ -89,7 +89,8 @@ def may_repeat(names: tuple[str, ...]) -> bool:
     specs = {(spec.layer, spec.name): spec for spec in policies_under_test()}
     chosen = [specs[key] for key in zip(Layer, names, strict=True)]
     policies = [spec.build(spec.config(), context_of(LIGHT)) for spec in chosen]
-    return bool(traits_of(policies[-1]).repeats_decodes) and not any(hasattr(one, "on_step_end") for one in policies)
+    hears_each = [one for one in policies if hasattr(one, "on_step_end") and not hasattr(one, "on_step_run")]
+    return bool(traits_of(policies[-1]).repeats_decodes) and not hears_each
 
 
 class VariedSteps(AffineModel):

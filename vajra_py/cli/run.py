@@ -63,6 +63,9 @@ def run(  # noqa: PLR0913 - one argument for each option
 
     What is finished already is not run again, so a broken sweep resumes where it stopped.
     """
+    from vajra_py.runtime.support.gc_control import put_off_collections
+
+    put_off_collections()
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.cluster.places import pool_on
     from vajra_py.config import expand_sweep, load_config
@@ -106,13 +109,14 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
     """
     import pyarrow.compute as pc
 
+    from vajra_py.runtime.records.arrow_arrays import arrow_array
     from vajra_py.runtime.requests.rejections import TURNED_AWAY
 
     named: dict[str, list[str]] = {}
     is_served = True
     for run in runs:
         requests = run.requests("request_id", "reason", "detail")
-        rejected = requests.filter(pc.field("reason") == "rejected").to_pylist()
+        rejected = requests.filter(pc.equal(requests.column("reason"), arrow_array(["rejected"])[0])).to_pylist()
         found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
         if found:
             first = f"{found[0]['request_id']}: {found[0]['detail']}"

@@ -31,6 +31,7 @@ from vajra_py.contract.hookspecs import (
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
+    EndedRun,
     EndedStep,
     GroupsRequests,
     HandlesWakes,
@@ -115,6 +116,7 @@ __all__ = [
     "DisaggregationDecider",
     "EmitFigure",
     "EndReason",
+    "EndedRun",
     "EndedStep",
     "ExpiresContent",
     "FallenGroups",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class PolicyConfig(BaseModel):
     """Base of every policy's parameters: frozen, nothing extra, defaults checked. Put units into field names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
 
 class RandomStream(Protocol):

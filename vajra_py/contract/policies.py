@@ -7,7 +7,7 @@ Policies read views, get `now` as an argument (seconds on the run's clock) and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -271,12 +271,38 @@ class EndedStep:
         return self.ended_at - self.formed_at
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """Steps of one replica that have come back one after the other, each with the same decodes and nothing else.
+
+    Nobody was admitted, preempted or ended in them. The requests' counters are those after the last step.
+    """
+
+    replica_id: ReplicaId
+    step_index: int
+    """Steps that this replica had run before the first."""
+    formed_at: float
+    """Seconds on the run's clock: of the first step. Each further one was formed when the one before it ended."""
+    ended_at: Sequence[float]
+    """Seconds at which each step ended."""
+    requests: Sequence[RequestView]
+    """Requests of every step, in batch order; a step computed one token of each."""
+
+    def steps(self) -> Iterator[EndedStep]:
+        """The steps one by one; the requests' counters are those after the last."""
+        num_tokens, formed_at = (1,) * len(self.requests), self.formed_at
+        for number, ended_at in enumerate(self.ended_at):
+            index = self.step_index + number
+            yield EndedStep(self.replica_id, index, formed_at, ended_at, self.requests, num_tokens)
+            formed_at = ended_at
+
+
 class ListensToRequests(Protocol):
     """Optional callbacks of any policy, to keep state per request (attained service, fairness counters).
 
-    Each method is optional by itself: a policy is told of exactly what it has a method for. All but `on_step_end` leave a
-    simulator free to work out repeated steps at once (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is
-    formed by itself.
+    Each method is optional by itself: a policy is told of exactly what it has a method for; `on_step_run` alone needs
+    `on_step_end` beside it. All but `on_step_end` leave a simulator free to work out repeated steps at once
+    (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is formed by itself, unless the policy has `on_step_run` too.
     """
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
@@ -293,6 +319,12 @@ class ListensToRequests(Protocol):
 
     def on_step_end(self, step: EndedStep) -> None:
         """A step of a replica has come back."""
+
+    def on_step_run(self, run: EndedRun) -> None:
+        """Steps of a replica have come back that `on_step_end` was not told of. A run may be told in several parts.
+
+        Steps of one replica are told in their order; those that other replicas ran at the same time, before or after them.
+        """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""

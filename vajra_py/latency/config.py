@@ -35,7 +35,7 @@ _Degree = Annotated[int, Field(ge=1, le=1024)]
 class SettingsModel(BaseModel):
     """Base of every section under `latency:`: frozen, nothing extra, no NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False)
 
 
 def resolved_path(path: str, info: ValidationInfo) -> str:

@@ -236,7 +236,7 @@ def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
     if not known.size:
         return [float("nan")] * len(fractions)
     ranks = _ranks(known.size, fractions)
-    ordered = np.partition(known, np.unique(ranks))
+    ordered = np.partition(known, sorted(set(ranks.tolist())))
     return [float(ordered[rank]) for rank in ranks]
 
 

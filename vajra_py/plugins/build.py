@@ -55,6 +55,7 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_preemption": 3,
     "on_moved": 4,
     "on_step_end": 1,
+    "on_step_run": 1,
     "on_departures": 2,
     "on_program_end": 2,
     "on_wake": 2,
@@ -298,6 +299,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     optional = {**LISTENING_METHODS, **CACHE_METHODS, **OPTIONAL_METHODS[layer]}
     present = {name: count for name, count in optional.items() if _has(policy, name)}
     _check_methods(policy, present, what, plugin)
+    _check_step_runs(policy, what, plugin)
     _check_names(layer, policy, what, plugin)
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
@@ -332,6 +334,7 @@ def _check_shape_beside(
     optional = {**LISTENING_METHODS, **(others or {})}
     present = {name: count for name, count in optional.items() if _has(policy, name)}
     _check_methods(policy, present, what, plugin)
+    _check_step_runs(policy, what, plugin)
     hooks = hooks_beside(methods).union(others or ())
     own = frozenset().union(*map(hooks_of, _layers_served(policy)))
     for name in dir(policy):
@@ -341,6 +344,11 @@ def _check_shape_beside(
         if name.startswith("on_") or (near and not hasattr(policy, near[0])):
             allowed = did_you_mean(name, hooks)
             raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+
+
+def _check_step_runs(policy: object, what: str, plugin: str) -> None:
+    if _has(policy, "on_step_run") and not _has(policy, "on_step_end"):
+        raise PluginError(plugin, f"{what}: on_step_run tells of some steps, on_step_end of the others, which it lacks")
 
 
 def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:

@@ -468,8 +468,6 @@ WorkloadConfig: TypeAlias = Annotated[
 ]
 """Any kind of workload, told apart by `type`."""
 
-MergeConfig.model_rebuild()
-
 
 def _check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:
     if isinstance(arrivals, AtOnce):

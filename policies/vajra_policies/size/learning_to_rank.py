@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from vajra_policies.size.lengths import FirstLengths, LengthConfig, Lengths
-from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
+from vajra_py.contract import EndedRun, EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
 
 
 class LearningToRankConfig(LengthConfig):
@@ -58,6 +58,11 @@ class LearningToRank:
                 if not boosts[request]:
                     del boosts[request]
             self._last_run_at[request] = step.ended_at
+
+    def on_step_run(self, run: EndedRun) -> None:
+        """Count them one by one."""
+        for step in run.steps():
+            self.on_step_end(step)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from vajra_py.contract import (
+    EndedRun,
     EndedStep,
     KeyMotion,
     Layer,
@@ -85,6 +86,9 @@ class Qoserve:
         if num_tokens > len(step.requests) and step.duration_s > 0:
             decay = self._config.decay
             self._throughput = decay * self._throughput + (1.0 - decay) * num_tokens / step.duration_s
+
+    def on_step_run(self, run: EndedRun) -> None:
+        """Steps without prompts do not count."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.emitted import combined
@@ -36,7 +37,7 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
     tables.steps.extend(_read(path / _STEPS))
     for batch in _read(path / _TBT).to_batches():  # each batch is of one replicaset and class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
-        gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
+        gaps.extend_weighted(numpy_array(batch.column("gap_s")), numpy_array(batch.column("weight")))
     if tables.transfers is not None and has_transfers(path):
         tables.transfers.take(_read(path / _TRANSFERS))
     step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.device_figures import pools_of
 from vajra_py.metrics.comparison.intervals import mser5
@@ -83,13 +84,13 @@ def write_results(
         inputs = PoolInputs(steps, window, steady, tables.replicas, devices)
         summary = summary.with_sections(pools_section(_pools(config), inputs))
         if tables.transfers is not None:
-            inside = window.holds(requests.column("arrived_at").to_numpy())
+            inside = window.holds(numpy_array(requests.column("arrived_at")))
             summary = summary.with_sections(movement_section(tables.transfers.to_table(), requests, inside))
         if tables.tiers is not None:
-            inside = window.holds(requests.column("arrived_at").to_numpy())
+            inside = window.holds(numpy_array(requests.column("arrived_at")))
             summary = summary.with_sections(tiers_section(tables.tiers, requests, inside, ended_at))
         if tables.requests.has_drafts:
-            inside = window.holds(requests.column("arrived_at").to_numpy())
+            inside = window.holds(numpy_array(requests.column("arrived_at")))
             summary = summary.with_sections(drafts_section(requests, inside))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         programs = with_programs(summary, requests, path, tables.ideal_makespans)
@@ -142,7 +143,7 @@ def _write_tables(path: Path, tables: Tables) -> None:
 
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
     """Return the summary of the tables, pyarrow's; `steps` has the columns that are read."""
-    arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
+    arrived_at, e2e_s = (numpy_array(requests.column(name)) for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
     return summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
 

@@ -83,7 +83,7 @@ _Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class DeviceConfig(BaseModel):
     """A device of the user's own: changes to the shipped device named by `base`, or everything."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     base: str | None = Field(None, description="Shipped device whose figures hold where none is given here.")
     name: str | None = Field(None, description="What reports call the device.")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.errors import RunError
 from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
 
@@ -116,7 +117,7 @@ def _digest(run: RunData, columns: Sequence[str]) -> str:
     except RunError:
         return ""
     for name in columns:
-        values = table.column(name).to_numpy(zero_copy_only=False)
+        values = numpy_array(table.column(name))
         data = "\0".join(map(str, values)).encode() if values.dtype == np.object_ else values.tobytes()
         digest.update(data)
     return digest.hexdigest()

@@ -66,6 +66,8 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
     """Return every path on which the runs' configurations do not agree, with the value of each run, in order of the
     first configuration.
     """
+    if len(runs) < 2:
+        return {}
     flats = [flatten(run.config) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat)
     values = {path: tuple(flat.get(path, ABSENT) for flat in flats) for path in paths}
@@ -77,7 +79,7 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
     parameters, then the workload, then the seed, each in the order of the file.
     """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
-    pools = tuple(_composition(run.config.get("pools")) for run in runs)
+    pools = tuple(_composition(run.config.get("pools")) for run in runs) if len(runs) > 1 else ()
     if len(set(pools)) > 1:
         differing[POOLS_PATH] = pools
     kept: dict[str, tuple[str, ...]] = {}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
@@ -202,8 +203,8 @@ class RunData:
     def measured(self, *columns: str) -> dict[str, NDArray[Any]]:
         """Columns of the requests that arrived in the measurement window, as arrays."""
         table = self.requests(*dict.fromkeys((*columns, "arrived_at")))
-        inside = self.window.holds(table.column("arrived_at").to_numpy())
-        return {name: table.column(name).to_numpy(zero_copy_only=False)[inside] for name in columns}
+        inside = self.window.holds(numpy_array(table.column("arrived_at")))
+        return {name: numpy_array(table.column(name))[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
         """Yield the decision log, a row per step in the order in which steps came back; RunError when it cannot be

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.summary.distributions import by_reason, distribution
 from vajra_py.metrics.tables.columns import floats_of, ints_of
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 from vajra_py.runtime.requests.rejections import REJECTION_KINDS, rejection_kind
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
     """
     if "admission" not in requests.column_names:
         return {}
-    import pyarrow as pa
 
-    rows = requests.filter(pa.array(inside))
+    rows = requests.filter(arrow_array(inside))
     outcomes = Counter(rows.column("admission").to_pylist())
     deferrals = Counter(filter(None, rows.column("deferral_reason").to_pylist()))
     reasons = Counter(filter(None, rows.column("shed_reason").to_pylist()))

@@ -12,6 +12,7 @@ from vajra_py.latency.hardware.device_costs import DeviceCosts
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.rates import steady_window
 from vajra_py.metrics.tables.replicas import ActiveTimes
+from vajra_py.runtime.records.arrow_arrays import arrow_array, numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,10 +66,10 @@ class ReplicasetDevices:
         power = self.costs.power
         if power is None or not steps.num_rows:
             return None
-        formed_at, duration_s = steps.column("formed_at").to_numpy(), steps.column("duration_s").to_numpy()
+        formed_at, duration_s = numpy_array(steps.column("formed_at")), numpy_array(steps.column("duration_s"))
         begins, ends = (np.clip(at, window.start_at, window.end_at) for at in (formed_at, formed_at + duration_s))
         device_s = (ends - begins) * self.devices_per_replica / self.num_stages
-        tokens = steps.column("prefill_tokens").to_numpy() + steps.column("decode_tokens").to_numpy()
+        tokens = numpy_array(steps.column("prefill_tokens")) + numpy_array(steps.column("decode_tokens"))
         idle_s = max(0.0, self.mean_devices(window) * window.duration_s - float(device_s.sum()))
         return float(np.dot(device_s, power.of_steps(tokens))) + power.idle_w * idle_s
 
@@ -162,7 +163,7 @@ def _of(steps: ArrowTable, replicaset: str, replica_ids: range | None) -> ArrowT
         return read.filter(of_pool(steps, replicaset, replica_ids))
     if pc.unique(steps.column("replicaset")).to_pylist() == [replicaset]:
         return read
-    return read.filter(pc.equal(steps.column("replicaset"), replicaset))
+    return read.filter(pc.equal(steps.column("replicaset"), arrow_array([replicaset])[0]))
 
 
 def of_pool(steps: ArrowTable, replicaset: str, replica_ids: range) -> Any:
@@ -171,7 +172,7 @@ def of_pool(steps: ArrowTable, replicaset: str, replica_ids: range) -> Any:
 
     ids = steps.column("replica_id")
     inside = pc.and_(pc.greater_equal(ids, replica_ids.start), pc.less(ids, replica_ids.stop))
-    return pc.and_(inside, pc.equal(steps.column("replicaset"), replicaset))
+    return pc.and_(inside, pc.equal(steps.column("replicaset"), arrow_array([replicaset])[0]))
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:

@@ -8,6 +8,7 @@ from vajra_py.metrics.definitions import Bools
 from vajra_py.metrics.summary.distributions import distribution
 from vajra_py.metrics.tables.columns import floats_of, ints_of
 from vajra_py.metrics.tables.further_columns import DRAFT_COUNTS
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,9 +24,7 @@ def drafts_section(requests: ArrowTable, inside: Bools) -> dict[str, Any]:
     `acceptance_rate` is accepted drafts by drafts; `mean_acceptance_length` the mean number of tokens of a step that verified drafts
     of a request, as vLLM reports it; `acceptance_length` is of the requests' own means. None where nothing was drafted.
     """
-    import pyarrow as pa
-
-    rows = requests.filter(pa.array(inside))
+    rows = requests.filter(arrow_array(inside))
     counts = {name: int(ints_of(rows, name).sum()) for name in DRAFT_COUNTS}
     num_drafts, num_tokens, num_accepted = counts.values()
     return {

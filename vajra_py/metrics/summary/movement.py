@@ -23,6 +23,7 @@ from vajra_py.metrics.tables.transfers import (
     STAYED,
     UNFINISHED,
 )
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,10 +49,8 @@ def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools)
     Times are of the requests that were held, sent, or at a target: sums over the hand-offs and migrations of each. `by_reason` counts what
     the replicaset scheduler gave a reason for, and what did not end with the request running on at its target. `routes` are pools between which KV went, with what arrived.
     """
-    import pyarrow as pa
-
-    rows = requests.filter(pa.array(inside))
-    own = transfers.filter(pa.array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
+    rows = requests.filter(arrow_array(inside))
+    own = transfers.filter(arrow_array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))
     columns = [own.column(name).to_pylist() for name in ("kind", "outcome", "reason", "is_live")]
     reasons: Counter[str] = Counter()
     for kind, outcome, reason, is_live in zip(*columns, strict=True):
@@ -73,7 +72,7 @@ def _routes(transfers: ArrowTable) -> list[dict[str, Any]]:
     import pyarrow.compute as pc
 
     whole = transfers.filter(pc.invert(pc.is_nan(transfers.column("end_at"))))
-    whole = whole.filter(pc.not_equal(whole.column("kind"), MOVE))
+    whole = whole.filter(pc.not_equal(whole.column("kind"), arrow_array([MOVE])[0]))
     keys = ["replicaset", "source_pool", "target_pool", "kind"]
     sums = [("num_tokens", "sum"), ("num_bytes", "sum"), ("index", "count")]
     found = whole.group_by(keys).aggregate(sums).sort_by([(key, "ascending") for key in keys])

@@ -11,6 +11,7 @@ from vajra_py.metrics.summary.distributions import distribution
 from vajra_py.metrics.tables.columns import floats_of, ints_of
 from vajra_py.metrics.tables.programs import COMPLETED, FAILED
 from vajra_py.metrics.tables.requests import UNFINISHED
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,9 +23,7 @@ else:
 
 def programs_section(table: ArrowTable, window: Window) -> dict[str, Any]:
     """Return the section `programs` of a summary, over the programs that arrived in the window."""
-    import pyarrow as pa
-
-    rows = table.filter(pa.array(window.holds(floats_of(table, "arrived_at"))))
+    rows = table.filter(arrow_array(window.holds(floats_of(table, "arrived_at"))))
     reasons = rows.column("reason").to_pylist()
     met = rows.column("slo_met").to_pylist()
     status = {SloStatus.MET: met.count(True), SloStatus.MISSED: met.count(False)}

@@ -8,6 +8,7 @@ import numpy as np
 
 from vajra_py.metrics.definitions import Floats, Window, covered_s
 from vajra_py.metrics.tables.columns import floats_of, group_codes, ints_of
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +40,7 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
     weighted = np.empty_like(weight)
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
         # Counts are multiplied as they are: a copy as floats has the same values.
-        column = steps.column(name).to_numpy()
+        column = numpy_array(steps.column(name))
         np.multiply(column[inside], weight, out=weighted)
         section[f"mean_{name}"] = float(weighted.sum() / whole_s) if whole_s > 0 else None
         section[f"max_{name}"] = float(column[counted].max()) if held.any() else None

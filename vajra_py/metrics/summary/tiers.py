@@ -8,6 +8,7 @@ from vajra_py.metrics.definitions import Bools
 from vajra_py.metrics.summary.distributions import distribution
 from vajra_py.metrics.tables.columns import floats_of, ints_of
 from vajra_py.metrics.tables.tier_log import LOAD_TIME, TierLog, hits_column
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,9 +24,7 @@ def tiers_section(log: TierLog, requests: ArrowTable, inside: Bools, ended_at: f
     `hit_tokens` and `hit_fraction` are of the prompts' tokens at the first admission, by the nearest memory that held them. `links` are
     of the whole run: `utilisation` is the part of what a link could have carried that way until `ended_at`, seconds.
     """
-    import pyarrow as pa
-
-    rows = requests.filter(pa.array(inside))
+    rows = requests.filter(arrow_array(inside))
     num_tokens = int(ints_of(rows, "num_prompt_tokens").sum())
     hits = {name: int(ints_of(rows, hits_column(name)).sum()) for name in ("device", *log.tiers)}
     links = []

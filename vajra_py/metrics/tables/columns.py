@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from vajra_py.metrics.definitions import Floats, Ints
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,22 +28,22 @@ def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
     names = [name or "" for name in values.dictionary.to_pylist()]
     order = sorted(range(len(names)), key=names.__getitem__)
     if order == sorted(order):
-        return values.indices.to_numpy(zero_copy_only=False).astype(np.int64), names
+        return numpy_array(values.indices).astype(np.int64), names
     position = np.empty(len(names), dtype=np.int64)
     position[order] = np.arange(len(names))
-    codes = values.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    codes = numpy_array(values.indices).astype(np.int64)
     return (position[codes] if len(names) else codes), [names[i] for i in order]
 
 
 def floats_of(table: ArrowTable, column: str) -> Floats:
     """Return the column as floats."""
-    values: Floats = table.column(column).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+    values: Floats = numpy_array(table.column(column)).astype(np.float64, copy=False)
     return values
 
 
 def ints_of(table: ArrowTable, column: str) -> Ints:
     """Return the column as integers."""
-    values: Ints = table.column(column).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    values: Ints = numpy_array(table.column(column)).astype(np.int64, copy=False)
     return values
 
 

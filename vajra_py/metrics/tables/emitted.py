@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 from vajra_py.runtime.records.emitted import EmittedFigures
 
 if TYPE_CHECKING:
@@ -30,12 +31,12 @@ def emitted_table(figures: EmittedFigures) -> ArrowTable:
 
     number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
     texts = list(zip(*figures.series, strict=True)) or [(), (), ()]
-    names = [pa.array(column, pa.string()).take(pa.array(number)) for column in texts]
+    names = [arrow_array(column, pa.string()).take(arrow_array(number)) for column in texts]
     columns = [
-        pa.array(np.array(figures.at)),
+        arrow_array(np.array(figures.at)),
         *names,
-        pa.array(np.array(figures.values)),
-        pa.array(index, mask=index < 0),
+        arrow_array(np.array(figures.values)),
+        arrow_array(index, is_null=index < 0),
     ]
     return pa.table(dict(zip(EMITTED_COLUMNS, columns, strict=True))).sort_by(_ORDER)
 

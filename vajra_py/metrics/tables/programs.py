@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from vajra_py.metrics.definitions import Floats, Ints
 from vajra_py.metrics.tables.columns import floats_of, group_codes, ints_of
 from vajra_py.metrics.tables.requests import UNFINISHED, reason_masks
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,7 +52,7 @@ def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = N
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    calls = requests.filter(pc.not_equal(requests.column("program_id"), ""))
+    calls = requests.filter(pc.not_equal(requests.column("program_id"), arrow_array([""])[0]))
     codes, names = group_codes(calls, "program_id")
     size = len(names)
     completed, _ = reason_masks(calls.column("reason"))
@@ -74,14 +75,14 @@ def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = N
     is_lost = (age_s > slo_s) | (reason == FAILED)
     is_decided = ~np.isnan(slo_s) & (is_done | is_lost)
     firsts = _firsts(calls, codes, size)
-    texts = {name: calls.column(name).take(pa.array(firsts)) for name in ("tenant", "slo_class")}
-    texts |= {"program_id": pa.array(names), "reason": pa.array(reason.tolist(), pa.string())}
+    texts = {name: calls.column(name).take(arrow_array(firsts)) for name in ("tenant", "slo_class")}
+    texts |= {"program_id": arrow_array(names), "reason": arrow_array(reason.tolist())}
     arrays = [texts[name].cast(pa.string()) for name in _TEXTS]
-    arrays += [pa.array(columns[name], pa.int64()) for name in _COUNTS]
-    arrays += [pa.array(columns[name], pa.float64(), from_pandas=False) for name in _TIMES]
-    arrays.append(pa.array(~is_lost, mask=~is_decided))
+    arrays += [arrow_array(columns[name], pa.int64()) for name in _COUNTS]
+    arrays += [arrow_array(columns[name], pa.float64()) for name in _TIMES]
+    arrays.append(arrow_array(~is_lost, is_null=~is_decided))
     order = np.lexsort((firsts, columns["arrived_at"]))
-    return pa.table(arrays, names=list(PROGRAM_TABLE_COLUMNS)).take(pa.array(order))
+    return pa.table(arrays, names=list(PROGRAM_TABLE_COLUMNS)).take(arrow_array(order))
 
 
 def no_programs() -> ArrowTable:

@@ -16,6 +16,7 @@ import numpy as np
 from vajra_py.contract import ReplicaId, ReplicaState
 from vajra_py.contract.observer import Observer
 from vajra_py.metrics.definitions import Floats, Window
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,7 +62,9 @@ def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
 
     kinds = (pa.string(), pa.int64(), pa.string(), pa.float64(), pa.float64())
     columns = list(zip(*stretches, strict=True)) or [()] * len(COLUMNS)
-    return pa.table({name: pa.array(column, kind) for name, column, kind in zip(COLUMNS, columns, kinds, strict=True)})
+    return pa.table(
+        {name: arrow_array(column, kind) for name, column, kind in zip(COLUMNS, columns, kinds, strict=True)}
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from vajra_py.metrics.tables.further_columns import (
 )
 from vajra_py.metrics.tables.tier_log import LOAD_TIME
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, movement_columns, movement_types
+from vajra_py.runtime.records.arrow_arrays import arrow_array, numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -232,9 +233,9 @@ class RequestsBuilder:
             elif name in self._names:
                 found = column.combine_chunks().dictionary_encode()
                 codes = self._names[name].codes(found.dictionary.to_pylist())
-                numbers[name] = np.array(codes, dtype=np.int32)[found.indices.to_numpy()]
+                numbers[name] = np.array(codes, dtype=np.int32)[numpy_array(found.indices)]
             else:
-                numbers[name] = column.to_numpy()
+                numbers[name] = numpy_array(column)
         self._rows.extend(table.num_rows, **numbers)
 
     def schema(self) -> ArrowSchema:
@@ -283,7 +284,7 @@ class RequestsBuilder:
         for start in range(0, len(order), num_rows):
             chosen = order[start : start + num_rows]
             columns = self._numbers(self._rows.rows(chosen), until)
-            columns |= {name: text.take(pa.array(chosen)).cast(pa.string()) for name, text in texts.items()}
+            columns |= {name: text.take(arrow_array(chosen)).cast(pa.string()) for name, text in texts.items()}
             if transfers is not None:
                 columns |= movement_columns(transfers, columns["index"])
             if self._tiers is not None:
@@ -398,17 +399,17 @@ class TbtBuilder:
                 part = slice(start, start + num_rows)
                 size = len(gaps[part])
                 columns: Columns = {"gap_s": gaps[part], "weight": weights[part]}
-                columns |= {"replicaset": pa.repeat(replicaset, size), "slo_class": pa.repeat(slo_class, size)}
+                names = {"replicaset": replicaset, "slo_class": slo_class}
+                columns |= {name: pa.repeat(arrow_array([text])[0], size) for name, text in names.items()}
                 yield _table(columns, self.schema())
 
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Masks of an Arrow column's requests: completed, and dropped (rejected, expired, failed)."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     def among(names: tuple[str, ...]) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = pc.is_in(reasons, value_set=pa.array(names)).to_numpy(zero_copy_only=False)
+        found: NDArray[np.bool_] = numpy_array(pc.is_in(reasons, value_set=arrow_array(names)))
         return found
 
     return among(COMPLETED_REASONS), among(("rejected", "expired", "failed"))
@@ -468,15 +469,13 @@ def _whole(builder: TableBuilder) -> ArrowTable:
 def _table(columns: Columns, schema: ArrowSchema) -> ArrowTable:
     import pyarrow as pa
 
-    arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+    arrays = [arrow_array(columns[field.name], field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _slo_met(overall: NDArray[np.int8]) -> Any:
     """True or false where it is decided, null elsewhere."""
-    import pyarrow as pa
-
-    return pa.array(overall == SloStatus.MET, mask=~np.isin(overall, (SloStatus.MET, SloStatus.MISSED)))
+    return arrow_array(overall == SloStatus.MET, is_null=~np.isin(overall, (SloStatus.MET, SloStatus.MISSED)))
 
 
 __all__ = [

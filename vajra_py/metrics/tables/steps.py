@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from vajra_py.latency.models.packed_times import PackedTimes, seconds_of
 from vajra_py.metrics.tables.columnar import NameColumn, PackedRows
-from vajra_py.runtime.records.record_lists import list_array, reordered
+from vajra_py.runtime.records.arrow_arrays import arrow_array, list_array, numpy_array
+from vajra_py.runtime.records.record_lists import reordered
 from vajra_py.runtime.records.step_log import CAME_BACK, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
 
@@ -136,15 +137,15 @@ class StepsBuilder:
         """Append the records of another such table."""
         if not records.num_rows:
             return
-        num_steps = records.column("num_steps").to_numpy().astype(np.int64)
+        num_steps = numpy_array(records.column("num_steps")).astype(np.int64)
         bends, _ = list_parts(records.column("bends"))
         growth, num_growths = list_parts(records.column("growth"))
         gap, duration, drift = (
-            records.column(name).to_numpy().astype(np.int64) for name in ("gap", "duration", "drift")
+            numpy_array(records.column(name)).astype(np.int64) for name in ("gap", "duration", "drift")
         )
         formed, ends = PackedTimes(gap, num_steps, duration, drift, bends.astype(np.int64)).unpack()
         given = {"replicaset", "formed", "num_growths"}
-        columns = {name: records.column(name).to_numpy() for name, _ in _FIELDS if name not in given}
+        columns: dict[str, Any] = {name: numpy_array(records.column(name)) for name, _ in _FIELDS if name not in given}
         columns["replicaset"] = self._replicasets.codes(records.column("replicaset").to_pylist())
         columns |= {"formed": formed[np.cumsum(num_steps) - num_steps], "num_growths": num_growths}
         self._records.extend(len(num_steps), **columns)
@@ -199,7 +200,7 @@ class StepsBuilder:
         columns["bends"] = list_array(times.bends, np.maximum(num_steps - 2, 0))
         columns["growth"] = list_array(growth, num_growths)
         schema = self.schema()
-        arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+        arrays = [arrow_array(columns[field.name], field.type) for field in schema]
         table = pa.Table.from_arrays(arrays, schema=schema)
         self._made = len(records), table
         return table
@@ -213,7 +214,7 @@ def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
     """(values, how many each row has) of a column of lists."""
     import pyarrow.compute as pc
 
-    return pc.list_flatten(column).to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)
+    return numpy_array(pc.list_flatten(column)), numpy_array(pc.list_value_length(column)).astype(np.int64)
 
 
 def step_schema() -> ArrowSchema:
@@ -238,7 +239,7 @@ def expand_steps(records: ArrowTable, names: Sequence[str], *, encoded: bool = F
     if encoded:
         text = pa.dictionary(pa.int32(), pa.string())
         fields = [field.with_type(text) if field.name == "replicaset" else field for field in fields]
-    arrays = [pa.array(expansion.column(field.name, encoded), field.type, from_pandas=False) for field in fields]
+    arrays = [arrow_array(expansion.column(field.name, encoded), field.type) for field in fields]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
 
@@ -294,11 +295,11 @@ class _Expansion:
         import pyarrow as pa
 
         found = self._records.column("replicaset").combine_chunks().dictionary_encode()
-        numbers = found.indices.to_numpy()[self._record]
-        return pa.DictionaryArray.from_arrays(pa.array(numbers), found.dictionary)
+        numbers = numpy_array(found.indices)[self._record]
+        return pa.DictionaryArray.from_arrays(arrow_array(numbers), found.dictionary)
 
     def _ints(self, name: str) -> Ints:
-        values: Ints = self._records.column(name).to_numpy().astype(np.int64)
+        values: Ints = numpy_array(self._records.column(name)).astype(np.int64)
         return values
 
     def _repeated(self, name: str) -> Ints:
@@ -307,7 +308,7 @@ class _Expansion:
 
     def _given(self, name: str, otherwise: NDArray[np.float64], record: Ints) -> NDArray[np.float64]:
         """Return recorded values, and the derived ones where a record has none."""
-        given = self._records.column(name).to_numpy()
+        given = numpy_array(self._records.column(name))
         if np.isnan(given).all():
             return otherwise
         given = given[record]

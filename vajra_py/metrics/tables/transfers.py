@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from vajra_py.metrics.definitions import Bools, Floats, Ints
 from vajra_py.metrics.tables.columnar import NameColumn, PackedRows, TextColumn
+from vajra_py.runtime.records.arrow_arrays import arrow_array, numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,9 +122,9 @@ class TransfersBuilder:
             columns: dict[str, Any] = {name: np.ascontiguousarray(own[name]) for name, _ in _FIELDS}
             columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
             columns |= {"is_live": columns["is_live"] == 1}
-            columns["request_id"] = request_ids.take(pa.array(chosen)).cast(pa.string())
+            columns["request_id"] = request_ids.take(arrow_array(chosen)).cast(pa.string())
             schema = self.schema()
-            yield pa.Table.from_arrays([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
+            yield pa.Table.from_arrays([arrow_array(columns[f.name], f.type) for f in schema], schema=schema)
 
 
 class Stays:
@@ -131,7 +132,7 @@ class Stays:
 
     def __init__(self, table: ArrowTable) -> None:
         held_at, start_at, arrived_at, over_at = (
-            table.column(name).to_numpy() for name in ("held_at", "start_at", "arrived_at", "over_at")
+            numpy_array(table.column(name)) for name in ("held_at", "start_at", "arrived_at", "over_at")
         )
         stood = ~np.isnan(held_at)
         self.held_s: Floats = np.maximum(np.where(np.isnan(start_at), over_at, start_at) - held_at, 0.0)
@@ -146,17 +147,17 @@ def movement_columns(table: ArrowTable, indices: Ints) -> dict[str, Any]:
     rows = _RowsOfRequests(table, indices)
     stays = Stays(table)
     columns: dict[str, Any] = {name: rows.sums(getattr(stays, name)) for name in MOVEMENT_TIMES}
-    kind, is_live = (table.column(name).to_numpy(zero_copy_only=False) for name in ("kind", "is_live"))
-    has_arrived = ~np.isnan(table.column("arrived_at").to_numpy())
-    is_whole = ~np.isnan(table.column("end_at").to_numpy())
+    kind, is_live = (numpy_array(table.column(name)) for name in ("kind", "is_live"))
+    has_arrived = ~np.isnan(numpy_array(table.column("arrived_at")))
+    is_whole = ~np.isnan(numpy_array(table.column("end_at")))
     columns["num_hand_offs"] = rows.counts((kind == HAND_OFF) & has_arrived)
     columns["num_migrations"] = rows.counts((kind == MIGRATION) & has_arrived & ~is_live)
     columns["num_moves"] = rows.counts(kind == MOVE)
     for name in ("tokens", "bytes"):
-        columns[f"moved_{name}"] = rows.counts(is_whole, table.column(f"num_{name}").to_numpy())
+        columns[f"moved_{name}"] = rows.counts(is_whole, numpy_array(table.column(f"num_{name}")))
     last = rows.last((kind != MOVE) & has_arrived)
     for end in ("source", "target"):
-        ids, pools = (table.column(f"{end}_{what}").to_numpy(zero_copy_only=False) for what in ("replica_id", "pool"))
+        ids, pools = (numpy_array(table.column(f"{end}_{what}")) for what in ("replica_id", "pool"))
         columns[f"{end}_replica_id"] = np.where(last >= 0, ids[last] if len(ids) else -1, -1).astype(np.int32)
         columns[f"{end}_pool"] = [str(pools[i]) if i >= 0 else "" for i in last.tolist()]
     return columns
@@ -166,7 +167,7 @@ class _RowsOfRequests:
     """Rows of a table by the request that they are of."""
 
     def __init__(self, table: ArrowTable, indices: Ints) -> None:
-        index: Ints = table.column("index").to_numpy()
+        index: Ints = numpy_array(table.column("index"))
         self._size = len(indices)
         position = np.searchsorted(indices, index)
         self._is_asked = np.zeros(len(index), dtype=np.bool_)

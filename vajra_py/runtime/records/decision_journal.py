@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vajra_py.runtime.records.arrow_arrays import arrow_array
 from vajra_py.runtime.records.step_log import Batch
 
 
@@ -34,11 +35,11 @@ class Journal:
 
         texts = pa.list_(pa.string())
         columns = {
-            "replicasets": pa.array([batch.replicasets], texts),
+            "replicasets": arrow_array([batch.replicasets], texts),
             "rows": _one(batch.rows),
             "ends": _one(batch.ends),
-            "notes": pa.array([batch.notes], texts),
-            "ids": pa.array([batch.ids], texts),
+            "notes": arrow_array([batch.notes], texts),
+            "ids": arrow_array([batch.ids], texts),
             "arrived": _one(batch.arrived),
             **{f"list_{name}": _one(numbers) for name, numbers in batch.lists.items()},
         }

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency.models.packed_times import PackedTimes
-from vajra_py.runtime.records.record_lists import list_array, reordered
+from vajra_py.runtime.records.arrow_arrays import arrow_array, list_array
+from vajra_py.runtime.records.record_lists import reordered
 from vajra_py.runtime.records.step_log import FIELDS, LISTS, ONLY_PREEMPTED, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
@@ -156,8 +157,8 @@ class Records:
         order = np.lexsort((is_step, self.field("step"), self.field("replica_id"), ranks))
         records = self.take(order, np.argsort(self.arrivals.indices, kind="stable"))
         columns: dict[str, Any] = {name: records.field(name) for name in SCALARS}
-        columns["replicaset"] = pa.array(names).take(pa.array(ranks[order]))
-        columns["notes"] = pa.array(records.notes, type=pa.string())
+        columns["replicaset"] = arrow_array(names).take(arrow_array(ranks[order]))
+        columns["notes"] = arrow_array(records.notes)
         num_steps = records.field("num_steps")
         times = PackedTimes.pack(records.field("formed"), num_steps, records.ends)
         columns |= {"gap": times.gap, "duration": times.duration, "drift": times.drift}
@@ -170,9 +171,9 @@ class Records:
         counts = np.zeros(len(records), dtype=np.int64)
         counts[:1] = len(records.arrivals.indices)
         columns["arrived"] = list_array(records.arrivals.indices, counts)
-        texts = pa.array(records.arrivals.ids, type=pa.string())
+        texts = arrow_array(records.arrivals.ids)
         columns["arrived_ids"] = pa.ListArray.from_arrays(columns["arrived"].offsets, texts)
-        arrays = [pa.array(columns[one.name], type=one.type) for one in schema()]
+        arrays = [arrow_array(columns[one.name], one.type) for one in schema()]
         return pa.Table.from_arrays(arrays, schema=schema())
 
 

@@ -8,15 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def list_array(values: NDArray[Any], counts: NDArray[Any]) -> Any:
-    """Return an Arrow array of lists; `counts` has the number of values of each record."""
-    import pyarrow as pa
-
-    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)))
-
-
 def reordered(values: NDArray[Any], counts: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
     """Return values (rows, if two-dimensional), of which each record has so many, with the records in this order."""
     stops = np.cumsum(counts, dtype=np.int64)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vajra_py.contract import EndedStep
+from vajra_py.contract import EndedRun, EndedStep
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
 Told = Callable[..., None]
@@ -25,6 +25,7 @@ class Listeners:
     preemptions: tuple[Told, ...] = ()
     moves: tuple[Told, ...] = ()
     step_ends: tuple[Told, ...] = ()
+    step_runs: tuple[Told, ...] = ()
     departures: tuple[Told, ...] = ()
     blocks_stored: tuple[Told, ...] = ()
     blocks_removed: tuple[Told, ...] = ()
@@ -34,6 +35,18 @@ class Listeners:
     tiers_cleared: tuple[Told, ...] = ()
     program_ends: tuple[tuple[Any, Told], ...] = ()
     """Pairs of policy and callback; a policy may be among the listeners of several replicasets."""
+    across_replicas: bool = False
+    """True if one of them may know requests of several replicas."""
+
+    @property
+    def hear_steps_alone(self) -> bool:
+        """True if nobody listens to anything but steps."""
+        return replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
+
+    @property
+    def hear_each_step(self) -> bool:
+        """True if somebody listens to steps who takes no runs of them."""
+        return len(self.step_ends) > len(self.step_runs)
 
     @property
     def hear_content(self) -> bool:
@@ -58,12 +71,13 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
         return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
 
     program_ends = [(policy, getattr(policy, "on_program_end", None), name) for policy, name in named]
-    return Listeners(
+    heard = Listeners(
         arrivals=of("on_arrivals"),
         admissions=of("on_admission"),
         preemptions=of("on_preemption"),
         moves=of("on_moved"),
         step_ends=of("on_step_end"),
+        step_runs=of("on_step_run"),
         departures=of("on_departures"),
         blocks_stored=of("on_blocks_stored"),
         blocks_removed=of("on_blocks_removed"),
@@ -75,6 +89,7 @@ def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
             (policy, _under_name(tell, name)) for policy, tell, name in program_ends if tell is not None
         ),
     )
+    return replace(heard, across_replicas=heard != NOBODY)
 
 
 def _under_name(method: Told, name: str) -> Told:
@@ -86,7 +101,7 @@ def _under_name(method: Told, name: str) -> Told:
         except POLICY_EXCEPTIONS as error:
             one = about[0] if isinstance(about, tuple | list) and len(about) == 1 else about
             violation = PolicyError.caused_by(name, error, request_id=getattr(one, "request_id", None))
-            if isinstance(about, EndedStep):
+            if isinstance(about, EndedStep | EndedRun):
                 violation.at(about.replica_id, about.step_index)
             raise violation from error
 

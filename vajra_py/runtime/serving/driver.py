@@ -885,9 +885,13 @@ class Driver(Generic[R]):
         replicasets = self.controller.replicasets.items()
         self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
         self._looks_at_departures = frozenset(name for name, one in replicasets if one.listeners.departures)
-        listening = frozenset(name for name, one in replicasets if one.listeners != NOBODY)
+        listening = frozenset(
+            name
+            for name, one in replicasets
+            if one.listeners.across_replicas or (name in self._movements and one.listeners != NOBODY)
+        )
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
-        """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold any of its requests."""
+        """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
         """Those of them in which nobody who listens is asked while a step is formed for which nothing waits."""
 

@@ -8,7 +8,8 @@ their chunks, and the other two layers are built with these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
@@ -186,13 +187,20 @@ class Policies:
 
     def listeners(self) -> Listeners:
         """Policies to notify of arrivals and departures."""
-        layers = [
-            (one, choice.policy)
+        layers = {
+            layer: [
+                (one, choice.policy)
+                for one, choice in zip(self._layers[layer].made, self._layers[layer].choices, strict=True)
+            ]
             for layer in Layer
-            for one, choice in zip(self._layers[layer].made, self._layers[layer].choices, strict=True)
-        ]
+        }
+        own = layers.pop(Layer.REPLICA_SCHEDULER)
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
-        return listeners_among([*layers, *self.beside, *retained])
+        shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
+        found = listeners_among([*shared, *own])
+        # Each replica has a scheduler of its own; one that hears of nothing but steps knows its replica's requests.
+        knows_one = listeners_among(own).hear_steps_alone and not listeners_among(shared).across_replicas
+        return replace(found, across_replicas=not knows_one)
 
     @property
     def asks_listeners_each_step(self) -> bool:

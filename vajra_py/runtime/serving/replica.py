@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config import DEFAULT_POOL
-from vajra_py.contract import EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
+from vajra_py.contract import EndedRun, EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError
@@ -22,6 +22,7 @@ from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
 from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import ConnectedKv, ConnectorRules, FailedLoads, KvConnector, KvReport
+from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -83,6 +84,7 @@ class Replica:
         "_eviction_watchers",
         "_has_drafts",
         "_inherited",
+        "_listener_error",
         "_num_waiting_in_run",
         "_output_limits",
         "_schedule",
@@ -166,6 +168,8 @@ class Replica:
         if parts.policy is not self.parts.policy:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
+        self._listener_error: PolicyError | None = None
+        """Failure of a policy that was told of a run; raised when the step in flight has ended, since other events are handled now."""
         self.queue = self.running_set.queue = parts.queue
         self.lifecycle.listeners = parts.listeners
         self.builder.bind_policy(parts.policy_name)
@@ -175,7 +179,7 @@ class Replica:
         self._schedule = (
             schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
         )
-        self.repeats.read_traits(parts.policy, listens=bool(parts.listeners.step_ends))
+        self.repeats.read_traits(parts.policy, listens=parts.listeners.hear_each_step)
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Notify these observers of everything that happens here from now on."""
@@ -507,7 +511,18 @@ class Replica:
                 log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
         plan.pool.advance(ended_at)
         self.num_steps += len(ended_at)
+        if self.parts.listeners.step_runs:
+            self._tell_run(plan, plan.pool, ended_at)
         return following
+
+    def _tell_run(self, plan: StepPlan, pool: DecodePool, ended_at: Sequence[int]) -> None:
+        formed_at, seconds = to_seconds(plan.formed_at), [tick / TICKS_PER_SECOND for tick in ended_at]
+        run = EndedRun(self.replica_id, plan.step_index, formed_at, seconds, list(pool.in_admission_order()))
+        try:
+            for tell in self.parts.listeners.step_runs:
+                tell(run)
+        except PolicyError as error:
+            self._listener_error = self._listener_error or error
 
     # Completing steps
 
@@ -522,10 +537,10 @@ class Replica:
         """Apply a step's result; returns the requests that ended, in order of admission."""
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
-        entries = list(plan.entries()) if listeners else []
+        told = plan.requests_and_tokens() if listeners else None
         lost: FailedLoads | None = None
         if result.report is not None and self._connected is not None:
-            lost = self._find_failed(result.report, entries or list(plan.entries()))
+            lost = self._find_failed(result.report, list(plan.entries()))
         if result.tokens is not None:
             void = () if lost is None else lost.running
             self._append_tokens([one for one in result.tokens if one[0] not in void] if void else result.tokens)
@@ -543,8 +558,10 @@ class Replica:
         # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
-        if listeners:
-            step = _as_told(plan, entries, to_seconds(now))
+        if told is not None:
+            if self._listener_error is not None:
+                raise self._listener_error
+            step = EndedStep(self.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *told)
             for tell in listeners:
                 tell(step)
         finished += aborted
@@ -767,18 +784,6 @@ class Replica:
         )
         for observer in self._end_watchers:
             observer.on_step_end(end)
-
-
-def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:
-    """Return a step that has come back, as policies see it."""
-    return EndedStep(
-        plan.replica_id,
-        plan.step_index,
-        to_seconds(plan.formed_at),
-        now,
-        [entry.request for entry in entries],
-        [entry.num_tokens for entry in entries],
-    )
 
 
 def _is_current(request: Request, admitted_index: int) -> bool:

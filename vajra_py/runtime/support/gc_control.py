@@ -7,6 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
+_ALLOCATIONS_OF_A_START = 1_000_000
+_thresholds_before_start: list[tuple[int, int, int]] = []
+"""Settings of the collector to go back to once a command has started."""
+
+
+def put_off_collections() -> None:
+    """Leave out garbage collection while a command starts: nearly all that it imports and reads lives to its end.
+
+    The first loop that freezes what exists goes back to the settings before.
+    """
+    if not _thresholds_before_start and gc.get_threshold()[0] > 0:
+        _thresholds_before_start.append(gc.get_threshold())
+        gc.set_threshold(_ALLOCATIONS_OF_A_START, *gc.get_threshold()[1:])
 
 
 @contextmanager
@@ -18,6 +31,8 @@ def existing_objects_frozen() -> Iterator[None]:
     freezes = gc.isenabled() and not gc.get_freeze_count()  # objects that the caller froze stay frozen
     if freezes:
         gc.freeze()
+        while _thresholds_before_start:
+            gc.set_threshold(*_thresholds_before_start.pop())
         gc.collect()  # cheap now; the next full collection waits for new objects, a quarter of those that this one examined
     try:
         yield

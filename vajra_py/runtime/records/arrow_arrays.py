@@ -1,0 +1,89 @@
+"""Arrow arrays of numbers, flags, texts and lists of texts, made without pandas.
+
+`pyarrow.array` imports pandas at its first call, whatever it is given: on a small run as much time as all else together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None = None) -> Any:
+    """Return values as an Arrow array, of this Arrow type if one is given.
+
+    `values`: numbers or flags (an array), or texts and None, or an Arrow array. `is_null`: flags of the numbers that are not known.
+    Raises `ArrowInvalid` for a number that the type cannot hold.
+    """
+    import pyarrow as pa
+
+    if isinstance(values, np.ndarray) and values.dtype != np.object_:
+        made = _numbers(values, is_null)
+    elif isinstance(values, pa.Array | pa.ChunkedArray):
+        made = values
+    elif kind is not None and pa.types.is_list(kind):
+        flat = _texts([text for each in values for text in each])
+        made = list_array(flat, np.array([len(each) for each in values], dtype=np.int32))
+    elif kind is None or pa.types.is_string(kind):
+        made = _texts(values)
+    else:
+        made = _numbers(np.array(values, dtype=kind.to_pandas_dtype()), is_null)
+    return made if kind is None or made.type.equals(kind) else made.cast(kind)
+
+
+def list_array(values: Any, counts: NDArray[Any]) -> Any:
+    """Return an Arrow array of lists; `counts` has the number of values of each record."""
+    import pyarrow as pa
+
+    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return pa.ListArray.from_arrays(arrow_array(offsets), arrow_array(values))
+
+
+def _numbers(values: NDArray[Any], is_null: NDArray[np.bool_] | None) -> Any:
+    import pyarrow as pa
+
+    kind, data = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
+    if data.dtype == np.bool_:  # Arrow's flags are bits
+        data = np.packbits(data, bitorder="little")
+    known = None if is_null is None else pa.py_buffer(np.packbits(~is_null, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(values), [known, pa.py_buffer(data)])
+
+
+def _texts(texts: Sequence[str | None]) -> Any:
+    import pyarrow as pa
+
+    encoded = [(text or "").encode() for text in texts]
+    offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in encoded], out=offsets[1:])
+    is_null = np.array([text is None for text in texts], dtype=np.bool_)
+    known = pa.py_buffer(np.packbits(~is_null, bitorder="little")) if is_null.any() else None
+    buffers = [known, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers).cast(pa.string())
+
+
+def numpy_array(column: Any) -> NDArray[Any]:
+    """Return an Arrow column as a numpy array, without a copy where its numbers lie in one piece.
+
+    The same as its `to_numpy`, which imports pandas; columns of numbers with nulls are left to it.
+    """
+    import pyarrow as pa
+
+    array = column
+    if isinstance(column, pa.ChunkedArray):
+        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    kind, end = array.type, array.offset + len(array)
+    if pa.types.is_string(kind):
+        return np.array(array.to_pylist(), dtype=np.object_)
+    if array.null_count or not pa.types.is_primitive(kind):
+        found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+        return found
+    if not len(array):
+        return np.empty(0, dtype=kind.to_pandas_dtype())
+    if pa.types.is_boolean(kind):
+        bits = np.frombuffer(array.buffers()[1], dtype=np.uint8)
+        return np.unpackbits(bits, count=end, bitorder="little")[array.offset :].view(np.bool_)
+    return np.frombuffer(array.buffers()[1], dtype=kind.to_pandas_dtype(), count=end)[array.offset :]
