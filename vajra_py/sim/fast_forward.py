@@ -92,7 +92,7 @@ class DecodeFastForward:
         if num_repeats == 0:
             self.interrupt(replica, up_to_now=False)
             return
-        replica.is_apart = True
+        replica.is_apart = replica.replica.is_recorded
         if num_repeats < len(ends) - 1:
             self._end_after(replica, 1 + num_repeats)
 

@@ -68,6 +68,7 @@ class Replicaset:
         "bounds",
         "feed",
         "hand_off",
+        "hand_off_watchers",
         "held_back",
         "kv_event_lag_s",
         "listeners",
@@ -106,6 +107,8 @@ class Replicaset:
         self.replicas: list[Replica] = []
         self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
+        self.hand_off_watchers: Sequence[Observer] = ()
+        """Observers that take note of hand-offs."""
         self.listeners = NOBODY
         self.kv_event_lag_s = 0.0
         """Age that an event of a cache must have before policies know of it, seconds."""
@@ -256,6 +259,7 @@ class Replicaset:
     def watch(self, observers: Sequence[Observer]) -> None:
         """Notify these observers of everything that happens here from now on."""
         self.observers = observers
+        self.hand_off_watchers = [one for one in observers if _notes_hand_offs(one)]
         for replica in self.replicas:
             replica.watch(observers)
 
@@ -623,6 +627,14 @@ class Replicaset:
                 observer.on_ended(request, reason, detail, now)
             return True
         return self.replicas[request.replica_id].abort(request, reason, now, detail)
+
+
+_HAND_OFF_NOTES = ("on_held", "on_transfer", "on_transfer_end", "on_arrived", "on_kv_released", "on_stayed")
+
+
+def _notes_hand_offs(observer: Observer) -> bool:
+    """Return True if an observer does something when a request is handed off."""
+    return any(getattr(type(observer), name) is not getattr(Observer, name) for name in _HAND_OFF_NOTES)
 
 
 def _do_nothing() -> None:
