@@ -25,6 +25,6 @@ class SimReplica(BackendReplica):
     run_ends: array[int] | None = None
     """End ticks of a run's steps, when the step in flight is the first of one; the end of the run is an event."""
     is_apart: bool = False
-    """True if blocks were taken from outside since the step in flight was formed, so that its record is one of its own."""
+    """True if blocks were taken from outside since the step in flight was formed, so that it has a record of its own."""
     run_limit: int = FIRST_STEPS
     """Number of steps worked out at once: more after a run that came to its end, few after one that was cut short."""

@@ -80,6 +80,8 @@ class Network:
     def __init__(self, options: LinkOptions | None = None) -> None:
         self._options = options = options or LinkOptions()
         self._latency = options.latency_ticks
+        self._has_fixed_shares = options.contention == "fixed_share"
+        self._has_no_contention = options.contention == "none"
         self._capacity = _grains(options.bandwidth)
         self._now = 0
         self._num_started = 0
@@ -113,12 +115,14 @@ class Network:
         """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
         one = self._begin(transfer_id, source, target, num_bytes, now)
         self._num_final += 1
-        self._expect_end(one, now + self._latency)
-        if num_bytes:
-            if self._latency:
-                self._starting.append((now + self._latency, _FLOWS, one.number, one.version, one))
-            else:
-                self._flow(one)
+        flows_at = now + self._latency
+        self._expect_end(one, flows_at)
+        if not num_bytes:
+            return
+        if flows_at > now:
+            self._starting.append((flows_at, _FLOWS, one.number, one.version, one))
+        else:
+            self._flow(one)
 
     def open(self, transfer_id: Hashable, source: int, target: int, now: int) -> None:
         """Begin a transfer whose bytes are announced by `release`. Raises as `start` does.
@@ -166,7 +170,7 @@ class Network:
         one = Flow(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
         self._num_started += 1
         self._transfers[transfer_id] = one
-        if self._options.contention == "fixed_share":
+        if self._has_fixed_shares:
             for link in links:
                 link.transfers[one] = None
             one.rate = min((max(1, link.capacity // len(link.transfers)) for link in links), default=None)
@@ -247,13 +251,11 @@ class Network:
         if self._touched and now > self._now:
             self._settle()
         events, starting = self._events, self._starting
-        while True:
-            if starting and starting[0][0] <= now and not (events and events[0] < starting[0]):
-                tick, kind, _, version, one = starting.popleft()
-            elif events and events[0][0] <= now:
+        while (events and events[0][0] <= now) or (starting and starting[0][0] <= now):
+            if not starting or (events and events[0] < starting[0]):
                 tick, kind, _, version, one = heappop(events)
             else:
-                break
+                tick, kind, _, version, one = starting.popleft()
             if version != one.version:
                 continue
             if tick > self._now:
@@ -286,20 +288,18 @@ class Network:
     def _flow(self, one: Flow) -> None:
         """Let a transfer's latency be over; its end is expected."""
         one.is_flowing, one.since = True, self._now
-        rule = self._options.contention
-        if rule == "fixed_share":
+        if self._has_fixed_shares:
             return
-        one.rate = self._rate_alone
-        if rule == "none":
-            return
-        for link in one.links:
-            if link.transfers:
-                one.rate = 0
-        for link in one.links:
-            link.transfers[one] = None
-        if one.rate == 0:
-            one.version += 1
-            self._touched.update(dict.fromkeys(one.links))
+        rate = self._rate_alone
+        if not self._has_no_contention:
+            for link in one.links:
+                if link.transfers:
+                    rate = 0
+                link.transfers[one] = None
+            if rate == 0:
+                one.version += 1
+                self._touched.update(dict.fromkeys(one.links))
+        one.rate = rate
 
     def _resume(self, feed: Feed) -> None:
         """Let an open transfer flow that had nothing to send."""
@@ -319,7 +319,7 @@ class Network:
             self._push_end(one)
             return
         one.is_flowing = False
-        if self._options.contention != "fixed_share":
+        if not self._has_fixed_shares:
             one.rate = 0
             self._leave(one)
         if feed.releases:

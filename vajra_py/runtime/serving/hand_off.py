@@ -401,7 +401,7 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
-        if self._lines and not (has_looked and self._one_at_a_time):
+        if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
         if self._unplaced or self._replicaset.newly_held_back:
             self.place_again()

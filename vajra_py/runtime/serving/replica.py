@@ -492,11 +492,6 @@ class Replica:
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
-    @property
-    def is_recorded(self) -> bool:
-        """True if an observer is told how many blocks are free at each step."""
-        return bool(self._end_watchers or self._step_logs)
-
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
         """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
         assert plan.pool is not None

@@ -159,8 +159,11 @@ class Transfers(Generic[R]):
         """Call back for the timed transfers that have ended by now."""
         network, now = self._network, self._driver.now
         assert network is not None
-        if self._scheduled_at is not None and self._scheduled_at <= now:
-            self._scheduled_at = None
+        if self._scheduled_at is not None:
+            if self._scheduled_at > now and not self._timers:
+                return  # they have ended at an earlier event
+            if self._scheduled_at <= now:
+                self._scheduled_at = None
         ended = network.ended(now)
         if ended:
             self._ended.update(dict.fromkeys(ended))
