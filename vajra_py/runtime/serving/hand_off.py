@@ -251,12 +251,20 @@ class HandOffs(Generic[R]):
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
-    def _may_act(self, one: R) -> bool:
-        return not self._at_boundary or not one.replica.num_in_flight
+    def _may_act(self, target: R) -> bool:
+        """Return True if a target may take blocks now, by its steps; otherwise it is looked at again when one ends."""
+        if self._at_boundary and target.replica.num_in_flight:
+            self._asked_while_busy.add(target.replica.replica_id)
+            return False
+        self._asked_while_busy.discard(target.replica.replica_id)
+        if self._one_at_a_time and _runs_full(target):
+            target.replica.expects_kv = True
+            return False
+        return True
 
     def _look_at(self, target: R) -> None:
         """Bring a target up to date whose blocks may be taken now; its steps go on unless it takes part between two of them."""
-        if self._at_boundary or self._one_at_a_time:
+        if self.follows_steps:
             self._driver.touch(target)
         else:
             self._driver.catch_up(target)
@@ -267,13 +275,7 @@ class HandOffs(Generic[R]):
         if not line:
             return
         self._look_at(target)
-        if not self._may_act(target):
-            self._asked_while_busy.add(target.replica.replica_id)
-            return
-        if self._asked_while_busy:
-            self._asked_while_busy.discard(target.replica.replica_id)
-        if self._one_at_a_time and _runs_full(target):
-            target.replica.expects_kv = True
+        if self.follows_steps and not self._may_act(target):
             return
         dropped, now = [], to_seconds(self._driver.now)
         while line:
@@ -294,7 +296,8 @@ class HandOffs(Generic[R]):
                 self._unplaced[one.request] = one
             else:
                 dropped.append(one)
-        target.replica.expects_kv = self._one_at_a_time and bool(line)
+        if self._one_at_a_time:
+            target.replica.expects_kv = bool(line)
         for one in dropped:
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 

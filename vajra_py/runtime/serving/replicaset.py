@@ -337,7 +337,7 @@ class Replicaset:
         return self.computes(request.replica_id) if bound else self._is_runnable(request, now)
 
     def _is_runnable(self, request: Request, now: float) -> bool:
-        return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
+        return any(self._live[one.replica_id].is_up for one in self.eligible(request, now))
 
     def note_lost(self, replica_id: int) -> None:
         """Mark a replica as lost."""
@@ -507,7 +507,8 @@ class Replicaset:
 
         A scheduler that binds late leaves the choice to the mechanism: of the replicas with room, the one with the most free blocks.
         """
-        candidates = self._serving_of(self.bounds.holders(request)).of_decodes
+        serving = self._serving_of(self.bounds.holders(request))
+        candidates = serving.of_decodes
         if not candidates:
             return None
         views = self._views.of(candidates, now)
@@ -515,7 +516,7 @@ class Replicaset:
         if chosen is None and not self.places_itself:
             able = [one for one in views if one.num_running + one.num_waiting < one.max_batch_size and one.free_blocks]
             chosen = max(able, key=lambda one: (one.free_blocks, -one.replica_id)).replica_id if able else None
-        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self.replicas[chosen] in candidates:
+        if type(chosen) is int and chosen in serving.decode_ids:
             return chosen
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
