@@ -36,10 +36,6 @@ EQUIVALENT: dict[str, str] = {
     "vajra_py/runtime/step/builder.py::Builder.add_running self._add_pool() -> pass #0": (
         "Decodes are then gone through one by one instead of at once, with the same result."
     ),
-    "vajra_py/runtime/serving/hand_off.py::HandOffs._reserve self._one_at_a_time and bool(line) -> "
-    "(self._one_at_a_time or bool(line)) #0": (
-        "The simulator then works out each step of a replica that it need not, with the same result."
-    ),
     "policies/vajra_policies/class_shares.py::ClassShares.__init__ self.start() -> pass #0": (
         "Each step calls `start` before anything is read."
     ),

@@ -43,7 +43,6 @@ def near(tick: int, seconds: float | Fraction) -> bool:
 @pytest.mark.parametrize("contention", ["max_min", "none", "fixed_share", "exclusive"])
 def test_a_transfer_that_is_alone_takes_latency_and_bytes_by_bandwidth(contention: Any) -> None:
     network = Network(LinkOptions(bandwidth=50 * GB, latency_ticks=SECOND // 1000, contention=contention))
-    assert network.estimate_s(0, 1, 1000 * 131072, 7) == pytest.approx(0.00362144, rel=1e-12)
     network.start("a", 0, 1, 1000 * 131072, now=7)
     assert drained(network, 7) == {"a": 7 + 3_621_440_000}
 
@@ -124,7 +123,6 @@ def test_a_fixed_share_is_not_worked_out_again() -> None:
     network = Network(LinkOptions(shared_bandwidth=GB, latency_ticks=SECOND, contention="fixed_share"))
     network.start("a", 0, 1, GB, now=0)
     network.start("b", 2, 3, GB, now=SECOND)
-    assert network.estimate_s(4, 5, GB, SECOND) == pytest.approx(4.0)
     assert drained(network, SECOND) == {"a": 2 * SECOND, "b": 4 * SECOND}
 
 
@@ -135,7 +133,6 @@ def test_exclusive_links_take_transfers_in_order_of_start() -> None:
     network.start("c", 3, 2, GB, now=0)  # behind b on 2's link in, although that is idle
     network.start("d", 4, 5, GB, now=0)
     assert [network.rate(one) for one in "abcd"] == [GB, 0, 0, GB]
-    assert network.estimate_s(6, 2, GB, 0) == pytest.approx(3.0)
     assert drained(network) == {"a": SECOND, "d": SECOND, "b": 2 * SECOND, "c": 3 * SECOND}
 
 
@@ -180,7 +177,6 @@ def test_without_limits_transfers_end_after_the_latency() -> None:
     network = Network()
     network.start("a", 0, 1, 10**15, now=3)
     assert network.rate("a") == inf
-    assert network.estimate_s(0, 1, 10**15, 3) == 0.0
     assert network.next_change() == 3
     assert network.remaining_bytes("a", 3) == 0
     assert network.ended(3) == ["a"]
@@ -459,7 +455,6 @@ def test_asking_changes_nothing_and_bytes_only_fall(work: list[Started], content
                     left = curious.remaining_bytes(known, at)
                     assert left <= last[known]
                     last[known] = left
-            curious.estimate_s(0, 1, 100, at)
         curious.start(number, *one)
         assert curious.next_change() == plain.next_change()
         expected += [(one[3], each) for each in plain.ended(one[3])]

@@ -14,7 +14,7 @@ from vajra_py.runtime.serving.transfers import Transfers
 
 
 def transfers() -> Transfers[Any]:
-    rules: Any = SimpleNamespace(links=LinkOptions())
+    rules: Any = SimpleNamespace(links=LinkOptions(), bytes_per_token=1)
     unused: Any = None
     return Transfers(unused, rules, unused, is_timed=True, asks=False)
 
@@ -53,7 +53,7 @@ def test_what_is_postponed_is_due_by_the_clock_or_when_it_is_told(is_timed: bool
     events: list[Any] = []
     driver: Any = SimpleNamespace(now=7, events=SimpleNamespace(push=lambda *event: events.append(event)))
     replicaset: Any = SimpleNamespace(name="default")
-    rules: Any = SimpleNamespace(links=LinkOptions())
+    rules: Any = SimpleNamespace(links=LinkOptions(), bytes_per_token=1)
     moved: Transfers[Any] = Transfers(replicaset, rules, driver, is_timed=is_timed, asks=asks)
     done: list[int] = []
     moved.after(1.0, lambda: done.append(driver.now))

@@ -88,12 +88,14 @@ class DecodeFastForward:
         ends, plan = replica.run_ends, replica.plan
         if ends is None or plan is None:
             return
+        replica.is_apart = True
+        if replica.replica.repeats.surely_fit(plan, len(ends) - 1):
+            return
         num_repeats = replica.replica.num_repeats(plan)
         if num_repeats == 0:
+            replica.is_apart = False
             self.interrupt(replica, up_to_now=False)
-            return
-        replica.is_apart = True
-        if num_repeats < len(ends) - 1:
+        elif num_repeats < len(ends) - 1:
             self._end_after(replica, 1 + num_repeats)
 
     def interrupt_all(self, replicaset: str) -> None:

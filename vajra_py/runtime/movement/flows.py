@@ -102,13 +102,13 @@ class Feed:
         return work
 
 
-def rates_alone(links: Iterable[Link]) -> dict[Flow, int] | None:
-    """Return the rates of transfers that share none of these links, nor others of theirs; None if some do."""
-    rates: dict[Flow, int] = {}
+def alone_on(links: Iterable[Link]) -> dict[Flow, None] | None:
+    """Return the transfers of these links if none shares a link with another one; None if some do."""
+    found: dict[Flow, None] = {}
     for link in links:
         for one in link.transfers:
-            if one not in rates:
+            if one not in found:
                 if any(len(each.transfers) > 1 for each in one.links):
                     return None
-                rates[one] = min([each.capacity for each in one.links])
-    return rates
+                found[one] = None
+    return found

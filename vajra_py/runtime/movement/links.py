@@ -2,7 +2,8 @@
 
 A replica has a link out and a link in, and there may be one fabric that all transfers pass through. Rates change only when a
 transfer starts to flow, ends or is cancelled; in between nothing is computed. A change looks at the transfers that are
-connected with it by links, directly or through others, and at no more.
+connected with it by links, directly or through others, and at no more; a transfer that has its links for itself ends when it
+was expected to when it started.
 
 The bytes of a transfer are there when it starts, or they become available while it is under way (`Network.open`): such a transfer
 takes part in the sharing of its links while it has something to send, and has no part in it while it waits for more.
@@ -13,14 +14,15 @@ flowed is an integer. Rates are rounded down and ends are rounded up to a tick: 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from vajra_py.runtime.movement.flows import Feed, Flow, Link, Release, rates_alone
-from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
+from vajra_py.runtime.movement.flows import Feed, Flow, Link, Release, alone_on
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
 
 if TYPE_CHECKING:
     from vajra_py.config.links import LinksConfig
@@ -77,18 +79,27 @@ class Network:
 
     def __init__(self, options: LinkOptions | None = None) -> None:
         self._options = options = options or LinkOptions()
+        self._latency = options.latency_ticks
+        self._has_fixed_shares = options.contention == "fixed_share"
+        self._has_no_contention = options.contention == "none"
         self._capacity = _grains(options.bandwidth)
         self._now = 0
         self._num_started = 0
         self._num_final = 0
         """Transfers under way that end when what is known of them has arrived; those that are open do not."""
-        self._links: dict[tuple[str, int], Link] = {}
+        self._out: dict[int, Link] = {}
+        self._in: dict[int, Link] = {}
+        """Links of each replica."""
         shared = _grains(options.shared_bandwidth)
-        self._shared = None if shared is None else Link(0, shared)
+        self._shared = () if shared is None else (Link(0, shared),)
         self._num_links = 1
+        self._rate_alone = min((each for each in (shared, self._capacity) if each is not None), default=None)
+        """Grains per second of a transfer that has its links for itself; None: no limit."""
         self._transfers: dict[Hashable, Flow] = {}
         self._events: list[tuple[int, int, int, int, Any]] = []
-        """(tick, kind, number, version, transfer or feed): ends come before starts of a tick."""
+        """(tick, kind, number, version, transfer or feed) of ends and of what becomes available: ends come first in a tick."""
+        self._starting: deque[tuple[int, int, int, int, Any]] = deque()
+        """The same of transfers whose latency is not over, in order."""
         self._ended: list[Flow] = []
         """Transfers that have ended and were not told yet."""
         self._touched: dict[Link, None] = {}
@@ -104,9 +115,12 @@ class Network:
         """Begin a transfer between two replicas. Raises ValueError for an id that is under way, and for no two replicas."""
         one = self._begin(transfer_id, source, target, num_bytes, now)
         self._num_final += 1
-        if not num_bytes or self._options.latency_ticks:
-            kind = _FLOWS if num_bytes else _ENDS
-            self._push(one, now + self._options.latency_ticks, kind)
+        flows_at = now + self._latency
+        self._expect_end(one, flows_at)
+        if not num_bytes:
+            return
+        if flows_at > now:
+            self._starting.append((flows_at, _FLOWS, one.number, one.version, one))
         else:
             self._flow(one)
 
@@ -129,7 +143,7 @@ class Network:
             raise ValueError(f"Network: transfer {transfer_id!r} is not open")
         self._advance(now)
         if num_bytes:
-            start = now + self._options.latency_ticks
+            start = now + self._latency
             feed.releases.append(Release(start, ticks, num_bytes * _WORK_PER_BYTE, num_parts))
             if len(feed.releases) == 1 and not one.is_flowing:
                 self._push(feed, feed.releases[0].next_at(), _RELEASES)
@@ -147,16 +161,19 @@ class Network:
     def _begin(self, transfer_id: Hashable, source: int, target: int, num_bytes: int, now: int) -> Flow:
         if transfer_id in self._transfers:
             raise ValueError(f"Network: transfer {transfer_id!r} is under way already")
-        _check(source, target, num_bytes)
+        if source == target:
+            raise ValueError(f"Network: replica {source} has no link to itself")
+        if num_bytes < 0:
+            raise ValueError(f"Network: a negative number of bytes ({num_bytes})")
         self._advance(now)
         links = self._links_between(source, target)
         one = Flow(transfer_id, self._num_started, links, num_bytes * _WORK_PER_BYTE, now)
         self._num_started += 1
         self._transfers[transfer_id] = one
-        if self._options.contention == "fixed_share":
+        if self._has_fixed_shares:
             for link in links:
                 link.transfers[one] = None
-            one.rate = self._share_at_start(links)
+            one.rate = min((max(1, link.capacity // len(link.transfers)) for link in links), default=None)
         return one
 
     def cancel(self, transfer_id: Hashable, now: int) -> None:
@@ -178,7 +195,8 @@ class Network:
 
         Something may end then. Where transfers share links, and with open ones, it may also turn out to end later.
         """
-        self._settle()
+        if self._touched:
+            self._settle()
         if self._ended:
             return self._now
         if not self._num_final:
@@ -186,15 +204,7 @@ class Network:
         events = self._events
         while events and events[0][3] != events[0][4].version:
             heappop(events)
-        if not events:
-            return None
-        tick, kind, _, _, one = events[0]
-        if kind != _FLOWS:
-            return tick
-        # It cannot end before it has had its links for itself; other events stand behind the next two of the heap.
-        rate = min([link.capacity for link in one.links], default=None)
-        soonest = tick if rate is None else tick - (-one.work_left // rate)
-        return min([soonest, *[event[0] for event in events[1:3]]])
+        return events[0][0] if events else None
 
     def ended(self, now: int) -> list[Hashable]:
         """Ids of transfers that have ended by now and were not told before, in order of end, those of a tick in order of start."""
@@ -226,31 +236,6 @@ class Network:
             return 0.0
         return inf if one.rate is None else one.rate / _GRAIN
 
-    def estimate_s(self, source: int, target: int, num_bytes: int, now: int) -> float:
-        """Seconds that a transfer would take if it started now and the rates of that moment lasted.
-
-        With `exclusive`, after the transfers that wait before it on its links.
-        """
-        _check(source, target, num_bytes)
-        self._advance(now)
-        self._settle()
-        links, rule = self._links_between(source, target), self._options.contention
-        waits_s = 0.0
-        rate = min((link.capacity for link in links), default=None)
-        if rule == "fixed_share":
-            rate = min((link.capacity // (len(link.transfers) + 1) for link in links), default=None)
-        elif rule == "max_min" and links:
-            probe = Flow(None, self._num_started, links, 0, now)
-            rate = self._fair_rates(links, probe)[probe]
-        elif rule == "exclusive":
-            waits_s = max((self._busy_s(link, now) for link in links), default=0.0)
-        flows_s = num_bytes * _GRAIN / rate if rate else 0.0
-        return to_seconds(self._options.latency_ticks) + waits_s + flows_s
-
-    def _busy_s(self, link: Link, now: int) -> float:
-        ticks = sum(-(-one.work_left_at(now) // min(each.capacity for each in one.links)) for one in link.transfers)
-        return to_seconds(ticks)
-
     def _known(self, transfer_id: Hashable) -> Flow:
         one = self._transfers.get(transfer_id)
         if one is None:
@@ -263,11 +248,14 @@ class Network:
         """Let everything happen that happens up to and at a tick."""
         if now < self._now:
             raise ValueError(f"Network: time goes back (from tick {self._now} to {now})")
-        events = self._events
         if self._touched and now > self._now:
             self._settle()
-        while events and events[0][0] <= now:
-            tick, kind, _, version, one = heappop(events)
+        events, starting = self._events, self._starting
+        while (events and events[0][0] <= now) or (starting and starting[0][0] <= now):
+            if not starting or (events and events[0] < starting[0]):
+                tick, kind, _, version, one = heappop(events)
+            else:
+                tick, kind, _, version, one = starting.popleft()
             if version != one.version:
                 continue
             if tick > self._now:
@@ -280,9 +268,15 @@ class Network:
                 self._go_on(one, one.feed)
             else:
                 self._end(one)
-            if self._touched and not (events and events[0][0] == tick):
+            if self._touched and not (events and events[0][0] == tick) and not (starting and starting[0][0] == tick):
                 self._settle()
         self._now = now
+
+    def _expect_end(self, one: Flow, flows_at: int) -> None:
+        """Note when a transfer ends that flows from a tick on with its fixed share, or with its links for itself."""
+        rate = one.rate or self._rate_alone
+        ticks = 0 if rate is None else -(-one.work_left // rate)
+        self._push(one, flows_at + ticks, _ENDS)
 
     def _push(self, one: Flow | Feed, tick: int, kind: int) -> None:
         events = self._events
@@ -292,33 +286,26 @@ class Network:
             heapify(events)
 
     def _flow(self, one: Flow) -> None:
-        """Let a transfer's latency be over."""
+        """Let a transfer's latency be over; its end is expected."""
         one.is_flowing, one.since = True, self._now
-        rule = self._options.contention
-        if rule in ("none", "fixed_share"):
-            if rule == "none":
-                one.rate = min((link.capacity for link in one.links), default=None)
-            self._push_end(one)
+        if self._has_fixed_shares:
             return
-        if not one.links:
-            one.rate = None
-            self._push_end(one)
-            return
-        is_alone = True
-        for link in one.links:
-            if link.transfers:
-                is_alone = False
-        for link in one.links:
-            link.transfers[one] = None
-            if not is_alone:
-                self._touched[link] = None
-        if is_alone:
-            self._set_rate(one, min([link.capacity for link in one.links]))
+        rate = self._rate_alone
+        if not self._has_no_contention:
+            for link in one.links:
+                if link.transfers:
+                    rate = 0
+                link.transfers[one] = None
+            if rate == 0:
+                one.version += 1
+                self._touched.update(dict.fromkeys(one.links))
+        one.rate = rate
 
     def _resume(self, feed: Feed) -> None:
         """Let an open transfer flow that had nothing to send."""
         one = feed.transfer
         one.work_left = feed.take_due(self._now)
+        self._expect_end(one, self._now)
         self._flow(one)
 
     def _go_on(self, one: Flow, feed: Feed) -> None:
@@ -332,7 +319,7 @@ class Network:
             self._push_end(one)
             return
         one.is_flowing = False
-        if self._options.contention != "fixed_share":
+        if not self._has_fixed_shares:
             one.rate = 0
             self._leave(one)
         if feed.releases:
@@ -359,20 +346,17 @@ class Network:
 
     # Rates
 
-    def _links_between(self, source: int, target: int) -> list[Link]:
-        links = [] if self._shared is None else [self._shared]
-        if self._capacity is not None:
-            for end in (("out", source), ("in", target)):
-                link = self._links.get(end)
-                if link is None:
-                    link = self._links[end] = Link(self._num_links, self._capacity)
-                    self._num_links += 1
-                links.append(link)
-        return links
+    def _links_between(self, source: int, target: int) -> tuple[Link, ...]:
+        if self._capacity is None:
+            return self._shared
+        link_out = self._out.get(source) or self._new_link(self._out, source, self._capacity)
+        link_in = self._in.get(target) or self._new_link(self._in, target, self._capacity)
+        return (*self._shared, link_out, link_in)
 
-    @staticmethod
-    def _share_at_start(links: Sequence[Link]) -> int | None:
-        return min((max(1, link.capacity // len(link.transfers)) for link in links), default=None)
+    def _new_link(self, links: dict[int, Link], replica_id: int, capacity: int) -> Link:
+        link = links[replica_id] = Link(self._num_links, capacity)
+        self._num_links += 1
+        return link
 
     def _settle(self) -> None:
         """Work rates out again where transfers have come or gone."""
@@ -380,10 +364,12 @@ class Network:
         if not touched:
             return
         self._touched = {}
-        rule = self._options.contention
+        rule, rate_alone = self._options.contention, self._rate_alone
+        assert rate_alone is not None
         if rule == "max_min":
-            rates = rates_alone(touched)
-            for one, rate in (self._fair_rates(touched) if rates is None else rates).items():
+            alone = alone_on(touched)
+            rates = self._fair_rates(touched) if alone is None else dict.fromkeys(alone, rate_alone)
+            for one, rate in rates.items():
                 self._set_rate(one, rate)
         elif rule == "exclusive":
             for link in touched:
@@ -393,7 +379,7 @@ class Network:
                     and not head.rate
                     and all(next(iter(each.transfers)) is head for each in head.links)
                 ):
-                    self._set_rate(head, min(each.capacity for each in head.links))
+                    self._set_rate(head, rate_alone)
 
     def _set_rate(self, one: Flow, rate: int) -> None:
         if rate == one.rate:
@@ -404,16 +390,12 @@ class Network:
         self._push_end(one)
 
     @staticmethod
-    def _fair_rates(touched: Iterable[Link], probe: Flow | None = None) -> dict[Flow, int]:
+    def _fair_rates(touched: Iterable[Link]) -> dict[Flow, int]:
         """Max-min fair rates of all transfers connected with these links, by progressive filling.
 
-        Shares grow together until a link is full; its transfers keep that share, the others go on. `probe` is counted as one
-        more transfer on its links.
+        Shares grow together until a link is full; its transfers keep that share, the others go on.
         """
         users = {link: [*link.transfers] for link in touched}
-        if probe is not None:
-            for link in probe.links:
-                users[link].append(probe)
         unseen = list(users)
         while unseen:
             for one in users[unseen.pop()]:
@@ -444,10 +426,3 @@ class Network:
 
 def _grains(bandwidth: float | None) -> int | None:
     return None if bandwidth is None else round(bandwidth * _GRAIN)
-
-
-def _check(source: int, target: int, num_bytes: int) -> None:
-    if source == target:
-        raise ValueError(f"Network: replica {source} has no link to itself")
-    if num_bytes < 0:
-        raise ValueError(f"Network: a negative number of bytes ({num_bytes})")

@@ -44,7 +44,7 @@ R = TypeVar("R", bound=BackendReplica)
 S = TypeVar("S", bound=BackendReplica, contravariant=True)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Transfer(Generic[R]):
     """KV of a request that goes from one replica to blocks that are set aside on another.
 

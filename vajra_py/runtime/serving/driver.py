@@ -138,7 +138,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed among the ends of this tick; -1: none."""
+        """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none."""
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:
@@ -407,7 +407,7 @@ class Driver(Generic[R]):
         try:
             has_ended = self.controller.abort(request.request_id, reason, self.now, detail)
             if has_ended and one is not None and movement is not None:
-                self._step_ended(movement, one, ((request, reason),))
+                self._look_after(movement, one, ((request, reason),))
         except PolicyError as error:
             self.isolate(name, error)
             return
@@ -461,7 +461,9 @@ class Driver(Generic[R]):
                     others.sync_before(one)
                 self.controller.settle(ended, self.now)
             if movements and (movement := movements.get(replica.replicaset)) is not None:
-                self._step_ended(movement, one, ended, has_freed=bool(ended or plan.preempted))
+                movement.step_ended(one, ended, has_freed=bool(ended or plan.preempted))
+                if self._draining:
+                    self._elasticity.end_drains(replica.replicaset)
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
             return
@@ -567,10 +569,12 @@ class Driver(Generic[R]):
                 self.controller.settle(dropped, self.now)
                 if one.replica.replicaset in movements:
                     movements[one.replica.replicaset].requests_ended(dropped)
-            if movements and one.replica.builder.handed_off:
-                movements[one.replica.replicaset].hand_offs.leave(one)
-            if movements and one.replica.builder.loads:
-                movements[one.replica.replicaset].hand_offs.load(one)
+            if movements:
+                builder = one.replica.builder
+                if builder.handed_off:
+                    movements[one.replica.replicaset].hand_offs.leave(one)
+                if builder.loads:
+                    movements[one.replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
             self.isolate(one.replica.replicaset, error)
             return
@@ -622,7 +626,8 @@ class Driver(Generic[R]):
         except PolicyError as error:
             self.isolate(name, error)
             return
-        self._elasticity.end_drains(name)
+        if self._draining:
+            self._elasticity.end_drains(name)
 
     def _tiers_due(self, what: str | SwapMoves[R]) -> None:
         moves = what if isinstance(what, SwapMoves) else self._tiers[what]
@@ -631,13 +636,9 @@ class Driver(Generic[R]):
         except PolicyError as error:
             self.isolate(moves.replicaset, error)
 
-    def _step_ended(
-        self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
-    ) -> None:
-        """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
-        if ended:
-            movement.requests_ended(ended)
-        movement.step_ended(one, has_freed=has_freed)
+    def _look_after(self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """Let requests move that waited for a replica, some of whose blocks may be free now. Raises `PolicyError`."""
+        movement.step_ended(one, ended)
         if self._draining:
             self._elasticity.end_drains(one.replica.replicaset)
 
@@ -685,7 +686,7 @@ class Driver(Generic[R]):
         movement = self._movements.get(what.replicaset)
         if movement is not None:
             try:
-                self._step_ended(movement, one, ())
+                self._look_after(movement, one, ())
                 self._elasticity.place_shared(what.replicaset)
                 movement.make_moves()
             except PolicyError as error:
@@ -822,21 +823,17 @@ class Driver(Generic[R]):
     def touch(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.interrupt(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def catch_up(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.catch_up(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.catch_up(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def blocks_taken(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.shorten(one)
-
-    def _ends_later(self, one: R) -> bool:
-        """Return True if a step of this replica that ends in this tick comes after the one that is being completed."""
-        return 0 <= self._completing < one.rank
 
     def replica(self, replicaset: str, replica_id: int) -> R:
         """See `DriverServices`."""

@@ -112,7 +112,7 @@ class Elasticity(Generic[R]):
         self._driver.call_off(one)
         movement = self._movements.get(name)
         if movement is not None:
-            movement.step_ended(one)
+            movement.step_ended(one, ())
             self.place_shared(name)
 
     def place_shared(self, name: str) -> None:

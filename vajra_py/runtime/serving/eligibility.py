@@ -53,14 +53,16 @@ class Serving:
         all: replicas that are up, and those that a scaler may let take requests.
         can_serve: some of these compute prompts, and some decode.
         of_decodes: replicas that are up and may decode.
+        decode_ids: ids of these.
     """
 
-    __slots__ = ("all", "can_serve", "of_decodes")
+    __slots__ = ("all", "can_serve", "decode_ids", "of_decodes")
 
     def __init__(self, holders: Holders, may_serve: Callable[[int], bool], is_up: Callable[[int], bool]) -> None:
         self.all = tuple(one for one in holders.all if may_serve(one.replica_id))
         self.can_serve = have_both_roles(self.all)
         self.of_decodes = tuple(one for one in holders.of_decodes if is_up(one.replica_id))
+        self.decode_ids = frozenset(one.replica_id for one in self.of_decodes)
 
 
 def have_both_roles(replicas: Iterable[Replica]) -> bool:

@@ -54,6 +54,8 @@ class Stage(Enum):
     """The KV is at the target, which takes it between two steps."""
 
 
+# Module constants: an enum lookup costs more than a function call, and these are needed for every hand-off.
+_RESERVING, _MOVING, _ARRIVING = Stage.RESERVING, Stage.MOVING, Stage.ARRIVING
 _WITHOUT_BLOCKS = (Stage.PLACING, Stage.RESERVING, Stage.RETRYING, Stage.QUEUED)
 """Stages of a request for which its target has set no blocks aside."""
 
@@ -91,11 +93,20 @@ class HandOffs(Generic[R]):
         self, replicaset: Replicaset, rules: HandOffRules, transfers: Transfers[R], driver: DriverServices[R]
     ) -> None:
         self._replicaset = replicaset
-        self._settings = rules.settings
+        # Read once: attributes of a model are slow, and these are needed for every hand-off.
+        settings = rules.settings
+        self._at_boundary = settings.takes_effect == "at_step_boundary"
+        self._one_at_a_time = settings.reservations == "one_at_a_time"
+        self._reserves_at_admission = settings.reserve == "at_admission"
+        self._recomputes_token = settings.first_token == "recompute"
+        self._moves_missing = settings.moves == "missing"
+        self._when_full = settings.when_full
+        self._retry_interval_s = settings.retry_interval_s
+        self._ahead_tokens = settings.reserve_ahead_tokens
+        self.follows_steps = self._at_boundary or self._one_at_a_time
+        """True if requests may wait for the end of a step although no action in `Transfers.waiting` does."""
         self._transfers = transfers
         self._driver = driver
-        self._at_boundary = rules.settings.takes_effect == "at_step_boundary"
-        self._one_at_a_time = rules.settings.reservations == "one_at_a_time"
         self._num_started = 0
         self._of: dict[Request, HandOff[R]] = {}
         self._unplaced: dict[Request, HandOff[R]] = {}
@@ -119,13 +130,15 @@ class HandOffs(Generic[R]):
 
     def begin(self, request: Request, source: R) -> None:
         """Let a request whose prompt has just been computed leave its replica."""
+        num_tokens = request.num_computed_tokens
         one = self._of.get(request)
         if one is None:
-            one = self._of[request] = HandOff(request, source, request.num_computed_tokens)
-        one.num_tokens, one.is_early = request.num_computed_tokens, False
-        if self._settings.first_token == "recompute" and not request.num_remaining_tokens:
-            request.set_computed(one.num_tokens - 1)
-        for observer in self._replicaset.observers:
+            one = self._of[request] = HandOff(request, source, num_tokens)
+        else:
+            one.num_tokens, one.is_early = num_tokens, False
+        if self._recomputes_token and not request.num_remaining_tokens:
+            request.set_computed(num_tokens - 1)
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         if one.has_reserved:
             self._start(one, min(one.hit, one.num_tokens))
@@ -174,21 +187,24 @@ class HandOffs(Generic[R]):
             one.stage, one.target = Stage.PLACING, None
             self._unplaced[request] = one
             return
-        self._unplaced.pop(request, None)
-        one.target = self._driver.replica(self._replicaset.name, chosen)
-        if self._settings.reserve == "at_admission":
+        if self._unplaced:
+            self._unplaced.pop(request, None)
+        one.target = target = self._driver.replica(self._replicaset.name, chosen)
+        if self._reserves_at_admission:
             one.stage = Stage.QUEUED
-            self._queue(request, one.target)
-        elif self._settings.when_full == "retry":
-            self._try(one, one.target)
+            self._queue(request, target)
+        elif self._when_full == "retry":
+            self._try(one, target)
         else:
-            one.stage = Stage.RESERVING
-            self._join_line(one, one.target)
-            self._reserve(one.target)
+            one.stage = _RESERVING
+            self._join_line(one, target)
+            self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
         """Let a request wait for blocks of its target: behind others, but before prompts that are not computed and hold nothing yet."""
-        line = self._lines.setdefault(target.replica.replica_id, deque())
+        line = self._lines.get(target.replica.replica_id)
+        if line is None:
+            line = self._lines[target.replica.replica_id] = deque()
         if one.is_early or not line or not line[-1].is_early:
             line.append(one)
         else:
@@ -230,17 +246,25 @@ class HandOffs(Generic[R]):
         del self._of[one.request]
         if not one.is_migration:
             one.request.set_computed(one.num_tokens)
-        for observer in self._replicaset.observers:
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_stayed(one.request, one.source.replica.replica_id, to_seconds(self._driver.now))
         self._driver.settle(one.source.replica.resume_held(one.request, self._driver.now))
         self._driver.wake(one.source)
 
-    def _may_act(self, one: R) -> bool:
-        return not self._at_boundary or not one.replica.num_in_flight
+    def _may_act(self, target: R) -> bool:
+        """Return True if a target may take blocks now, by its steps; otherwise it is looked at again when one ends."""
+        if self._at_boundary and target.replica.num_in_flight:
+            self._asked_while_busy.add(target.replica.replica_id)
+            return False
+        self._asked_while_busy.discard(target.replica.replica_id)
+        if self._one_at_a_time and _runs_full(target):
+            target.replica.expects_kv = True
+            return False
+        return True
 
     def _look_at(self, target: R) -> None:
         """Bring a target up to date whose blocks may be taken now; its steps go on unless it takes part between two of them."""
-        if self._at_boundary or self._one_at_a_time:
+        if self.follows_steps:
             self._driver.touch(target)
         else:
             self._driver.catch_up(target)
@@ -251,19 +275,12 @@ class HandOffs(Generic[R]):
         if not line:
             return
         self._look_at(target)
-        if not self._may_act(target):
-            self._asked_while_busy.add(target.replica.replica_id)
+        if self.follows_steps and not self._may_act(target):
             return
-        self._asked_while_busy.discard(target.replica.replica_id)
-        if self._one_at_a_time and _runs_full(target):
-            target.replica.expects_kv = True
-            return
-        dropped = []
+        dropped, now = [], to_seconds(self._driver.now)
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(
-                one.request, self._tokens_reserved(one), to_seconds(self._driver.now)
-            )
+            hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
             if hit is not None:
                 line.popleft()
                 self._driver.blocks_taken(target)
@@ -271,16 +288,16 @@ class HandOffs(Generic[R]):
                 if self._one_at_a_time:
                     break
                 continue
-            rule = self._settings.when_full
-            if rule == "wait":
+            if self._when_full == "wait":
                 break
             line.popleft()
             one.stage, one.target = Stage.PLACING, None
-            if rule == "hold":
+            if self._when_full == "hold":
                 self._unplaced[one.request] = one
             else:
                 dropped.append(one)
-        target.replica.expects_kv = self._one_at_a_time and bool(line)
+        if self._one_at_a_time:
+            target.replica.expects_kv = bool(line)
         for one in dropped:
             self._end(one, EndReason.REJECTED, TARGET_FULL)
 
@@ -303,10 +320,12 @@ class HandOffs(Generic[R]):
             stall = self._driver.controller.stall(self._driver.now)
             if stall is not None:
                 raise stall
-        self._transfers.after(self._settings.retry_interval_s, lambda: self._try(one, target))
+        self._transfers.after(self._retry_interval_s, lambda: self._try(one, target))
 
     def _tokens_reserved(self, one: HandOff[R]) -> int:
-        return min(one.num_tokens + self._settings.reserve_ahead_tokens, _most_tokens(one.request))
+        if not self._ahead_tokens:
+            return one.num_tokens
+        return min(one.num_tokens + self._ahead_tokens, _most_tokens(one.request))
 
     def _reserved(self, one: HandOff[R], hit: int) -> None:
         """Go on with a request for which blocks of its target are set aside."""
@@ -320,18 +339,18 @@ class HandOffs(Generic[R]):
     def _start(self, one: HandOff[R], hit: int) -> None:
         target = one.target
         assert target is not None
-        one.stage, one.has_reserved = Stage.MOVING, True
+        one.stage, one.has_reserved = _MOVING, True
         one.number, self._num_started = self._num_started, self._num_started + 1
         if one.num_sent is not None and self.overlap is not None:
             self.overlap.prompt_done(one)
             return
-        is_partial = self._settings.moves == "missing" or one.is_migration
+        is_partial = self._moves_missing or one.is_migration
         num_moved = one.num_tokens - (hit if is_partial else 0)
         lacking, ends = (hit, one.num_tokens), (one.source, target)
         self._transfers.start(one, ends, lacking, num_moved, lambda: self._moved(one, target))
 
     def _moved(self, one: HandOff[R], target: R) -> None:
-        one.stage = Stage.ARRIVING
+        one.stage = _ARRIVING
         self._driver.touch(target)
         if self._at_boundary:
             self._transfers.between_steps(target, one.number, lambda: self._arrive(one, target))
@@ -347,7 +366,7 @@ class HandOffs(Generic[R]):
         target.replica.lifecycle.arrived(request, now)
         self._stayed[request] = request.num_computed_tokens
         ends = source.replica.replica_id, target.replica.replica_id
-        for observer in self._replicaset.observers:
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_arrived(request, *ends, now)
         for tell in self._replicaset.listeners.moves:
             tell(request, *ends, now)
@@ -369,7 +388,7 @@ class HandOffs(Generic[R]):
         if source.replica.lifecycle.held.get(request) is not held:
             return
         source.replica.release_held(request)
-        for observer in self._replicaset.observers:
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_kv_released(request, source.replica.replica_id, to_seconds(self._driver.now))
         self.freed(source)
         self._driver.wake(source)
@@ -385,7 +404,7 @@ class HandOffs(Generic[R]):
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
         """Let requests come that wait for blocks of a replica, some of which may be free. `has_looked`: `step_ended` was just called."""
-        if self._lines and not (has_looked and self._one_at_a_time):
+        if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
         if self._unplaced or self._replicaset.newly_held_back:
             self.place_again()
@@ -443,7 +462,7 @@ class HandOffs(Generic[R]):
         self.recall_prompt(request)
         one = HandOff(request, source, request.num_computed_tokens, target, has_reserved=True, is_migration=True)
         self._of[request] = one
-        for observer in self._replicaset.observers:
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_held(request, source.replica.replica_id, to_seconds(self._driver.now))
         self._start(one, num_copied)
 

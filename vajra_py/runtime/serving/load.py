@@ -223,7 +223,7 @@ class ReplicaViews:
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in replicas]
-        key = tuple(replicas)
+        key = tuple(replicas)  # the same object, where they are a tuple
         found = self._groups.get(key)
         if found is None:
             if len(self._groups) >= _MAX_GROUPS:
@@ -231,4 +231,4 @@ class ReplicaViews:
             found = self._groups[key] = LiveLoads()
             for one in replicas:
                 found.add(self._live[one.replica_id])
-        return cast(Sequence[ReplicaLoadView], found)
+        return found

@@ -230,7 +230,8 @@ class Migrations(Generic[R]):
 
     def gone(self, request: Request) -> None:
         """Call off the migration of a request that has ended."""
-        self._end(request, REQUEST_ENDED)
+        if self._of:
+            self._end(request, REQUEST_ENDED)
 
     def _end(self, request: Request, why: str) -> None:
         one = self._of.get(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic
 
 from vajra_py.contract.observer import EndReason
@@ -29,6 +29,7 @@ class Movement(Generic[R]):
         self._driver = driver
         self._transfers = Transfers(replicaset, rules, driver, is_timed=is_timed, asks=asks)
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
+        self._follows_steps = self.hand_offs.follows_steps
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
         self._migrations.on_slot_free = self._drains.room_changed
@@ -59,9 +60,15 @@ class Movement(Generic[R]):
         """Look at full targets again."""
         self._transfers.retry()
 
-    def step_ended(self, one: R, *, has_freed: bool = True) -> None:
-        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free."""
-        self.hand_offs.step_ended(one)
+    def step_ended(self, one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True) -> None:
+        """Let requests leave a replica that is between two steps, and come to it. `has_freed`: some of its blocks may be free.
+
+        What was set aside for requests that have ended by themselves is given back first.
+        """
+        if ended:
+            self.requests_ended(ended)
+        if self._follows_steps or self._transfers.waiting:
+            self.hand_offs.step_ended(one)
         if one.replica.newly_held:
             for request in one.replica.take_newly_held():
                 self.hand_offs.begin(request, one)

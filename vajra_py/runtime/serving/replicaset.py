@@ -68,6 +68,7 @@ class Replicaset:
         "bounds",
         "feed",
         "hand_off",
+        "hand_off_watchers",
         "held_back",
         "kv_event_lag_s",
         "listeners",
@@ -106,6 +107,8 @@ class Replicaset:
         self.replicas: list[Replica] = []
         self._shared_accesses: list[SharedQueueAccess] = []
         self.observers: Sequence[Observer] = ()
+        self.hand_off_watchers: Sequence[Observer] = ()
+        """Observers that take note of hand-offs."""
         self.listeners = NOBODY
         self.kv_event_lag_s = 0.0
         """Age that an event of a cache must have before policies know of it, seconds."""
@@ -256,6 +259,7 @@ class Replicaset:
     def watch(self, observers: Sequence[Observer]) -> None:
         """Notify these observers of everything that happens here from now on."""
         self.observers = observers
+        self.hand_off_watchers = [one for one in observers if _notes_hand_offs(one)]
         for replica in self.replicas:
             replica.watch(observers)
 
@@ -333,7 +337,7 @@ class Replicaset:
         return self.computes(request.replica_id) if bound else self._is_runnable(request, now)
 
     def _is_runnable(self, request: Request, now: float) -> bool:
-        return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
+        return any(self._live[one.replica_id].is_up for one in self.eligible(request, now))
 
     def note_lost(self, replica_id: int) -> None:
         """Mark a replica as lost."""
@@ -503,7 +507,8 @@ class Replicaset:
 
         A scheduler that binds late leaves the choice to the mechanism: of the replicas with room, the one with the most free blocks.
         """
-        candidates = self._serving_of(self.bounds.holders(request)).of_decodes
+        serving = self._serving_of(self.bounds.holders(request))
+        candidates = serving.of_decodes
         if not candidates:
             return None
         views = self._views.of(candidates, now)
@@ -511,7 +516,7 @@ class Replicaset:
         if chosen is None and not self.places_itself:
             able = [one for one in views if one.num_running + one.num_waiting < one.max_batch_size and one.free_blocks]
             chosen = max(able, key=lambda one: (one.free_blocks, -one.replica_id)).replica_id if able else None
-        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self.replicas[chosen] in candidates:
+        if type(chosen) is int and chosen in serving.decode_ids:
             return chosen
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
@@ -623,6 +628,14 @@ class Replicaset:
                 observer.on_ended(request, reason, detail, now)
             return True
         return self.replicas[request.replica_id].abort(request, reason, now, detail)
+
+
+_HAND_OFF_NOTES = ("on_held", "on_transfer", "on_transfer_end", "on_arrived", "on_kv_released", "on_stayed")
+
+
+def _notes_hand_offs(observer: Observer) -> bool:
+    """Return True if an observer does something when a request is handed off."""
+    return any(getattr(type(observer), name) is not getattr(Observer, name) for name in _HAND_OFF_NOTES)
 
 
 def _do_nothing() -> None:

@@ -18,6 +18,8 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
+_TRANSFER = Phase.TRANSFER  # an enum lookup costs more than a function call
+
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"
 PREEMPTED = "the request was preempted"
@@ -41,7 +43,7 @@ class Transfers(Generic[R]):
     ) -> None:
         """`is_timed`: the links are modelled. `asks`: otherwise, full targets are looked at again by the clock; False: when told."""
         self._replicaset = replicaset
-        self._rules = rules
+        self._bytes_per_token = rules.bytes_per_token
         self._driver = driver
         self._network = Network(rules.links) if is_timed else None
         self._asks = asks
@@ -76,9 +78,9 @@ class Transfers(Generic[R]):
         """
         source, target = ends[0].replica.replica_id, ends[1].replica.replica_id
         request, now = key.request, self._driver.now
-        for observer in self._replicaset.observers:
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_transfer(request, source, target, num_moved, to_seconds(now))
-        one = Transfer(self._num_started, request, *ends, *lacking)
+        one = Transfer(self._num_started, request, ends[0], ends[1], lacking[0], lacking[1])
         self._num_started += 1
         self._sent[key] = one, done
         if self._network is None:
@@ -88,7 +90,7 @@ class Transfers(Generic[R]):
         if self._network is None:
             return
         if is_computed:
-            self._network.start(key, source, target, num_moved * self._rules.bytes_per_token, now)
+            self._network.start(key, source, target, num_moved * self._bytes_per_token, now)
             self._schedule(self._network)
         else:
             self._network.open(key, source, target, now)
@@ -98,7 +100,7 @@ class Transfers(Generic[R]):
     def release(self, key: Hashable, num_tokens: int, ticks: int = 0, num_parts: int = 1) -> None:
         """Send KV of an open transfer in equal parts, as they are computed, the last of them `ticks` from now."""
         assert self._network is not None
-        num_bytes = num_tokens * self._rules.bytes_per_token
+        num_bytes = num_tokens * self._bytes_per_token
         self._network.release(key, num_bytes, self._driver.now, ticks, num_parts)
         self._schedule(self._network)
 
@@ -108,7 +110,7 @@ class Transfers(Generic[R]):
         if num_moved is not None:
             one, _ = self._sent[key]
             source, target = (end.replica.replica_id for end in (one.source, one.target))
-            for observer in self._replicaset.observers:
+            for observer in self._replicaset.hand_off_watchers:
                 observer.on_transfer(one.request, source, target, num_moved, to_seconds(self._driver.now))
         self._network.close(key, self._driver.now)
         self._schedule(self._network)
@@ -139,12 +141,13 @@ class Transfers(Generic[R]):
 
     def _arrived(self, key: Hashable) -> None:
         one, done = self._sent.pop(key)
-        self._tell_end(one)
+        if self._replicaset.hand_off_watchers:
+            self._tell_end(one)
         done()
 
     def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
         source, target = one.source.replica.replica_id, one.target.replica.replica_id
-        for observer in self._replicaset.observers:
+        for observer in self._replicaset.hand_off_watchers:
             observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))
 
     @property
@@ -156,8 +159,11 @@ class Transfers(Generic[R]):
         """Call back for the timed transfers that have ended by now."""
         network, now = self._network, self._driver.now
         assert network is not None
-        if self._scheduled_at is not None and self._scheduled_at <= now:
-            self._scheduled_at = None
+        if self._scheduled_at is not None:
+            if self._scheduled_at > now and not self._timers:
+                return  # they have ended at an earlier event
+            if self._scheduled_at <= now:
+                self._scheduled_at = None
         ended = network.ended(now)
         if ended:
             self._ended.update(dict.fromkeys(ended))
@@ -186,15 +192,15 @@ class Transfers(Generic[R]):
         self._num_timers += 1
         name = self._replicaset.name
         if self._network is not None:
-            self._driver.events.push(tick, Phase.TRANSFER, name)
+            self._driver.events.push(tick, _TRANSFER, name)
         elif self._asks:
-            self._driver.events.push(tick, Phase.TRANSFER, Retry(tick, name))
+            self._driver.events.push(tick, _TRANSFER, Retry(tick, name))
 
     def _schedule(self, network: Network) -> None:
         tick = network.next_change()
         if tick is not None and (self._scheduled_at is None or tick < self._scheduled_at):
             self._scheduled_at = tick
-            self._driver.events.push(max(tick, self._driver.now), Phase.TRANSFER, self._replicaset.name)
+            self._driver.events.push(tick, _TRANSFER, self._replicaset.name)
 
     # Between two steps
 

@@ -59,6 +59,12 @@ class Repeats:
                 return step
         return num_steps
 
+    def surely_fit(self, plan: StepPlan, num_steps: int) -> bool:
+        """Return True if enough blocks are free for so many repetitions, whichever decodes need one."""
+        running_set, memory = self._running_set, self._running_set.memory
+        most = -(-num_steps // memory.block_size) * plan.num_pool_decodes
+        return most <= memory.repeat_headroom and not running_set.has_spare_blocks
+
     def goes_on(self, plan: StepPlan) -> bool:
         """Guess if the next step consists of this one's decodes and of the prompts that it completes."""
         if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:

@@ -177,7 +177,7 @@ class PlanDraft:
     def _sum_features(self) -> list[BatchFeatures]:
         """Features of the batch by KV-parallel group; kept up to date with further chunks from here on."""
         pool = self._running_set.pool
-        is_pool = self.bulk or self._has_selected_the_pool()
+        is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
         decodes = pool.members if is_pool else self.selected
         if self._one_group:
             context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
@@ -185,10 +185,14 @@ class PlanDraft:
                 chunks: Collection[PlannedChunk] = self.chunks.values()
                 num_decodes = len(decodes)
                 if self._num_moved:  # the first token of a request that arrived with its KV is a decode
-                    moved = [one for one in chunks if one.kind == MOVED and one.num_tokens == 1]
-                    num_decodes += len(moved)
-                    context += sum(one.num_computed_before for one in moved)
-                    chunks = [one for one in chunks if one.kind != MOVED or one.num_tokens > 1]
+                    others = []
+                    for one in chunks:
+                        if one.kind == MOVED and one.num_tokens == 1:
+                            num_decodes += 1
+                            context += one.num_computed_before
+                        else:
+                            others.append(one)
+                    chunks = others
                 num_drafts = 0
                 if self.drafts:
                     decoding = [one for one in chunks if one.request in self.drafts]
