@@ -38,6 +38,7 @@ from vajra_py.engine.worker import Finished, KvExported, KvImported, LeftFirstSt
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart, StageEnd
+from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import Backend, Transfer
 from vajra_py.runtime.serving.controller import Controller
@@ -326,6 +327,10 @@ class EngineLoop(Backend[EngineReplica]):
     def on_transfer_cancelled(self, transfer: Transfer[EngineReplica]) -> None:
         """See `Backend`."""
         self._transfers.cancel(transfer)
+
+    def on_adapter_load(self, replica: EngineReplica, load: AdapterLoad) -> None:
+        """See `Backend`."""
+        raise AssertionError("adapters are refused when the engine is built")
 
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""
