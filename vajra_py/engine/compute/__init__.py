@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from vajra_py.engine.compute.interface import (
+    AdapterRunner,
+    AdapterSource,
     Chunk,
     DoneStep,
     KvRunner,
@@ -29,6 +31,8 @@ from vajra_py.engine.compute.interface import (
 from vajra_py.engine.compute.model.inspect import inspect_model
 
 __all__ = [
+    "AdapterRunner",
+    "AdapterSource",
     "Chunk",
     "DoneStep",
     "KvRunner",

@@ -72,6 +72,7 @@ class TorchRunner:
         self._graphs: DecodeGraphs | None = None
         self._ahead: PendingLookahead | None = None
         self._to_begin: LookaheadDecodes | None = None
+        self._adapters = model.adapters
         self._faults: dict[int, str] = {}
         """Reason that a row cannot be computed, by slot; kept until the slot is freed."""
         self._state = BatchState(
@@ -249,6 +250,14 @@ class TorchRunner:
             self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
 
+    @torch.inference_mode()
+    def load_adapter(self, name: str, slot: int) -> None:
+        """See `AdapterRunner`."""
+        if self._adapters is None:
+            raise ExecutorError(f"adapter {name!r}: this runner has no slots for adapters.")
+        with _as_errors(self._model.device):
+            self._adapters.load(name, slot)
+
     def _allocated(self, what: str) -> KvMemory:
         if self._memory is None:
             raise ExecutorError(f"{what}: there is no KV memory yet. Call `allocate` first.")
@@ -370,6 +379,8 @@ class TorchRunner:
         for new in step.new:
             self._check_new(new)
             try:
+                if self._adapters is not None:
+                    self._adapters.note(new.slot, new.adapter)
                 self._sampler.add(new)
             except _ROW_ERRORS as error:
                 self._fault(new.slot, error)
@@ -397,6 +408,8 @@ class TorchRunner:
     def _compute(self, batch: HostBatch, slots: Ints, memory: KvMemory) -> Computed:
         state, likeliest = self._state, None
         scores: Scores = {}
+        if self._adapters is not None:
+            self._adapters.begin(batch.slots, batch.query_lens)
         if self._graphs is not None and self._graphs.takes(batch):
             logits, likeliest = self._graphs.run(batch)
             places = None
