@@ -205,7 +205,7 @@ def test_a_router_sees_what_is_loaded_and_what_waits(interval_s: float) -> None:
     ]
 
 
-def test_the_engine_refuses_adapters_by_name() -> None:
+def test_workers_that_compute_the_base_model_alone_refuse_adapters_by_name() -> None:
     system = {"replica": {"memory": {"num_blocks": 40}, "adapters": {"models": [{"name": "a"}]}}}
     (problem,) = check_replica("system.replica", ReplicaConfig.model_validate(system["replica"]))
     assert str(problem).startswith("system.replica.adapters: steps are computed with the base model alone")

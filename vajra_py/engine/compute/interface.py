@@ -174,6 +174,19 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Copy of an adapter into a slot, in turn with steps: one before it may use what the slot held, one behind it what it holds.
+
+    Attributes:
+        number: of the load among those of its replica.
+    """
+
+    number: int
+    name: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class LookaheadDecodes:
     """Decodes to start before the scheduler has decided which of them are needed.
 

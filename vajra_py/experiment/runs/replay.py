@@ -372,7 +372,7 @@ def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
 def _sized(replica: ReplicaConfig, found: Mapping[str, Any]) -> ReplicaConfig:
     memory = replica.memory
     if memory.num_blocks is None:
-        memory = memory.model_copy(update={"num_blocks": found["num_blocks"]})
+        memory = memory.model_copy(update={"num_blocks": found["num_blocks"] + replica.adapter_blocks})
     sizes = {"memory": memory, "max_model_len": replica.max_model_len or found["max_model_len"]}
     return replica.model_copy(update=sizes)
 

@@ -265,7 +265,6 @@ class AdapterEnd:
     replicaset: str
     replica_id: int
     number: int
-    adapter: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -621,7 +621,7 @@ class Driver(Generic[R]):
     def _begin_loads(self, one: R, adapters: Adapters) -> None:
         for load in adapters.take_loads():
             if self._options.times_transfers:
-                end = AdapterEnd(0, one.replica.replicaset, one.replica.replica_id, load.number, load.name)
+                end = AdapterEnd(0, one.replica.replicaset, one.replica.replica_id, load.number)
                 self.events.push(self.now + adapters.load_ticks[load.name], Phase.TIER, end)
             else:
                 self._backend.on_adapter_load(one, load)

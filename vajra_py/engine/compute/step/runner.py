@@ -38,6 +38,7 @@ from vajra_py.engine.compute.model.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.model.ranks import Ranks, join_ranks, leave_ranks, swap_file
 from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs
 from vajra_py.engine.compute.sampling.sampler import NO_TOKEN, Logprobs, Sampler
+from vajra_py.engine.compute.step.checks import check_options
 from vajra_py.engine.compute.step.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.step.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.step.pending import Computed, JoinedStep, PendingLookahead, TorchStep
@@ -83,7 +84,7 @@ class TorchRunner:
     @classmethod
     def load(cls, options: RunnerOptions, capture: Capture | None = None) -> TorchRunner:
         """See `load_runner`. `capture` replaces `CudaCapture`."""
-        _check_options(options)
+        check_options(options)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         with current(find_device(options.device)):
@@ -255,8 +256,7 @@ class TorchRunner:
         """See `AdapterRunner`."""
         if self._adapters is None:
             raise ExecutorError(f"adapter {name!r}: this runner has no slots for adapters.")
-        with _as_errors(self._model.device):
-            self._adapters.load(name, slot)
+        self._adapters.load(name, slot)
 
     def _allocated(self, what: str) -> KvMemory:
         if self._memory is None:
@@ -486,19 +486,3 @@ def _marked() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _check_options(options: RunnerOptions) -> None:
-    problems = []
-    if options.block_size < 1:
-        problems.append(Problem("block_size", f"not positive ({options.block_size})", "Allowed: 16 to 128 tokens"))
-    if options.max_requests < 1:
-        problems.append(Problem("max_requests", f"not positive ({options.max_requests})", "Allowed: 1 or more"))
-    if options.max_graph_rows < 0:
-        problems.append(Problem("max_graph_rows", f"negative ({options.max_graph_rows})", "Allowed: 0 or more"))
-    if options.num_threads is not None and options.num_threads < 1:
-        problems.append(Problem("num_threads", f"not positive ({options.num_threads})", "Allowed: 1 or more"))
-    if not 0 <= options.rank < options.num_ranks:
-        problems.append(Problem("rank", f"no such rank ({options.rank} of {options.num_ranks})", "Ranks count from 0"))
-    if problems:
-        raise ConfigError(problems)
