@@ -202,3 +202,57 @@ def test_what_adapters_do_not_go_with_is_refused_before_anything_is_loaded(
     with pytest.raises(ConfigError) as refused:
         LLM(tiny_model, {"replica": replica(adapters, **changes), "backend": {"engine": engine}})
     assert said in str(refused.value)
+
+
+def test_a_worker_that_takes_the_place_of_a_lost_one_is_given_the_adapters_again(
+    tiny_model: Path, adapters: dict[str, Path], answers: Callable[[str, list[int], int], list[int]]
+) -> None:
+    from vajra_py import AsyncLLM, SamplingParams
+    from vajra_py.contract.facts import StatedFacts
+    from vajra_py.engine.compute import RunnerOptions, load_runner
+
+    made: list[Any] = []
+
+    def load(options: RunnerOptions) -> Any:
+        runner: Any = load_runner(options)
+        made.append(runner)
+        if len(made) == 1:
+            runner.num_left = 4
+            run = runner.run
+
+            def breaks(step: Any) -> Any:
+                runner.num_left -= 1
+                if not runner.num_left:
+                    raise RuntimeError("the device is gone")
+                return run(step)
+
+            runner.run = breaks
+        return runner
+
+    async def ask() -> Any:
+        engine = {"num_threads": 1, "recovery": {"backoff_s": 0.0}}
+        config = {"replica": replica(adapters), "backend": {"engine": engine}}
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        async with AsyncLLM(tiny_model, config, load=load) as llm:
+            return await llm.generate([4, 8, 15], params, facts=StatedFacts(adapter="green"))
+
+    given = asyncio.run(ask())
+    assert len(made) == 2
+    assert given.token_ids == answers("green", [4, 8, 15], 8)
+
+
+def test_requests_move_between_pools_with_their_adapters(
+    tiny_model: Path, adapters: dict[str, Path], answers: Callable[[str, list[int], int], list[int]]
+) -> None:
+    """Each pool loads for itself."""
+    from vajra_py import LLM, SamplingParams
+    from vajra_py.contract.facts import StatedFacts
+
+    one = {"num_replicas": 1, "replica": replica(adapters)}
+    pools = {role: {"role": role, **one} for role in ("prefill", "decode")}
+    config = {"preset": "vllm-v1", "pools": pools, "backend": {"engine": {"num_threads": 1}}}
+    names = ["", *NAMES]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with LLM(tiny_model, config) as llm:
+        given = llm.generate([[9, 4, 30]] * 4, params, facts=[StatedFacts(adapter=name) for name in names])
+    assert [one.token_ids for one in given] == [answers(name, [9, 4, 30], 6) for name in names]
