@@ -137,7 +137,7 @@ apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
 plugins:
 - {type: queue-scorer}
-- {type: lora-affinity-scorer}
+- {type: topology-affinity-scorer}
 """
 
 
@@ -149,7 +149,7 @@ def test_a_file_of_llm_d_becomes_yaml_that_runs(vajra: Vajra, tmp_path: Path) ->
     theirs.write_text(LLM_D)
     said = vajra("check", "--llm-d", str(theirs))
     assert said.code == 0
-    assert "lora-affinity-scorer has no meaning here: there are no adapters" in said.out
+    assert "topology-affinity-scorer has no meaning here: replicas have no place in a topology" in said.out
     ours.write_text(f"version: 1\n{said.out}{SIMULATED}")
     assert vajra("check", str(ours)).code == 0
 

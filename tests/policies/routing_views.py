@@ -37,6 +37,9 @@ class Replica:
     pool: str = "default"
     role: str = "mixed"
     is_up: bool = True
+    loaded_adapters: Sequence[str] = ()
+    waiting_adapters: Sequence[str] = ()
+    max_loras: int = 0
     age_s: float = 0.0
 
     @property
@@ -61,6 +64,7 @@ class Request:
     tpot_slo_s: float | None = None
     tbt_slo_s: float | None = None
     tenant: str = ""
+    adapter: str = ""
     arrived_at: float = 0.0
     num_computed_tokens: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)

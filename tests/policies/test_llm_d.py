@@ -119,7 +119,7 @@ def test_what_has_no_meaning_is_named_with_its_line_and_reason(tmp_path: Path) -
 featureGates: [flowControl]
 plugins:
 - type: token-producer
-- type: lora-affinity-scorer
+- type: topology-affinity-scorer
 - type: queue-scorer
 - {type: precise-prefix-cache-producer, parameters: {tokenProcessorConfig: {blockSize: 64}}}
 - {type: by-label, name: zone-a, parameters: {label: zone, validValues: [a]}}
@@ -127,7 +127,7 @@ plugins:
 - {type: context-length-aware, parameters: {label: other, enableFiltering: true}}
 schedulingProfiles:
 - name: default
-  plugins: [{pluginRef: queue-scorer}, {pluginRef: lora-affinity-scorer}, {pluginRef: zone-a}, {pluginRef: session-affinity-scorer}]
+  plugins: [{pluginRef: queue-scorer}, {pluginRef: topology-affinity-scorer}, {pluginRef: zone-a}, {pluginRef: session-affinity-scorer}]
 flowControl: {maxRequests: 100}
 """
     config = read(tmp_path, text)
@@ -135,7 +135,7 @@ flowControl: {maxRequests: 100}
     assert said == [
         "epp.yaml:3: featureGates: featureGates has no meaning here: there are no features to switch",
         "epp.yaml:5: plugins.0: token-producer has no meaning here: requests come parsed and with their tokens",
-        "epp.yaml:6: plugins.1: lora-affinity-scorer has no meaning here: there are no adapters",
+        "epp.yaml:6: plugins.1: topology-affinity-scorer has no meaning here: replicas have no place in a topology",
         "epp.yaml:8: plugins.3.parameters.tokenProcessorConfig: tokenProcessorConfig of precise-prefix-cache-producer "
         "has no meaning here: blocks are those of the replicas, whose caches are asked themselves",
         "epp.yaml:9: plugins.4: zone-a (by-label) has no meaning here: replicas have no 'zone' here; what they have is "

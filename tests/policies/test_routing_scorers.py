@@ -64,6 +64,17 @@ def test_load_aware_is_never_above_a_half() -> None:
     assert scores("load-aware-scorer", replicas(num_waiting=[0, 64, 128, 500])) == close(0.5, 0.25, 0.0, 0.0)
 
 
+def test_adapters_that_are_loaded_then_room_then_the_queue() -> None:
+    """The rows of llm-d's rule, in its order: a replica with room goes before one where the adapter waits."""
+    views = replicas(
+        loaded_adapters=[("a", "b"), ("b",), ("b", "c"), ("b",), ("b", "c"), ("b",), ()],
+        waiting_adapters=[(), (), (), ("a",), ("a", "d"), ("c",), ()],
+        max_loras=[2, 2, 2, 3, 2, 2, 0],
+    )
+    assert scores("lora-affinity-scorer", views, Request(adapter="a")) == [1.0, 0.8, 0.0, 0.8, 0.6, 0.0, 0.0]
+    assert scores("lora-affinity-scorer", views, Request()) == [0.0, 0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("counts", "params", "expected"),
     [

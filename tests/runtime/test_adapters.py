@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vajra_py.config.replica import ReplicaConfig
-from vajra_py.contract import KeyMotion, PolicyConfig, RequestView, RetentionSpec
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicySpec,
+    ReplicaLoadView,
+    RequestView,
+    RetentionSpec,
+)
 from vajra_py.contract.observer import EndReason, Observer, StepRecord
 from vajra_py.engine.config import check_replica
 from vajra_py.errors import ConfigError
@@ -53,7 +61,7 @@ class Watch(Observer):
         self.most_adapters = max(self.most_adapters, len(names))
         for replica in self._controller.replicas():
             assert replica.adapters is not None
-            replica.adapters.check(step.formed_at)
+            replica.adapters.check()
 
 
 def asked(
@@ -73,8 +81,11 @@ def served(
         "memory": {"num_blocks": 40, "watermark_fraction": 0.0, **changes.pop("memory", {})},
         "adapters": {"max_loras": max_loras, "models": models},
     }
-    system = {"scheduling": {"replica_scheduler": {"policy": scheduler}}, "replica": replica, **changes}
-    controller, simulator = simulated_system(UNUSED, system.pop("scheduling"), system)
+    spec = changes.pop("spec", UNUSED)
+    scheduling = {"replica_scheduler": {"policy": scheduler}}
+    if spec is not UNUSED:
+        scheduling["replicaset_scheduler"] = {"policy": spec.name}
+    controller, simulator = simulated_system(spec, scheduling, {"replica": replica, **changes})
     watch = Watch(controller)
     controller.watch([watch])
     simulator.run(list(requests))
@@ -82,7 +93,7 @@ def served(
     assert controller.num_alive == 0
     for replica_ in controller.replicas():
         assert replica_.adapters is not None
-        assert not replica_.adapters.is_loading(1e9)
+        assert not replica_.adapters.is_loading()
     return watch
 
 
@@ -158,7 +169,43 @@ def test_slots_take_the_place_of_kv_blocks() -> None:
     assert [one.limits.num_blocks for one in controller.replicas()] == [34]
 
 
-def test_the_engine_refuses_adapters_by_name() -> None:
+class Affine:
+    """Replicas that have a request's adapter, by the views; else the first with a slot."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, list[tuple[Any, ...]]]] = []
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int:
+        views = [(tuple(one.loaded_adapters), tuple(one.waiting_adapters), one.num_adapter_slots) for one in replicas]
+        self.seen.append((now, views))
+        assert {one.max_loras for one in replicas} == {2}
+        having = [one for one in replicas if request.adapter in (*one.loaded_adapters, *one.waiting_adapters)]
+        return (having or [one for one in replicas if one.num_adapter_slots] or replicas)[0].replica_id
+
+    def pull(self, replica: ReplicaLoadView, queued: Any, now: float) -> Sequence[str]:
+        return ()
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 2.0])
+def test_a_router_sees_what_is_loaded_and_what_waits(interval_s: float) -> None:
+    """Also late, where views are polled."""
+    router = Affine()
+    spec = PolicySpec("affine", Layer.REPLICASET_SCHEDULER, PolicyConfig, lambda config, context: router, "A test.")
+    requests = [asked("1", 0.0, "a"), asked("2", 1.0, "a"), asked("3", 6.0, "b"), asked("4", 7.0, "c")]
+    watch = served([*requests, asked("5", 20.0, "b")], 2, 5.0, num_replicas=2, spec=spec, view_interval_s=interval_s)
+    assert {reason for reason, _ in watch.ends.values()} == {EndReason.STOP}
+    nothing: Any = ((), (), 2)
+    late: Any = nothing if interval_s else ((), ("a",), 1)
+    assert [views[0] for _, views in router.seen] == [
+        nothing,
+        late,
+        (("a",), (), 2),
+        (("a",), (), 2) if interval_s else (("a",), ("b",), 1),
+        (("b", "c"), (), 2),
+    ]
+
+
+def test_workers_that_compute_the_base_model_alone_refuse_adapters_by_name() -> None:
     system = {"replica": {"memory": {"num_blocks": 40}, "adapters": {"models": [{"name": "a"}]}}}
     (problem,) = check_replica("system.replica", ReplicaConfig.model_validate(system["replica"]))
     assert str(problem).startswith("system.replica.adapters: steps are computed with the base model alone")

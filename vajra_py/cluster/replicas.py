@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.rank import WATCH, Rank
 from vajra_py.config import SystemConfig
-from vajra_py.engine.compute import LoadRunner, LookaheadStep, ModelFacts, RunnerOptions, StepInput
+from vajra_py.engine.compute import LoadAdapter, LoadRunner, LookaheadStep, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.kv_copy import KvExport, KvImport, RankCopy
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
-from vajra_py.errors import ExecutorError
+from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run
 from vajra_py.experiment.runs.backends import make_backend
 
@@ -46,6 +46,9 @@ def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
     settings: ModelBackendConfig = config.backend.settings
 
     def make(replica: ReplicaKey, options: RunnerOptions) -> Worker:
+        if options.adapters:
+            message = f"workers on a cluster compute the base model alone (got {len(options.adapters)} adapters)"
+            raise ConfigError(Problem("replica.adapters", message, "Allowed: null, or without a cluster"))
         own = settings.of(replica[0])
         num_threads = own.num_threads or own.placement.cpus_per_rank
         return RayWorker(cluster, replica, replace(options, num_threads=num_threads), own.placement, settings.load)
@@ -142,6 +145,10 @@ class RayWorker:
         name = "run" if isinstance(step, StepInput) else "run_ahead"
         for rank, one in enumerate(self._actors):
             self._expect(rank, one.call.remote(name, step))
+
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """See `Worker`; adapters are refused before workers are made on a cluster."""
+        raise ExecutorError("a worker on a cluster has no slots for adapters")
 
     def copy_kv(self, copy: KvExport | KvImport) -> None:
         """See `Worker`: KV goes from rank to rank through the cluster's memory for objects, not by way of this process."""

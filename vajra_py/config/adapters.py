@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Self
+from pathlib import Path
+from typing import Annotated, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
-from vajra_py.config.sections import NAME_PATTERN, Count, PositiveCount, Seconds, Section
+from vajra_py.config.sections import NAME_PATTERN, Count, PositiveCount, Seconds, Section, Text
+
+
+def _seen_from_base_folder(path: str, info: ValidationInfo) -> str:
+    folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
+    return path if folder is None else str(Path(folder) / Path(path).expanduser())
+
+
+AdapterFolder: TypeAlias = Annotated[Text, AfterValidator(_seen_from_base_folder)]
 
 
 class AdapterConfig(Section):
@@ -14,7 +23,13 @@ class AdapterConfig(Section):
 
     name: str = Field(pattern=NAME_PATTERN, description="Name by which requests ask for it.")
     num_blocks: Count = Field(0, description="KV blocks that its weights take the place of, while a slot holds it.")
-    load_s: Seconds = Field(0.0, description="Time to load it into a slot, beside computing, seconds.")
+    load_s: Seconds = Field(
+        0.0,
+        description="Time to load it into a slot, beside computing, seconds; the engine takes the time that it takes.",
+    )
+    path: AdapterFolder | None = Field(
+        None, description="Folder that `peft` wrote, with adapter_config.json; the engine needs one, simulations none."
+    )
 
 
 class AdaptersConfig(Section):

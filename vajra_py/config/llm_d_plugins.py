@@ -49,7 +49,6 @@ MEANINGLESS: Mapping[str, str] = {
     "priority-then-time-eviction-order-policy": _FLOW,
     "probabilistic-admitter": _FLOW,
     "latency-slo-admitter": _FLOW,
-    "lora-affinity-scorer": "there are no adapters",
     "topology-affinity-scorer": _TOPOLOGY,
     "topology-affinity-filter": _TOPOLOGY,
     "topology-extractor": _TOPOLOGY,

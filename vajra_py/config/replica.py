@@ -146,6 +146,11 @@ class ReplicaConfig(Section):
         default_factory=DraftConfig, description="Draft tokens that steps verify (speculative decoding)."
     )
 
+    @property
+    def adapter_blocks(self) -> int:
+        """KV blocks that slots for adapters take."""
+        return 0 if self.adapters is None else self.adapters.num_blocks
+
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave `draft` and `adapters` out where there are none: then results are those of before."""

@@ -187,6 +187,22 @@ class ReplicaLoadView(Protocol):
         """
 
     @property
+    def loaded_adapters(self) -> Sequence[str]:
+        """LoRA adapters that its slots hold, the least recently used first; empty without adapters."""
+
+    @property
+    def waiting_adapters(self) -> Sequence[str]:
+        """LoRA adapters of requests assigned to it and not admitted, each once; a look at each of these requests."""
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots into which another adapter could be loaded: free ones, and those of adapters that nobody uses."""
+
+    @property
+    def max_loras(self) -> int:
+        """Slots in all; 0 without adapters."""
+
+    @property
     def age_s(self) -> float:
         """Age of these figures, seconds; 0 for a live view."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vajra_py.contract import Layer
+from vajra_py.contract.facts import StatedFacts
 from vajra_py.contract.observer import EndReason, PolicySwap
 from vajra_py.engine.client import EngineClient, as_vajra_error
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
@@ -104,13 +105,16 @@ class AsyncLLM(EngineClient):
         assert self.loop is not None
         return self.loop.failed
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamPart]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, facts: StatedFacts | None = None
+    ) -> AsyncIterator[StreamPart]:
         """Yield the request's new output step by step; the last part has the whole output.
 
+        `facts` are what policies, and adapters, go by: `StatedFacts(adapter="french")`.
         Raises `ConfigError` when the request cannot be served, `VajraError` when the engine ends. Leaving the iteration
         early (`break`, cancellation) takes the request back.
         """
-        submission = self._requests.make(prompt, params or SamplingParams())
+        submission = self._requests.make(prompt, params or SamplingParams(), stated=facts)
         reader = _Reader(asyncio.get_running_loop())
         submission.on_progress, submission.on_engine_end = reader.on_progress, reader.on_engine_end
         if self.failed is not None:
@@ -129,17 +133,25 @@ class AsyncLLM(EngineClient):
             if not is_done:
                 self.abort([submission.facts.request_id])
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, facts: StatedFacts | None = None
+    ) -> RequestOutput:
         """Return the whole output of one request. Raises like `stream`."""
         output = None
-        async for part in self.stream(prompt, params):
+        async for part in self.stream(prompt, params, facts=facts):
             output = part.output
         assert output is not None  # the last part holds the output
         return output
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        facts: StatedFacts | None = None,
+    ) -> RequestOutput:
         """Return the answer to a conversation, by the model's chat template. Raises like `stream`."""
-        return await self.generate(self._requests.chat(messages), params)
+        return await self.generate(self._requests.chat(messages), params, facts=facts)
 
     async def swap_policy(
         self,

@@ -260,7 +260,6 @@ class Engine:
             one.watch = self.watch
         make_restarter = self.maker.services.make_restarter or Supervisor
         limits = RestartLimits(recovery.max_restarts, recovery.backoff_s, recovery.settled_s)
-
         load_limit = LoadLimit(self.load_s)
 
         def finish(replica: ReplicaKey, worker: Worker) -> None:
@@ -318,10 +317,11 @@ class Engine:
 
     def _sizes_in_force(self, replicaset: str) -> PoolSizes:
         """Return the sizes that the replicas have."""
-        facts = self.models[replicaset]
+        facts, pools = self.models[replicaset], self.config.effective_replicasets[replicaset].effective_pools
         replicas = {one.parts.pool: one for one in self.controller.replicasets[replicaset].replicas}
         return {
-            name: _sizes_of(facts, one.limits.num_blocks, one.limits.max_model_len) for name, one in replicas.items()
+            name: _sizes_of(facts, one.limits.num_blocks + pools[name].replica.adapter_blocks, one.limits.max_model_len)
+            for name, one in replicas.items()
         }
 
     def discard_workers(self) -> None:

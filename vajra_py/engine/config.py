@@ -12,9 +12,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, TypedChoice, register_backend
+from vajra_py.config.adapters import AdaptersConfig
 from vajra_py.config.sections import Count, PositiveCount, Seconds, Section, Switch, Text
-from vajra_py.engine.compute import LoadRunner, RunnerOptions, inspect_model, load_runner
+from vajra_py.engine.compute import AdapterSource, LoadRunner, RunnerOptions, inspect_model, load_runner
 from vajra_py.engine.compute.interface import SamplingParams
+from vajra_py.engine.compute.model.adapter_files import inspect_adapter
 from vajra_py.engine.params import check_sampling
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import SCALER
@@ -334,9 +336,11 @@ class EngineConfig(ModelBackendConfig):
         ]
         found += check_scaling(self.kind, replicasets)
         for name, one in replicasets.items():
-            found += check_replica(where_of(name, replicasets), one.replica)
-            for pool in one.pools:
-                found += check_replica(f"{section_of(name, replicasets)}pools.{pool}.replica", one.pools[pool].replica)
+            own = self.of(name)
+            for where, replica in _places(name, replicasets).items():
+                found += check_replica(where, replica, has_adapters=True)
+                if replica.adapters is not None:
+                    found += own.check_adapters(f"{where}.adapters", replica, replica.adapters)
         return found
 
     def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
@@ -348,10 +352,38 @@ class EngineConfig(ModelBackendConfig):
                 inspect_model(model, random_weights)
             except ConfigError as error:
                 found += error.problems
+        for replica in (one for name in replicasets for one in _places(name, replicasets).values()):
+            for adapter in () if replica.adapters is None else replica.adapters.models:
+                try:
+                    if adapter.path is not None:
+                        inspect_adapter(AdapterSource(adapter.name, adapter.path))
+                except ConfigError as error:
+                    found += error.problems
+        return found
+
+    def check_adapters(self, where: str, replica: ReplicaConfig, adapters: AdaptersConfig) -> list[Problem]:
+        """Return what keeps a replica from computing its adapters on any machine."""
+        found = []
+        alone = {"tensor_parallel": self.tensor_parallel, "replica.pipeline_stages": replica.pipeline_stages or 1}
+        alone["replica.kv_parallel.groups"] = replica.kv_parallel.groups
+        for name, number in alone.items():
+            if number > 1:
+                message = f"are computed by a single rank (got {name} {number})"
+                found.append(Problem(where, message, "Allowed: 1, or no adapters"))
+        if self.device != "cpu":
+            message = f"are computed on a CPU alone (got {self.device}): captured graphs know no slots"
+            found.append(Problem(where, message, "Allowed: device cpu, or no adapters"))
+        if not self.fused:
+            found.append(Problem(where, "need the fused forward pass (got fused false)", "Allowed: fused true"))
+        for index, one in enumerate(adapters.models):
+            if one.path is None:
+                allowed = "A folder that `peft` wrote; adapters without one are simulated"
+                found.append(Problem(f"{where}.models.{index}.path", "is not given", allowed))
         return found
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
         """See `ModelBackendConfig`."""
+        adapters = replica.adapters
         groups = replica.kv_parallel
         return RunnerOptions(
             model=self.model,
@@ -372,6 +404,10 @@ class EngineConfig(ModelBackendConfig):
             kv_group_tokens=(groups.group_tokens or 0) if groups.groups > 1 else 0,
             self_check=self.self_check,
             fused=self.fused,
+            adapters=()
+            if adapters is None
+            else tuple(AdapterSource(one.name, one.path or "") for one in adapters.models),
+            max_loras=0 if adapters is None else adapters.max_loras,
         )
 
     @property
@@ -388,6 +424,13 @@ def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> st
 def section_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
     """The beginning of the places of a replicaset's settings in an experiment's file."""
     return "" if len(replicasets) == 1 else f"replicasets.{replicaset}."
+
+
+def _places(name: str, replicasets: Mapping[str, ReplicasetConfig]) -> dict[str, ReplicaConfig]:
+    """Return the sizes of a replicaset's replicas by their places: its own, and those of its pools."""
+    one = replicasets[name]
+    pools = {f"{section_of(name, replicasets)}pools.{pool}.replica": one.pools[pool].replica for pool in one.pools}
+    return {where_of(name, replicasets): one.replica, **pools}
 
 
 def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
@@ -415,13 +458,13 @@ def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> li
     return problems
 
 
-def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
-    """Return the settings of a replica that the engine cannot carry out."""
+def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
+    """Return the settings of a replica that the engine cannot carry out; `has_adapters`: whether its workers compute adapters."""
     problems = []
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
         message = "would let requests read KV blocks that were never computed ('keep')"
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
-    if replica.adapters is not None:
+    if replica.adapters is not None and not has_adapters:
         message = f"steps are computed with the base model alone (got {len(replica.adapters.models)} adapters)"
         problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
     if replica.memory.tiers is not None:

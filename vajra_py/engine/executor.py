@@ -424,7 +424,7 @@ class EngineExecutor:
         sampling, outputs = submission.output.sampling, submission.output.token_ids
         prompt = list(submission.prompt_token_ids) if needs_prompt(sampling) else ()
         told = list(outputs) if needs_outputs(sampling) or prompt else ()
-        return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs))
+        return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs), request.adapter)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Free the slots of the longest-known requests that are not these of a step, when it would run out of them."""

@@ -20,6 +20,7 @@ from vajra_py.config import SystemConfig, system_from_mapping
 from vajra_py.config.places import plain
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
+from vajra_py.contract.facts import StatedFacts
 from vajra_py.contract.observer import PolicySwap
 from vajra_py.engine.client import EngineClient
 from vajra_py.engine.compute import SamplingParams
@@ -114,21 +115,27 @@ class LLM(EngineClient):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        facts: StatedFacts | Sequence[StatedFacts] | None = None,
     ) -> list[RequestOutput]:
         """Return the outputs in the order of the prompts; with `n` above 1, n of each prompt after one another.
 
-        `params` go for all prompts, or one for each. With `n` above 1 the outputs of a prompt have seeds that follow one
+        `params`, and `facts` such as `StatedFacts(adapter="french")`, go for all prompts, or one for each. With `n` above 1 the outputs of a prompt have seeds that follow one
         another. Raises `ConfigError` for anything wrong with any prompt or its parameters, before the first is computed;
         `PolicyError` when a policy breaks the contract, after which the LLM is closed. A request that ends otherwise
         (its replica failed) has the reason in its output.
         """
-        return self._run(list(self._made(_listed(prompts), params, n)))
+        return self._run(list(self._made(_listed(prompts), params, n, facts)))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, n: int = 1
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        facts: StatedFacts | None = None,
     ) -> list[RequestOutput]:
         """Return answers to a conversation, by the model's chat template. Raises like `generate`."""
-        return self.generate([self._requests.chat(messages)], params, n=n)
+        return self.generate([self._requests.chat(messages)], params, n=n, facts=facts)
 
     def swap_policy(
         self,
@@ -153,7 +160,11 @@ class LLM(EngineClient):
         return answers[0].swap
 
     def _made(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, n: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        n: int,
+        facts: StatedFacts | Sequence[StatedFacts] | None = None,
     ) -> Iterator[Submission]:
         if n < 1:
             raise ConfigError(Problem("n", f"is out of range ({n})", "Allowed: 1 or more"))
@@ -161,13 +172,17 @@ class LLM(EngineClient):
         if len(each) != len(prompts):
             message = f"are not one for each prompt ({len(each)} for {len(prompts)})"
             raise ConfigError(Problem("sampling parameters", message, "Allowed: one for all, or one for each"))
+        stated = list(facts) if isinstance(facts, Sequence) else [facts] * len(prompts)
+        if len(stated) != len(prompts):
+            message = f"are not one for each prompt ({len(stated)} for {len(prompts)})"
+            raise ConfigError(Problem("facts", message, "Allowed: one for all, or one for each"))
         problems: dict[str, Problem] = {}
         made: list[Submission] = []
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             for turn in range(n):
                 seeded = one if one.seed is None else replace(one, seed=one.seed + turn)
                 try:
-                    made.append(self._requests.make(prompt, seeded, f"prompts[{index}]"))
+                    made.append(self._requests.make(prompt, seeded, f"prompts[{index}]", stated[index]))
                 except ConfigError as error:
                     problems |= {str(problem): problem for problem in error.problems}
         if problems:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
-from vajra_py.engine.compute import StepOutput
+from vajra_py.engine.compute import LoadAdapter, StepOutput
 from vajra_py.engine.executor import joined
 from vajra_py.engine.kv_transfers import KvTransfers
 from vajra_py.engine.outages import Outages
@@ -34,10 +34,11 @@ from vajra_py.engine.replica import (
     Timed,
 )
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.worker import Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, lost
+from vajra_py.engine.worker import AdapterLoaded, Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart, StageEnd
+from vajra_py.runtime.records.input_log import Abandonment, AdapterEnd, Failure, Input, PolicyChange, Restart, StageEnd
+from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import Backend, Transfer
 from vajra_py.runtime.serving.controller import Controller
@@ -51,7 +52,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
-WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | Restarted | GivenUp
+WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | AdapterLoaded | Restarted | GivenUp
 
 
 class EngineLoop(Backend[EngineReplica]):
@@ -186,7 +187,7 @@ class EngineLoop(Backend[EngineReplica]):
                 return False
             if due <= self._clock.now():
                 return True
-            is_busy = self._num_in_flight or len(self._transfers) or self._awaits_restart
+            is_busy = self._num_in_flight or len(self._transfers) or self._awaits_restart or self._is_loading
             if due == NEVER and not (is_busy or self._waits_for_others()):
                 return False
             message = self._clock.wait(self.inbox, due)
@@ -200,6 +201,12 @@ class EngineLoop(Backend[EngineReplica]):
         """Return whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._outages.restarting) and is_needed
+
+    @property
+    def _is_loading(self) -> bool:
+        """Return whether an adapter is on its way to a slot."""
+        adapters = (one.replica.adapters for one in self._replicas.values())
+        return any(one is not None and one.is_loading() for one in adapters)
 
     @property
     def _num_in_flight(self) -> int:
@@ -216,7 +223,7 @@ class EngineLoop(Backend[EngineReplica]):
         """Make a message an event of the next turn; of what workers answer, one a turn."""
         if isinstance(message, KvExported):
             self._transfers.exported(message)
-        elif isinstance(message, LeftFirstStage | Finished | KvImported | Restarted | GivenUp):
+        elif isinstance(message, LeftFirstStage | Finished | KvImported | AdapterLoaded | Restarted | GivenUp):
             self._finished.append(message)
         elif isinstance(message, Submission):
             self._events.push(self.now, Phase.ARRIVAL, message)
@@ -285,6 +292,8 @@ class EngineLoop(Backend[EngineReplica]):
             return
         elif isinstance(message, LeftFirstStage):
             self._left_first_stage(one)
+        elif isinstance(message, AdapterLoaded):
+            self._events.push(self.now, Phase.TIER, AdapterEnd(self.now, *message.replica, message.number))
         elif message.output is None:
             self._lose(one, lost(message.replica, message.error or "its worker is gone"))
         elif one.num_stale:
@@ -326,6 +335,10 @@ class EngineLoop(Backend[EngineReplica]):
     def on_transfer_cancelled(self, transfer: Transfer[EngineReplica]) -> None:
         """See `Backend`."""
         self._transfers.cancel(transfer)
+
+    def on_adapter_load(self, replica: EngineReplica, load: AdapterLoad) -> None:
+        """See `Backend`; its worker's answer is a message."""
+        replica.load_adapter(LoadAdapter(load.number, load.name, load.slot))
 
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from vajra_py.engine.compute import (
+    AdapterRunner,
     KvRunner,
+    LoadAdapter,
     LoadRunner,
     LookaheadRunner,
     LookaheadStep,
@@ -80,8 +82,8 @@ def _answer(pipe: Connection, runner: ModelRunner) -> None:
     while (message := pipe.recv()) is not None:
         name, arguments = message
         try:
-            if name in _COPIES:
-                _COPIES[name](pipe, cast(KvRunner, runner), *arguments)
+            if name in _OTHERS:
+                _OTHERS[name](pipe, runner, *arguments)
                 continue
             pipe.send(getattr(runner, name)(*arguments))
             if name == "run_ahead":
@@ -107,10 +109,18 @@ def _import(
     pipe.send(RankCopy(number))
 
 
-_COPIES: Mapping[str, Callable[..., None]] = {
+def _load_adapter(pipe: Connection, runner: AdapterRunner, load: LoadAdapter) -> None:
+    """Copy an adapter into a slot, and send back what was asked."""
+    runner.load_adapter(load.name, load.slot)
+    pipe.send(load)
+
+
+_OTHERS: Mapping[str, Callable[..., None]] = {
     "export_kv": _export,
     "import_kv": _import,
+    "load_adapter": _load_adapter,
 }
+"""What a rank is asked for beside steps."""
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
@@ -212,6 +222,14 @@ class ProcessWorker:
                 else:
                     pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
                     copy.content[rank].send(pipe)
+            except OSError:
+                return  # as with a step
+
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """See `Worker`."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(("load_adapter", (load,)))
             except OSError:
                 return  # as with a step
 

@@ -6,10 +6,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from vajra_py.engine.compute import RunnerOptions, StepOutput
+from vajra_py.engine.compute import LoadAdapter, RunnerOptions, StepOutput
 from vajra_py.engine.executor import joined
 from vajra_py.engine.kv_copy import RankCopy
-from vajra_py.engine.worker import Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, WorkerNews
+from vajra_py.engine.worker import (
+    AdapterLoaded,
+    Finished,
+    KvExported,
+    KvImported,
+    LeftFirstStage,
+    ReplicaKey,
+    WorkerNews,
+)
 
 
 class RankAnswers:
@@ -30,8 +38,11 @@ class RankAnswers:
         self._copies: dict[tuple[int, bool], dict[int, RankCopy]] = {}
         """Parts of copies that are not complete, by (number, is an export) and rank."""
 
-    def take(self, rank: int, answer: StepOutput | RankCopy) -> Iterator[WorkerNews]:
+    def take(self, rank: int, answer: StepOutput | RankCopy | LoadAdapter) -> Iterator[WorkerNews]:
         """Return the answers that are complete with one more, to be delivered in this order."""
+        if isinstance(answer, LoadAdapter):  # there is a single rank
+            yield AdapterLoaded(self._replica, answer.number)
+            return
         if isinstance(answer, RankCopy):
             yield from self._copied(rank, answer)
             return

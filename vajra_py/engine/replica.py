@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vajra_py.engine.ahead import LookAhead
-from vajra_py.engine.compute import LookaheadStep, StepInput, StepOutput
+from vajra_py.engine.compute import LoadAdapter, LookaheadStep, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.kv_copy import KvExport, KvImport
 from vajra_py.engine.outputs import Submission
@@ -113,6 +113,12 @@ class EngineReplica(BackendReplica):
     def import_kv(self, copy: KvImport) -> None:
         """Let its worker copy KV into blocks that no step in flight uses."""
         self._copy_kv(copy)
+
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """Let its worker copy an adapter into a slot that no step in flight uses."""
+        if self.watch is not None:
+            self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
+        self.worker.load_adapter(load)
 
     def start_again(self, worker: Worker) -> None:
         """Compute with another worker, which knows nothing."""

@@ -9,6 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Self, TypeAlias
 
+from vajra_py.contract.facts import FACTS, StatedFacts
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
@@ -132,8 +133,10 @@ class RequestMaker:
         self._tokenizer = tokenizer
         self._numbers = count()
 
-    def make(self, prompt: Prompt, params: SamplingParams, where: str = "prompt") -> Submission:
-        """Make one submission. Raises `ConfigError`."""
+    def make(
+        self, prompt: Prompt, params: SamplingParams, where: str = "prompt", stated: StatedFacts | None = None
+    ) -> Submission:
+        """Make one submission; `stated` are its facts beside its lengths. Raises `ConfigError`."""
         engine, tokenizer = self._engine, self._tokenizer
         check_sampling(params, "sampling", engine.vocab_size)
         if params.bad_words:
@@ -141,7 +144,8 @@ class RequestMaker:
         if params.stop and tokenizer is None:
             raise ConfigError(Problem("sampling.stop", "needs a tokenizer, and the model has none"))
         tokens = self._tokens(prompt, where)
-        facts = RequestFacts(f"request-{next(self._numbers)}", len(tokens), params.max_tokens)
+        given = {} if stated is None else {fact.name: getattr(stated, fact.name) for fact in FACTS}
+        facts = RequestFacts(f"request-{next(self._numbers)}", len(tokens), params.max_tokens, **given)
         replicaset = engine.controller.select(facts)
         room = check_prompt(tokens, engine.prompt_limits_of(replicaset), where)
         facts = replace(facts, max_tokens=min(params.max_tokens, room))

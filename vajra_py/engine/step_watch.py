@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from vajra_py.engine.compute import LookaheadStep, StepInput
 from vajra_py.engine.worker import (
+    AdapterLoaded,
     Deliver,
     Finished,
     KvExported,
@@ -90,7 +91,7 @@ class _Timer:
     deliver: Deliver
     times: StepTimes
     num_tokens: deque[int] = field(default_factory=deque)
-    """Tokens of each step in flight; 0 for a copy of KV."""
+    """Tokens of each step in flight; 0 for a copy."""
     num_done: int = 0
     began_at: float = 0.0
     """Start of the first of them, on the monotonic clock."""
@@ -129,7 +130,7 @@ class StepWatch:
         self._begin(replica, len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks))
 
     def begin_copy(self, replica: ReplicaKey) -> None:
-        """A copy of KV is about to be asked of the replica's worker, which does it in turn with its steps."""
+        """A copy of KV or of an adapter is about to be asked of the replica's worker, which does it in turn with its steps."""
         self._begin(replica, 0)
 
     def _begin(self, replica: ReplicaKey, num_tokens: int) -> None:
@@ -154,7 +155,7 @@ class StepWatch:
                 self._note(timer, news)
             timer.deliver(news)
 
-    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported) -> None:
+    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported | AdapterLoaded) -> None:
         now = time.monotonic()
         timer.is_over = isinstance(news, Finished) and news.output is None
         if timer.num_tokens:
@@ -184,7 +185,7 @@ class StepWatch:
         if timer.age_s <= allowed_s:
             return False
         timer.is_over = True
-        work = f"step of {timer.num_tokens[0]} tokens" if timer.num_tokens[0] else "copy of KV"
+        work = f"step of {timer.num_tokens[0]} tokens" if timer.num_tokens[0] else "copy"
         what = f"it hangs: a {work} has taken {timer.age_s:.1f} s ({allowed_s:.3g} s are allowed)"
         timer.deliver(Finished(timer.replica, None, what))
         return True

@@ -19,7 +19,9 @@ from queue import SimpleQueue
 from typing import Protocol, TypeAlias, cast
 
 from vajra_py.engine.compute import (
+    AdapterRunner,
     KvRunner,
+    LoadAdapter,
     LoadRunner,
     LookaheadRunner,
     LookaheadStep,
@@ -74,7 +76,15 @@ class KvImported:
     is_lost: bool = False
 
 
-WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """A worker has copied an adapter into its slot."""
+
+    replica: ReplicaKey
+    number: int
+
+
+WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported | AdapterLoaded
 Deliver: TypeAlias = Callable[[WorkerNews], None]
 
 
@@ -99,6 +109,9 @@ class Worker(Protocol):
 
     def copy_kv(self, copy: KvExport | KvImport) -> None:
         """Copy KV blocks after the steps submitted before; `KvExported` or `KvImported` is delivered. Needs a `KvRunner`."""
+
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """Copy an adapter into a slot after the steps submitted before; `AdapterLoaded` is delivered. Needs an `AdapterRunner`."""
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
@@ -204,6 +217,17 @@ class InlineWorker:
             done = Finished(self._replica, None, said(error))
         self._deliver(done)
 
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """See `Worker`."""
+        assert self._deliver is not None
+        try:
+            cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
+        except Exception as error:  # as with a step
+            _log.warning("loading an adapter failed", exc_info=True)
+            self._deliver(Finished(self._replica, None, said(error)))
+            return
+        self._deliver(AdapterLoaded(self._replica, load.number))
+
     def close(self) -> None:
         """See `Worker`."""
         self._runner.close()
@@ -218,7 +242,7 @@ class ThreadWorker(InlineWorker):
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
-        self._steps: SimpleQueue[StepInput | LookaheadStep | KvExport | KvImport | None] = SimpleQueue()
+        self._steps: SimpleQueue[StepInput | LookaheadStep | KvExport | KvImport | LoadAdapter | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
@@ -234,10 +258,16 @@ class ThreadWorker(InlineWorker):
         """See `Worker`."""
         self._steps.put(copy)
 
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """See `Worker`."""
+        self._steps.put(load)
+
     def _work(self) -> None:
         while (work := self._steps.get()) is not None:
             if isinstance(work, KvExport | KvImport):
                 super().copy_kv(work)
+            elif isinstance(work, LoadAdapter):
+                super().load_adapter(work)
             else:
                 super().submit(work)
 

@@ -89,6 +89,9 @@ class RouteConfig(Section):
             if one.replica.kv_parallel.groups > 1 or one.replica.memory.host_blocks:
                 message = "are the servers' own affair (got kv_parallel or host_blocks)"
                 problems.append(Problem(f"{name}.replica", message, "Allowed: neither"))
+            if any(settings.replica.adapters is not None for settings in one.effective_pools.values()):
+                message = "are the servers' own affair: a router sees none"
+                problems.append(Problem(f"{name}.replica.adapters", message, "Allowed: null"))
             for pool, settings in one.effective_pools.items():
                 found = len(self.urls(name, pool, replicasets))
                 if found != settings.num_replicas:

@@ -25,6 +25,7 @@ from vajra_py.runtime.records.input_log import (
     ServerReport,
     TransferEnd,
 )
+from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.controller import Controller
@@ -244,6 +245,10 @@ class RouteCore(Backend[BackendReplica]):
         """See `Backend`."""
         if self.on_taken_in is not None:
             self.on_taken_in(request, payload)
+
+    def on_adapter_load(self, replica: BackendReplica, load: AdapterLoad) -> None:
+        """See `Backend`; adapters are the servers' own affair."""
+        raise AssertionError("a router loads no adapter")
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`."""

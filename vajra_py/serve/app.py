@@ -284,11 +284,14 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         engine = session.engine
         behind = service.catalogue.behind(name)
         longest = None if engine is None else max(engine.prompt_limits_of(one).max_request_tokens for one in behind)
+        adapter = service.catalogue.adapters.get(name)
         return {
             "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "vajra",
+            "root": service.catalogue.root(name),
+            "parent": None if adapter is None else adapter.parent,
             "max_model_len": longest,
         }
 

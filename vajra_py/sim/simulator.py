@@ -15,6 +15,7 @@ from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import (
     Abandonment,
+    AdapterEnd,
     Control,
     Failure,
     PolicyChange,
@@ -24,6 +25,7 @@ from vajra_py.runtime.records.input_log import (
     TransferEnd,
     WakeUp,
 )
+from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend, Transfer
 from vajra_py.runtime.serving.controller import Controller
@@ -99,10 +101,11 @@ Injected: TypeAlias = (
     | WakeUp
     | ReplicaChange
     | TransferEnd
+    | AdapterEnd
     | Retry
     | str
 )
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER; a request id with EXPIRY or
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER, TIER; a request id with EXPIRY or
 ABORT."""
 
 
@@ -263,6 +266,9 @@ class Simulator(Backend[SimReplica]):
 
     def on_transfer_cancelled(self, transfer: Transfer[SimReplica]) -> None:
         """See `Backend`."""
+
+    def on_adapter_load(self, replica: SimReplica, load: AdapterLoad) -> None:
+        """See `Backend`; its end is an event of a recorded run."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; a request whose last parent was among them arrives after its think time."""

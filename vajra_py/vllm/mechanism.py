@@ -37,6 +37,7 @@ from vajra_py.runtime.records.input_log import (
     PolicyChange,
     Stall,
 )
+from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -384,6 +385,10 @@ class Mechanism(Backend[_VllmReplica]):
 
     def on_transfer_cancelled(self, transfer: Transfer[_VllmReplica]) -> None:
         """See `Backend`; there is one replica."""
+
+    def on_adapter_load(self, replica: _VllmReplica, load: AdapterLoad) -> None:
+        """See `Backend`; vLLM's adapters are its own."""
+        raise RuntimeError("this mechanism loads no adapter")
 
     def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
         """See `Backend`."""

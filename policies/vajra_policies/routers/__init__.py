@@ -41,6 +41,7 @@ POLICIES: tuple[PolicySpec, ...] = (
 def parts() -> list[RoutingPartSpec]:
     """Return the producers, filters, scorers, pickers and deciders."""
     from vajra_policies.routers import (
+        adapters,
         context_length,
         deciders,
         endpoint_attribute,
@@ -61,6 +62,7 @@ def parts() -> list[RoutingPartSpec]:
         in_flight,
         latency,
         load_scorers,
+        adapters,
         prefix_scorers,
         session_affinity,
         context_length,

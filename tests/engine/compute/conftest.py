@@ -36,6 +36,7 @@ class Job:
     num_outputs: int
     sampling: SamplingParams = GREEDY
     seed: int = 0
+    adapter: str = ""
     outputs: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int | None = None
@@ -128,7 +129,8 @@ class Driver:
         start = len(job.blocks)
         if job.slot is None:
             job.slot = self.free_slots.pop(0)
-            draft.new.append(NewRow(job.slot, job.sampling, job.seed, job.prompt, list(job.outputs), len(job.outputs)))
+            told = job.prompt, list(job.outputs), len(job.outputs)
+            draft.new.append(NewRow(job.slot, job.sampling, job.seed, *told, adapter=job.adapter))
             self._share(job, jobs)
             start = 0
         if job.host_blocks:
@@ -163,7 +165,7 @@ class Driver:
     def _share(self, job: Job, jobs: Sequence[Job]) -> None:
         """Take over full blocks of another job that has the same beginning."""
         for other in jobs:
-            if other is job or not other.blocks:
+            if other is job or not other.blocks or other.adapter != job.adapter:
                 continue
             same, limit = 0, min(other.num_computed, len(job.known) - 1)
             while same < limit and other.known[same] == job.known[same]:

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from vajra_py.engine.compute.interface import (
+    AdapterRunner,
+    AdapterSource,
     Chunk,
     DoneStep,
     KvRunner,
+    LoadAdapter,
     LookaheadDecodes,
     LookaheadRunner,
     LookaheadStep,
@@ -29,9 +32,12 @@ from vajra_py.engine.compute.interface import (
 from vajra_py.engine.compute.model.inspect import inspect_model
 
 __all__ = [
+    "AdapterRunner",
+    "AdapterSource",
     "Chunk",
     "DoneStep",
     "KvRunner",
+    "LoadAdapter",
     "LoadRunner",
     "LookaheadDecodes",
     "LookaheadRunner",

@@ -96,6 +96,7 @@ class NewRow:
         output_token_ids: its output so far (of a request that lost its slot and got another); read only when
             `needs_outputs(sampling)`.
         num_output_tokens: their number; always read (`min_tokens`, the place in the random stream).
+        adapter: its LoRA adapter, which is in a slot whenever a step computes it; empty: the base model.
     """
 
     slot: int
@@ -104,6 +105,7 @@ class NewRow:
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     num_output_tokens: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,19 @@ class StepInput:
     freed: Sequence[int] = ()
     tables: Sequence[TableUpdate] = ()
     copies: Sequence[BlockCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Copy of an adapter into a slot, in turn with steps: one before it may use what the slot held, one behind it what it holds.
+
+    Attributes:
+        number: of the load among those of its replica.
+    """
+
+    number: int
+    name: str
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +256,14 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """A LoRA adapter: its name, and the folder that `peft` wrote."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerOptions:
     """Model, device and sizes that a runner is loaded with.
 
@@ -266,6 +289,8 @@ class RunnerOptions:
         rendezvous: address at which ranks meet (`tcp://host:port` or `file:///path`), with more than one.
         self_check: compare with transformers' own attention while loading.
         fused: use this package's own (faster) forward pass for model types that it supports, else transformers'.
+        adapters: LoRA adapters that requests may have; their weights are kept in host memory.
+        max_loras: slots for adapters, each as large as the largest needs.
     """
 
     model: str
@@ -289,6 +314,8 @@ class RunnerOptions:
     rendezvous: str | None = None
     self_check: bool = True
     fused: bool = True
+    adapters: tuple[AdapterSource, ...] = ()
+    max_loras: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -443,6 +470,13 @@ class KvRunner(ModelRunner, Protocol):
 
         `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
         """
+
+
+class AdapterRunner(ModelRunner, Protocol):
+    """A runner with slots for LoRA adapters."""
+
+    def load_adapter(self, name: str, slot: int) -> None:
+        """Copy an adapter's weights into a slot, after all steps submitted before; none of them uses what it held. Raises `ExecutorError`."""
 
 
 def forbids_tokens(sampling: SamplingParams) -> bool:

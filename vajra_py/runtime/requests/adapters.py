@@ -9,14 +9,31 @@ Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from vajra_py.contract import Refusal, RequestView
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.support.clock import to_seconds, to_ticks
+from vajra_py.runtime.support.clock import to_ticks
 
 _GONE = (RequestState.RUNNING, RequestState.HELD, RequestState.ENDED)
 """States of requests that do not wait for an adapter."""
+
+
+@dataclass(eq=False, slots=True)
+class AdapterLoad:
+    """An adapter that is in a slot, or on its way there.
+
+    Attributes:
+        number: position among the loads of its replica, from 0.
+        slot: the slot, from 0.
+    """
+
+    number: int
+    name: str
+    slot: int
+    has_ended: bool = False
 
 
 class Adapters:
@@ -26,53 +43,64 @@ class Adapters:
         """`load_s`: time to load each adapter that the replica serves, seconds, by name."""
         self.names = frozenset(load_s)
         self.max_loras = max_loras
-        self.loads: list[int] = []
-        """Ticks at which loads end that have begun and that nobody was told of yet."""
+        self.loads: list[AdapterLoad] = []
+        """Loads that have begun and that nobody was told of yet."""
+        self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
+        """Time that a load takes, by name."""
         self._replica_id = replica_id
-        self._load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
-        self._slots: dict[str, float] = {}
-        """When each adapter is loaded, seconds, the least recently used first."""
+        self._is_timed = True
+        self._num_loads = 0
+        self._slots: dict[str, AdapterLoad] = {}
+        """What each slot holds, the least recently used first."""
+        self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}
         """Requests for which adapters were loaded that nobody has used since."""
 
-    def loaded(self, now: float) -> tuple[str, ...]:
-        """Return the adapters that slots hold now, the least recently used first."""
-        return tuple(name for name, ready_at in self._slots.items() if ready_at <= now)
+    def wait_for_loads(self) -> None:
+        """Let every load take until `end_load`, however long it was said to take."""
+        self._is_timed = False
 
-    def num_available(self, now: float) -> int:
-        """Return the number of slots into which another adapter could be loaded now."""
-        return self.max_loras - len(self._slots) + sum(self._is_idle(name, now) for name in self._slots)
+    def loaded(self) -> tuple[str, ...]:
+        """Return the adapters that slots hold, the least recently used first."""
+        return tuple(name for name, load in self._slots.items() if load.has_ended)
 
-    def is_loading(self, now: float) -> bool:
+    def num_available(self) -> int:
+        """Return the number of slots into which another adapter could be loaded."""
+        return self.max_loras - len(self._slots) + sum(map(self._is_idle, self._slots))
+
+    def is_loading(self) -> bool:
         """Return True if an adapter is on its way to its slot."""
-        return any(ready_at > now for ready_at in self._slots.values())
+        return not all(load.has_ended for load in self._slots.values())
 
-    def fits(self, request: RequestView, now: float) -> bool:
-        """Return True if a waiting request can run, or its adapter be loaded, now."""
+    def fits(self, request: RequestView) -> bool:
+        """Return True if a waiting request can run, or its adapter be loaded."""
         name = request.adapter
         if not name:
             return True
-        ready_at = self._slots.get(name)
-        if ready_at is not None:
-            return ready_at <= now
-        return name in self.names and self.num_available(now) > 0
+        load = self._slots.get(name)
+        if load is not None:
+            return load.has_ended
+        return name in self.names and self.num_available() > 0
 
-    def admit(self, request: Request, now: float) -> Refusal | None:
+    def admit(self, request: Request) -> Refusal | None:
         """Return the reason that a request cannot run now; its adapter's load begins where a slot can be had."""
         name = request.adapter
-        ready_at = self._slots.get(name)
-        if ready_at is None:
-            if not self.fits(request, now):
+        load = self._slots.get(name)
+        if load is None:
+            if not self.fits(request):
                 return Refusal.ADAPTER
             if len(self._slots) >= self.max_loras:
-                del self._slots[next(one for one in self._slots if self._is_idle(one, now))]
-            ends_at = to_ticks(now) + self._load_ticks[name]
-            ready_at = self._slots[name] = to_seconds(ends_at) if self._load_ticks[name] else now
+                victim = next(one for one in self._slots if self._is_idle(one))
+                heapq.heappush(self._free, self._slots.pop(victim).slot)
+            load = AdapterLoad(self._num_loads, name, heapq.heappop(self._free))
+            load.has_ended = self._is_timed and not self.load_ticks[name]
+            self._num_loads += 1
+            self._slots[name] = load
             self._awaiting[name] = request
-            if ready_at > now:
-                self.loads.append(ends_at)
-        return Refusal.LOADING if ready_at > now else None
+            if not load.has_ended:
+                self.loads.append(load)
+        return None if load.has_ended else Refusal.LOADING
 
     def acquire(self, request: Request) -> None:
         """A request that has one begins to run with its adapter."""
@@ -88,27 +116,38 @@ class Adapters:
         if users is not None:
             users.discard(request)
 
-    def take_loads(self) -> list[int]:
-        """Return the ticks at which loads end that have begun since this was last called."""
+    def take_loads(self) -> list[AdapterLoad]:
+        """Return the loads that have begun since this was last called."""
         loads, self.loads = self.loads, []
         return loads
+
+    def is_under_way(self, number: int) -> bool:
+        """Return True if a load has not ended, and its slot was not emptied meanwhile."""
+        return any(load.number == number and not load.has_ended for load in self._slots.values())
+
+    def end_load(self, number: int) -> None:
+        """The adapter of a load that is under way is in its slot."""
+        for load in self._slots.values():
+            load.has_ended = load.has_ended or load.number == number
 
     def clear(self) -> None:
         """Forget everything: the replica is empty."""
         self._slots.clear()
+        self._free = list(range(self.max_loras))
         self._users.clear()
         self._awaiting.clear()
         self.loads = []
 
-    def check(self, now: float) -> None:
-        """Raise `RuntimeError` if there are more adapters than slots, or one is in use that is not loaded."""
+    def check(self) -> None:
+        """Raise `RuntimeError` if slots are not accounted for, or an adapter is in use that is not loaded."""
         used = {name for name, users in self._users.items() if users}
-        if len(self._slots) > self.max_loras or not used <= set(self.loaded(now)):
+        slots = sorted([*self._free, *(load.slot for load in self._slots.values())])
+        if slots != list(range(self.max_loras)) or not used <= set(self.loaded()):
             raise RuntimeError(f"slots hold {list(self._slots)} of {self.max_loras}, and {sorted(used)} are in use")
 
-    def _is_idle(self, name: str, now: float) -> bool:
+    def _is_idle(self, name: str) -> bool:
         """Return True if nobody uses an adapter that is loaded, or waits for it alone."""
-        if self._slots[name] > now or self._users.get(name):
+        if not self._slots[name].has_ended or self._users.get(name):
             return False
         request = self._awaiting.get(name)
         return request is None or request.state in _GONE or request.replica_id != self._replica_id

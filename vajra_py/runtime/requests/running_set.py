@@ -7,7 +7,6 @@ prefills, or in flight (part of a step that has not come back, under pipeline pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
@@ -259,13 +258,13 @@ class StateView:
     def loaded_adapters(self) -> Sequence[str]:
         """Adapters that slots hold, the least recently used first."""
         adapters = self._running_set.adapters
-        return () if adapters is None else adapters.loaded(self.now)
+        return () if adapters is None else adapters.loaded()
 
     @property
     def num_adapter_slots(self) -> int:
         """Slots into which another adapter could be loaded."""
         adapters = self._running_set.adapters
-        return 0 if adapters is None else adapters.num_available(self.now)
+        return 0 if adapters is None else adapters.num_available()
 
     def running(self) -> Sequence[RequestView]:
         """Running requests in order of admission."""
@@ -290,7 +289,7 @@ class StateView:
         else:
             order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
         if running_set.adapters is not None:
-            order = filter(partial(running_set.adapters.fits, now=self.now), order)
+            order = filter(running_set.adapters.fits, order)
         if running_set.is_gated:
             return filter(running_set.lets_in, order if running_set.admits else ())
         return order

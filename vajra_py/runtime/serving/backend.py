@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
+from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan
@@ -104,6 +105,13 @@ class Backend(Protocol[S]):
 
     def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
         """Note that nobody wants this KV any more: blocks of the target may hold something else from now on."""
+
+    def on_adapter_load(self, replica: S, load: AdapterLoad) -> None:
+        """Begin to load an adapter into its slot, which no step uses that was not launched yet.
+
+        Called unless the driver times loads (`DriverOptions.times_transfers`); the end is an event of a later tick: `Phase.TIER` with an
+        `AdapterEnd`.
+        """
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Note that these requests have left for good."""

@@ -25,6 +25,7 @@ from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
     Abort,
+    AdapterEnd,
     Control,
     Expiry,
     Failure,
@@ -40,6 +41,7 @@ from vajra_py.runtime.records.input_log import (
     Swap,
     TransferEnd,
 )
+from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -80,7 +82,7 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
-        times_transfers: whether transfers of KV take the time that a model of the links says; False: each ends with a `TransferEnd`.
+        times_transfers: whether transfers of KV take the time that a model of the links says, and loads of adapters that of the settings; False: each ends with a `TransferEnd` or an `AdapterEnd`.
         wakes: whether policies are woken when they asked to be, scalers are asked, and full targets of untimed transfers looked at again; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -106,7 +108,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TIER` the name of a replicaset, a replica's `SwapMoves` or a replica, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is asked, `TIER` the name of a replicaset, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -145,6 +147,8 @@ class Driver(Generic[R]):
             name = one.replica.replicaset
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
             one.replica.memory.use_clock(self._seconds)
+            if one.replica.adapters is not None and not options.times_transfers:
+                one.replica.adapters.wait_for_loads()
             self._replicas[name].append(one)
             if controller.replicasets[name].computes(one.replica.replica_id):
                 self._idle[name][one.replica.replica_id] = one
@@ -256,9 +260,8 @@ class Driver(Generic[R]):
         elif phase is Phase.TIER:
             if isinstance(payload, str | SwapMoves):
                 self._tiers_due(payload)
-            else:  # an adapter is loaded
-                self.touch(payload)
-                self._wake(payload)
+            else:
+                self._adapter_due(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -562,8 +565,7 @@ class Driver(Generic[R]):
                 tiers.after_step(one)
             adapters = one.replica.adapters
             if adapters is not None and adapters.loads:
-                for tick in adapters.take_loads():
-                    self.events.push(tick, Phase.TIER, one)
+                self._begin_loads(one, adapters)
             if one.replica.builder.dropped:
                 dropped = one.replica.take_dropped()
                 self.controller.settle(dropped, self.now)
@@ -635,6 +637,24 @@ class Driver(Generic[R]):
             moves.due()
         except PolicyError as error:
             self.isolate(moves.replicaset, error)
+
+    def _begin_loads(self, one: R, adapters: Adapters) -> None:
+        for load in adapters.take_loads():
+            if self._options.times_transfers:
+                end = AdapterEnd(0, one.replica.replicaset, one.replica.replica_id, load.number)
+                self.events.push(self.now + adapters.load_ticks[load.name], Phase.TIER, end)
+            else:
+                self._backend.on_adapter_load(one, load)
+
+    def _adapter_due(self, what: AdapterEnd) -> None:
+        one = self.replica(what.replicaset, what.replica_id)
+        adapters = one.replica.adapters
+        if adapters is None or not adapters.is_under_way(what.number):
+            return
+        self.touch(one)
+        self.record(replace(what, tick=self.now))
+        adapters.end_load(what.number)
+        self._wake(one)
 
     def _look_after(self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Let requests move that waited for a replica, some of whose blocks may be free now. Raises `PolicyError`."""

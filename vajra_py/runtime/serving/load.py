@@ -23,6 +23,7 @@ class LiveLoad:
         "is_up",
         "limits",
         "max_batch_size",
+        "max_loras",
         "num_blocks",
         "pool",
         "replica",
@@ -40,6 +41,7 @@ class LiveLoad:
         self.set_state(ReplicaState.UP)
         self.num_blocks = replica.memory.num_blocks
         self.max_batch_size = replica.limits.max_batch_size
+        self.max_loras = 0 if replica.adapters is None else replica.adapters.max_loras
         self.age_s = 0.0
         self.feed: ContentFeed | None = None
         """Source of prefix hits that lags behind; None: the replica's cache itself."""
@@ -88,6 +90,27 @@ class LiveLoad:
         hashes = getattr(request, "hashes", None)
         return {} if hashes is None else self.replica.memory.tier_hits(hashes, request.num_known_tokens)
 
+    @property
+    def loaded_adapters(self) -> Sequence[str]:
+        """Adapters that slots hold, the least recently used first."""
+        adapters = self.replica.adapters
+        return () if adapters is None else adapters.loaded()
+
+    @property
+    def waiting_adapters(self) -> Sequence[str]:
+        """Adapters of requests that wait here, each once."""
+        if self.replica.adapters is None:
+            return ()
+        names = dict.fromkeys(request.adapter for request in self.replica.queue)
+        names.pop("", None)
+        return tuple(names)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots into which another adapter could be loaded."""
+        adapters = self.replica.adapters
+        return 0 if adapters is None else adapters.num_available()
+
 
 _COLUMNS: dict[str, Callable[[list[Replica]], list[int]]] = {
     "num_running": lambda replicas: [one.running_set.num_running for one in replicas],
@@ -98,7 +121,7 @@ _COLUMNS: dict[str, Callable[[list[Replica]], list[int]]] = {
 }
 
 
-_FIXED = frozenset({"replica_id", "num_blocks", "max_batch_size"})
+_FIXED = frozenset({"replica_id", "num_blocks", "max_batch_size", "max_loras"})
 """Figures that do not change during a run."""
 
 
@@ -157,6 +180,7 @@ class SnapshotLoad:
     limits: ReplicaLimits
     num_blocks: int
     max_batch_size: int
+    max_loras: int
     state: ReplicaState = ReplicaState.UP
     is_up: bool = True
     num_running: int = 0
@@ -164,13 +188,17 @@ class SnapshotLoad:
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
     free_blocks: int = 0
+    num_adapter_slots: int = 0
+    loaded_adapters: Sequence[str] = ()
+    waiting_adapters: Sequence[str] = ()
     age_s: float = 0.0
     taken_at: float = float("-inf")
 
     @classmethod
     def of(cls, live: LiveLoad) -> SnapshotLoad:
         """Return a snapshot without figures yet."""
-        return cls(live, live.replica_id, live.pool, live.role, live.limits, live.num_blocks, live.max_batch_size)
+        sizes = live.limits, live.num_blocks, live.max_batch_size, live.max_loras
+        return cls(live, live.replica_id, live.pool, live.role, *sizes)
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
         """Read the figures again if they are older than the interval; returns the snapshot with its age set."""
@@ -183,6 +211,9 @@ class SnapshotLoad:
             self.num_pending_tokens = live.num_pending_tokens
             self.num_context_tokens = live.num_context_tokens
             self.free_blocks = live.free_blocks
+            if self.max_loras:
+                self.num_adapter_slots = live.num_adapter_slots
+                self.loaded_adapters, self.waiting_adapters = live.loaded_adapters, live.waiting_adapters
             self.taken_at = now
         self.age_s = now - self.taken_at
         return self

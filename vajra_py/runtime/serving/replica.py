@@ -393,7 +393,7 @@ class Replica:
     def _waits(self, now: int) -> bool:
         """Return True if nothing runs on purpose, or until an adapter is loaded."""
         adapters = self.adapters
-        return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading(to_seconds(now)))
+        return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading())
 
     def _give_way(self, now: int) -> bool:
         """Preempt the latest request that another policy admitted, since this one does nothing; False if there is none."""

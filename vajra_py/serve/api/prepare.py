@@ -116,7 +116,10 @@ class Preparer:
         return self._prepared(wanted, [prompt], route, name)
 
     def _route(self, wanted: Wanted) -> _Route:
-        facts = request_facts(wanted, "", 1)
+        try:
+            facts = self._catalogue.with_adapter(request_facts(wanted, "", 1), wanted.body.model)
+        except ValueError as error:
+            raise bad_request(f"adapter: {error}", "adapter", "adapter_not_found") from None
         candidates = self._catalogue.candidates(facts)
         if not candidates:
             raise _no_replicaset()

@@ -157,6 +157,8 @@ class ModelAnswer(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str = Field(description="Folder of the model, or of the adapter.")
+    parent: str | None = Field(description="Name of an adapter's base model; null: it is a model itself.")
     max_model_len: int | None = Field(description="Longest sequence; null while the model is being loaded.")
 
 

@@ -21,6 +21,7 @@ _TOOLS = "tool calls"
 _STRUCTURED = "structured output"
 _TEMPLATE = "control of the chat template"
 _REASONING = "control of reasoning"
+_ADAPTERS = "adapters that clients bring (`model` names those of the settings)"
 _MEDIA = "images, audio and other media"
 _TRUNCATION = "truncation of prompts"
 _SEARCH = "beam search"
@@ -70,8 +71,8 @@ _FIELDS: Final[Mapping[str, str]] = {
     "web_search_options": "web search",
     "prediction": "predicted outputs",
     "store": "storing of answers",
-    "lora_path": "adapters (LoRA)",
-    "lora_request": "adapters (LoRA)",
+    "lora_path": _ADAPTERS,
+    "lora_request": _ADAPTERS,
     "kv_transfer_params": "transfer of KV blocks",
     "ec_transfer_params": "transfer of encoder outputs",
     "logprob_token_ids": "log-probabilities of chosen tokens",
@@ -137,8 +138,8 @@ _PATHS: Final[Mapping[str, str]] = {
     "/score": "scoring",
     "/pooling": "pooling",
     "/classify": "classification",
-    "/v1/load_lora_adapter": "adapters (LoRA)",
-    "/v1/unload_lora_adapter": "adapters (LoRA)",
+    "/v1/load_lora_adapter": _ADAPTERS,
+    "/v1/unload_lora_adapter": _ADAPTERS,
 }
 
 

@@ -3,11 +3,14 @@
 A replicaset serves the names that its `select.models` lists; one that lists none serves the name of its model's directory
 (or `--served-model-name`), and any other served name that no replicaset before it takes. Where replicasets run different
 models, each of them lists its names, so that nobody is answered by another model than the one named.
+
+A LoRA adapter is a model of its own: a request that names it is one of its base model with the fact `adapter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +19,19 @@ from vajra_py.config import ReplicasetConfig, SystemConfig
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter that requests may name.
+
+    Attributes:
+        parent: name of its base model.
+        root: its folder; empty where no weights are loaded.
+    """
+
+    parent: str
+    root: str
 
 
 class Catalogue:
@@ -34,7 +50,28 @@ class Catalogue:
             message = "does nothing: every replicaset names the models that it serves"
             raise ConfigError(Problem("--served-model-name", message, "Say it under `select.models`"))
         self._check_models()
-        self.names: tuple[str, ...] = tuple(dict.fromkeys(name for names in self._names.values() for name in names))
+        base = tuple(dict.fromkeys(name for names in self._names.values() for name in names))
+        self.adapters: Mapping[str, ServedAdapter] = self._found_adapters(base)
+        """Adapters by name."""
+        self.names: tuple[str, ...] = (*base, *self.adapters)
+
+    def _found_adapters(self, base: Sequence[str]) -> dict[str, ServedAdapter]:
+        found: dict[str, ServedAdapter] = {}
+        problems = []
+        for name, one in self._replicasets.items():
+            parent = next((own for own in self._names[name] if name in self._behind(own)), self._names[name][0])
+            where = f"replicasets.{name}.replica.adapters"
+            offered = [pool.replica.adapters.models for pool in one.effective_pools.values() if pool.replica.adapters]
+            for adapter in (adapter for models in offered for adapter in models):
+                if adapter.name in base:
+                    message = f"a model is served under the name of an adapter ({adapter.name!r})"
+                    problems.append(Problem(where, message, "Allowed: other names"))
+                elif found.setdefault(adapter.name, ServedAdapter(parent, adapter.path or "")).parent != parent:
+                    message = f"two models have an adapter of one name ({adapter.name!r})"
+                    problems.append(Problem(where, message, "Allowed: other names"))
+        if problems:
+            raise ConfigError(problems)
+        return found
 
     def _check_models(self) -> None:
         problems = []
@@ -62,6 +99,9 @@ class Catalogue:
 
     def behind(self, name: str) -> list[str]:
         """The replicasets that may get a request of this name."""
+        return self._behind(self.adapters[name].parent if name in self.adapters else name)
+
+    def _behind(self, name: str) -> list[str]:
         found = []
         for replicaset, one in self._replicasets.items():
             if not one.select.models or name in one.select.models:
@@ -69,6 +109,24 @@ class Catalogue:
                 if one.select.model_copy(update={"models": None}).takes_all:
                     break
         return found
+
+    def root(self, name: str) -> str:
+        """Return the folder of a model or an adapter."""
+        return self.adapters[name].root if name in self.adapters else self._models[self.behind(name)[0]][0]
+
+    def with_adapter(self, facts: RequestFacts, name: str) -> RequestFacts:
+        """Return the facts of a request that names this model: of an adapter, those of its base model with the adapter.
+
+        Raises `ValueError` where it states another adapter, or one that is not served.
+        """
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            if facts.adapter and facts.adapter not in self.adapters:
+                raise ValueError(f"there is no such adapter ({facts.adapter!r}). {_allowed(self.adapters)}")
+            return facts
+        if facts.adapter not in ("", name):
+            raise ValueError(f"is not the adapter that `model` names ({facts.adapter!r}, and model is {name!r})")
+        return replace(facts, adapter=name, metadata={**facts.metadata, "model": adapter.parent})
 
     def candidates(self, facts: RequestFacts) -> list[str]:
         """Return the replicasets that may serve a request, its prompt's length aside, in order of matching."""
@@ -79,6 +137,10 @@ class Catalogue:
         """Return which of the candidates takes a prompt of this length; None when none does."""
         selects = ((name, self._replicasets[name].select) for name in candidates)
         return next((name for name, select in selects if select.matches_length(num_prompt_tokens)), None)
+
+
+def _allowed(adapters: Iterable[str]) -> str:
+    return f"Allowed: {', '.join(adapters) or 'none, since no adapter is served'}"
 
 
 def _folder_name(folder: str) -> str:

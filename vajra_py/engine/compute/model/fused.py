@@ -35,6 +35,7 @@ from vajra_py.engine.compute.model.fused_parts import (
     Rotation,
 )
 from vajra_py.engine.compute.model.kv_groups import Metadata, Scores, attend, write_and_attend
+from vajra_py.engine.compute.model.lora import AdapterSlots, Part
 from vajra_py.engine.compute.model.shard import Shard
 from vajra_py.engine.compute.model.stage import Stage
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 KNOWN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"})
 """Architectures with this shape of decoder; others run on transformers' modules."""
+ADAPTED_TYPES = KNOWN_TYPES - {"phi3"}
+"""Those whose modules adapters know; Phi 3 has merged ones."""
 
 
 @dataclass(slots=True)
@@ -107,9 +110,17 @@ class FusedForward:
     name = "fused"
 
     def __init__(
-        self, model: Any, layers: list[LayerFacts], shard: Shard, device: torch.device, stage: Stage | None = None
+        self,
+        model: Any,
+        layers: list[LayerFacts],
+        shard: Shard,
+        device: torch.device,
+        stage: Stage | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Move the layers' weights from `model` to `device`. `layers` are this rank's, of its pipeline stage only.
+
+        `adapters` need a single rank.
 
         Raises:
             AttributeError, ValueError: the model does not have the structure of its type.
@@ -127,11 +138,13 @@ class FusedForward:
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         dtype = self._embedding.dtype
         self._is_fused = uses_triton(device)
-        builder = _Builder(RopeTables(body.rotary_emb.to(device), dtype), shard, device, dtype, self._is_fused)
+        self._adapters = adapters
+        tables = RopeTables(body.rotary_emb.to(device), dtype)
+        builder = _Builder(tables, shard, device, dtype, self._is_fused, adapters)
         self._layers: list[FusedLayer] = []
         for index, layer in enumerate(body.layers):
             if index in own:
-                self._layers.append(builder.layer(layer, layers[index - own.start]))
+                self._layers.append(builder.layer(index, layer, layers[index - own.start]))
             body.layers[index] = torch.nn.Identity()
         self._ropes = list(dict.fromkeys(layer.rope for layer in self._layers))
         self._shard = shard
@@ -151,7 +164,9 @@ class FusedForward:
         caches: Caches,
     ) -> torch.Tensor:
         """See `Forward`."""
-        stage = self._stage
+        stage, adapters = self._stage, self._adapters
+        if adapters is not None:
+            adapters.use_all_rows()
         if stage.is_first:
             hidden = functional.embedding(token_ids, self._embedding)
             if self._embed_scale is not None:
@@ -171,6 +186,8 @@ class FusedForward:
                 following = self._layers[index + 1].attention_norm
             elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # all rows are wanted otherwise, in order
                 hidden, attended = hidden[rows], attended[rows]
+                if adapters is not None:
+                    adapters.use_rows(rows)
             normed = layer.finish(hidden, attended, following)
         if not stage.is_last:
             stage.send(hidden)
@@ -189,13 +206,14 @@ class _Builder:
     dtype: torch.dtype
     is_fused: bool
     """True if `vajra_kernels.layer_ops` computes the operations between products."""
+    adapters: AdapterSlots | None
 
     @property
     def folds(self) -> bool:
         """True if norm weights are folded into products; in half precision that would round them once more."""
         return self.dtype == torch.float32 and not self.is_fused
 
-    def layer(self, layer: Any, facts: LayerFacts) -> FusedLayer:
+    def layer(self, index: int, layer: Any, facts: LayerFacts) -> FusedLayer:
         attention = layer.self_attn
         rope = self.tables.rope(getattr(attention, "layer_type", None), facts.key_dim, is_complex=not self.is_fused)
         qkv, bias = self._qkv(attention, facts, rope)
@@ -208,7 +226,12 @@ class _Builder:
             mlp_norm, gate_up = self._before(before_mlp, gate_up)
             down = self.shard.columns(layer.mlp.down_proj.weight)
             act = Activation(getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn, self.is_fused)
-            mlp = Mlp(self._product(gate_up, None), self._product(down, None), act)
+            inner = [Part(name, gate_up.shape[0] // 2) for name in ("gate_proj", "up_proj")]
+            mlp = Mlp(
+                self._adapted(self._product(gate_up, None), index, inner, gate_up, before_mlp),
+                self._adapted(self._product(down, None), index, [Part("down_proj", down.shape[0])], down),
+                act,
+            )
         else:
             mlp_norm = self._norm(before_mlp)
             mlp = ModuleMlp(self.shard.experts(layer.mlp).to(self.device))
@@ -217,9 +240,14 @@ class _Builder:
             facts=facts,
             rope=rope,
             attention_norm=attention_norm,
-            qkv=self._product(qkv, bias),
+            qkv=self._adapted(self._product(qkv, bias), index, _heads(facts, rope), qkv, layer.input_layernorm),
             head_norm=self._head_norm(attention, facts, rope),
-            output=self._product(output, self.shard.once(attention.o_proj.bias)),
+            output=self._adapted(
+                self._product(output, self.shard.once(attention.o_proj.bias)),
+                index,
+                [Part("o_proj", output.shape[0])],
+                output,
+            ),
             after_attention=self._norm(layer.post_attention_layernorm) if four_norms else None,
             mlp_norm=mlp_norm,
             mlp=mlp,
@@ -251,6 +279,15 @@ class _Builder:
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         return Product.packed(weight.to(self.device), None if bias is None else bias.to(self.device))
+
+    def _adapted(
+        self, product: Product, index: int, parts: list[Part], weight: torch.Tensor, norm: Any = None
+    ) -> Product:
+        """Return a product with slots for adapters, where there are some. `norm`: module whose weight may be folded into its own."""
+        if self.adapters is None:
+            return product
+        folded = self._norm(norm).weight if norm is not None and self.folds else None
+        return self.adapters.adapted(product, index, parts, weight.shape[1], folded)
 
     def _qkv(self, attention: Any, facts: LayerFacts, rope: Rope) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of W_q, W_k, W_v of this rank, one below the other, with their biases."""
@@ -286,3 +323,16 @@ class _Builder:
         rows = [rope.reorder(query.weight, facts.key_dim)] * facts.num_query_heads
         rows += [rope.reorder(key.weight, facts.key_dim)] * facts.num_kv_heads
         return Norm(torch.stack(rows), query.eps, facts.key_dim, query.is_wide)
+
+
+def _heads(facts: LayerFacts, rope: Rope) -> list[Part]:
+    """Return the modules of a layer's merged product before attention."""
+
+    def reorder(rows: torch.Tensor) -> torch.Tensor:
+        return rope.reorder(rows, facts.key_dim)
+
+    return [
+        Part("q_proj", facts.num_query_heads * facts.key_dim, reorder),
+        Part("k_proj", facts.num_kv_heads * facts.key_dim, reorder),
+        Part("v_proj", facts.num_kv_heads * facts.value_dim),
+    ]

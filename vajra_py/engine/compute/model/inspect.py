@@ -136,7 +136,12 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _count_elements(file: Path) -> int:
-    """Elements of all tensors of a safetensors file, after checking that its header and its size agree."""
+    """Elements of all tensors of a safetensors file."""
+    return sum(map(math.prod, read_tensor_shapes(file).values()))
+
+
+def read_tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a safetensors file's tensors by name, after checking that its header and its size agree. Raises `ConfigError`."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -144,10 +149,10 @@ def _count_elements(file: Path) -> int:
             if size < 8 or not 2 <= length <= min(_HEADER_LIMIT, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(stream.read(length))
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         if 8 + length + end != size:
             raise ValueError(f"the header describes {8 + length + end} bytes and the file has {size}")
-        return sum(math.prod(entry["shape"]) for entry in tensors)
+        return {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(Problem(str(file), f"this weight file is corrupt ({error})", "Copy it again")) from error

@@ -18,8 +18,9 @@ from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.model.attention import MASKED, LayerFacts
 from vajra_py.engine.compute.model.exclusion import LOADING
 from vajra_py.engine.compute.model.forward import Forward, TransformersForward, probe_layers, unsupported
-from vajra_py.engine.compute.model.fused import KNOWN_TYPES, FusedForward
+from vajra_py.engine.compute.model.fused import ADAPTED_TYPES, KNOWN_TYPES, FusedForward
 from vajra_py.engine.compute.model.loading import LoadedModel, find_device, load_model
+from vajra_py.engine.compute.model.lora import AdapterSlots
 from vajra_py.engine.compute.model.ranks import Ranks
 from vajra_py.engine.compute.model.selfcheck import SelfCheck
 from vajra_py.errors import ConfigError
@@ -37,6 +38,7 @@ class PreparedModel:
     config: Any
     device: torch.device
     dtype: torch.dtype
+    adapters: AdapterSlots | None = None
 
 
 def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
@@ -63,6 +65,7 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
     if ranks.groups is not None:
         _check_windows(loaded, layers, ranks.groups.group_tokens, where)
     fuses = options.fused and loaded.config.model_type in KNOWN_TYPES
+    adapters = _adapters(loaded, options, ranks, where) if options.adapters else None
     if ranks.divides_layers:
         _check_divisible(loaded, layers, ranks, options.fused, where)
     elif options.self_check and not fuses:
@@ -70,7 +73,9 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
     local = ranks.own_layers(layers)
     forward: Forward | None = None
     if fuses:
-        forward, difference = _fuse(loaded, layers, ranks, options.self_check, device)
+        forward, difference = _fuse(loaded, layers, ranks, options.self_check, device, adapters)
+        if adapters is not None and forward is None:
+            raise unsupported(where, loaded.model, f"adapters need the fused forward pass, and {difference}")
         if forward is None and ranks.divides_layers:
             raise unsupported(where, loaded.model, f"its division among {options.num_ranks} ranks failed: {difference}")
         if forward is None:
@@ -81,7 +86,19 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
             layers = local = _masked(loaded.model, where)  # only a single rank gets here
         forward = TransformersForward(loaded.model)
     facts = _facts(loaded, forward.name, local, options, counts)
-    return PreparedModel(forward, local, facts, loaded.config, device, loaded.dtype)
+    if adapters is not None:
+        adapters.check_all_used(where)
+    return PreparedModel(forward, local, facts, loaded.config, device, loaded.dtype, adapters)
+
+
+def _adapters(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, where: str) -> AdapterSlots:
+    """Read the adapters. Raises `ConfigError` where they cannot be computed."""
+    if not options.fused or loaded.config.model_type not in ADAPTED_TYPES:
+        known = ", ".join(sorted(ADAPTED_TYPES))
+        raise unsupported(where, loaded.model, f"adapters need the fused forward pass of one of these types: {known}")
+    if not ranks.is_alone or loaded.device.type != "cpu":
+        raise unsupported(where, loaded.model, "adapters are computed by a single rank on a CPU")
+    return AdapterSlots(options)
 
 
 def _dtype_name(options: RunnerOptions) -> str:
@@ -140,14 +157,19 @@ def _masked(model: Any, where: str) -> list[LayerFacts]:
 
 
 def _fuse(
-    loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks, checks: bool, device: torch.device
+    loaded: LoadedModel,
+    layers: list[LayerFacts],
+    ranks: Ranks,
+    checks: bool,
+    device: torch.device,
+    adapters: AdapterSlots | None = None,
 ) -> tuple[Forward | None, str | None]:
     """(the fused forward pass, None), or (None, description of its fault)."""
     check = SelfCheck(loaded, layers) if checks else None
     local = ranks.own_layers(layers)
     try:
         with torch.inference_mode():
-            forward = FusedForward(loaded.model, local, ranks.shard, device, ranks.stage)
+            forward = FusedForward(loaded.model, local, ranks.shard, device, ranks.stage, adapters)
     except (AttributeError, ValueError, RuntimeError, AssertionError) as error:
         return None, f"its modules are not what {loaded.config.model_type} has ({error})"
     if check is not None:

@@ -38,6 +38,7 @@ from vajra_py.engine.compute.model.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.model.ranks import Ranks, join_ranks, leave_ranks, swap_file
 from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs
 from vajra_py.engine.compute.sampling.sampler import NO_TOKEN, Logprobs, Sampler
+from vajra_py.engine.compute.step.checks import check_options
 from vajra_py.engine.compute.step.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.step.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.step.pending import Computed, JoinedStep, PendingLookahead, TorchStep
@@ -72,6 +73,7 @@ class TorchRunner:
         self._graphs: DecodeGraphs | None = None
         self._ahead: PendingLookahead | None = None
         self._to_begin: LookaheadDecodes | None = None
+        self._adapters = model.adapters
         self._faults: dict[int, str] = {}
         """Reason that a row cannot be computed, by slot; kept until the slot is freed."""
         self._state = BatchState(
@@ -82,7 +84,7 @@ class TorchRunner:
     @classmethod
     def load(cls, options: RunnerOptions, capture: Capture | None = None) -> TorchRunner:
         """See `load_runner`. `capture` replaces `CudaCapture`."""
-        _check_options(options)
+        check_options(options)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         with current(find_device(options.device)):
@@ -249,6 +251,13 @@ class TorchRunner:
             self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
 
+    @torch.inference_mode()
+    def load_adapter(self, name: str, slot: int) -> None:
+        """See `AdapterRunner`."""
+        if self._adapters is None:
+            raise ExecutorError(f"adapter {name!r}: this runner has no slots for adapters.")
+        self._adapters.load(name, slot)
+
     def _allocated(self, what: str) -> KvMemory:
         if self._memory is None:
             raise ExecutorError(f"{what}: there is no KV memory yet. Call `allocate` first.")
@@ -370,6 +379,8 @@ class TorchRunner:
         for new in step.new:
             self._check_new(new)
             try:
+                if self._adapters is not None:
+                    self._adapters.note(new.slot, new.adapter)
                 self._sampler.add(new)
             except _ROW_ERRORS as error:
                 self._fault(new.slot, error)
@@ -397,6 +408,8 @@ class TorchRunner:
     def _compute(self, batch: HostBatch, slots: Ints, memory: KvMemory) -> Computed:
         state, likeliest = self._state, None
         scores: Scores = {}
+        if self._adapters is not None:
+            self._adapters.begin(batch.slots, batch.query_lens)
         if self._graphs is not None and self._graphs.takes(batch):
             logits, likeliest = self._graphs.run(batch)
             places = None
@@ -473,19 +486,3 @@ def _marked() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _check_options(options: RunnerOptions) -> None:
-    problems = []
-    if options.block_size < 1:
-        problems.append(Problem("block_size", f"not positive ({options.block_size})", "Allowed: 16 to 128 tokens"))
-    if options.max_requests < 1:
-        problems.append(Problem("max_requests", f"not positive ({options.max_requests})", "Allowed: 1 or more"))
-    if options.max_graph_rows < 0:
-        problems.append(Problem("max_graph_rows", f"negative ({options.max_graph_rows})", "Allowed: 0 or more"))
-    if options.num_threads is not None and options.num_threads < 1:
-        problems.append(Problem("num_threads", f"not positive ({options.num_threads})", "Allowed: 1 or more"))
-    if not 0 <= options.rank < options.num_ranks:
-        problems.append(Problem("rank", f"no such rank ({options.rank} of {options.num_ranks})", "Ranks count from 0"))
-    if problems:
-        raise ConfigError(problems)
