@@ -107,6 +107,24 @@ def test_each_says_when_to_use_it_and_when_not_and_the_page_says_the_same(name: 
     assert advice in plain
 
 
+ADVISED: dict[str, tuple[AnyPolicySpec, str]] = {
+    **{f"policy {spec.name}": (spec, "") for spec in vajra_policies.vajra_policies()},
+    **{f"admission {spec.name}": (spec, "reference/policies.md") for spec in vajra_policies.vajra_admission_policies()},
+    **{f"retention {spec.name}": (spec, "reference/policies.md") for spec in vajra_policies.vajra_retention_policies()},
+    **{f"scaler {spec.name}": (spec, "scaling.md") for spec in vajra_policies.vajra_scalers()},
+}
+"""Every policy that a file may name, and the page that repeats its advice, where one test covers all of its kind."""
+
+
+def test_every_policy_says_when_to_use_it_and_when_not(repository_root: Path) -> None:
+    for what, (spec, page) in ADVISED.items():
+        assert re.match(r"Use it .*[.)] Not .*\.$", spec.advice), what
+        if page:
+            text = (repository_root / "docs" / page).read_text(encoding="utf-8")
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()).replace("**", ""))
+            assert spec.advice in plain, what
+
+
 ADMISSION = {spec.name: spec for spec in vajra_policies.vajra_admission_policies()}
 
 
