@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import vajra_policies
-from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract import AnyPolicySpec, Layer, PolicySpec
 from vajra_py.plugins import load_registry, parameters_of
 
 OWN = {

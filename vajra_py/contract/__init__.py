@@ -18,7 +18,7 @@ from vajra_py.contract.admission import (
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState, WakeUps
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
-from vajra_py.contract.groups import FallenGroups
+from vajra_py.contract.groups import FallenGroups, FallenRequests
 from vajra_py.contract.hookspecs import (
     AdmissionSpec,
     AnyPolicySpec,
@@ -34,10 +34,12 @@ from vajra_py.contract.policies import (
     EndedStep,
     GroupsRequests,
     HandlesWakes,
+    FallsWithTime,
     KeyMotion,
     Layer,
     ListensToRequests,
     LowersGroups,
+    NamesFalls,
     Move,
     MovesRequests,
     PlacesAfterPrompt,
@@ -118,6 +120,8 @@ __all__ = [
     "EndedStep",
     "ExpiresContent",
     "FallenGroups",
+    "FallenRequests",
+    "FallsWithTime",
     "FilterChoice",
     "GroupsRequests",
     "HandlesWakes",
@@ -133,6 +137,7 @@ __all__ = [
     "LoadColumns",
     "LocalReplicaView",
     "LowersGroups",
+    "NamesFalls",
     "Move",
     "MovesRequests",
     "PickerChoice",

@@ -522,10 +522,10 @@ class Replica:
         """Apply a step's result; returns the requests that ended, in order of admission."""
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
-        entries = list(plan.entries()) if listeners else []
+        work = plan.work() if listeners else None
         lost: FailedLoads | None = None
         if result.report is not None and self._connected is not None:
-            lost = self._find_failed(result.report, entries or list(plan.entries()))
+            lost = self._find_failed(result.report, list(plan.entries()))
         if result.tokens is not None:
             void = () if lost is None else lost.running
             self._append_tokens([one for one in result.tokens if one[0] not in void] if void else result.tokens)
@@ -543,8 +543,8 @@ class Replica:
         # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
-        if listeners:
-            step = _as_told(plan, entries, to_seconds(now))
+        if work is not None:
+            step = EndedStep(plan.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *work)
             for tell in listeners:
                 tell(step)
         finished += aborted
@@ -767,18 +767,6 @@ class Replica:
         )
         for observer in self._end_watchers:
             observer.on_step_end(end)
-
-
-def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:
-    """Return a step that has come back, as policies see it."""
-    return EndedStep(
-        plan.replica_id,
-        plan.step_index,
-        to_seconds(plan.formed_at),
-        now,
-        [entry.request for entry in entries],
-        [entry.num_tokens for entry in entries],
-    )
 
 
 def _is_current(request: Request, admitted_index: int) -> bool:
