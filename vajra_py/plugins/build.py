@@ -82,7 +82,14 @@ PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
 """Methods required of each kind of routing part, with the number of arguments of each call."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2, "group": 1, "group_key": 1},
+    Layer.REQUEST_PRIORITIZER: {
+        "line": 1,
+        "falls_at": 2,
+        "slack_s": 2,
+        "slack_fraction": 2,
+        "group": 1,
+        "group_key": 1,
+    },
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
@@ -112,7 +119,7 @@ RETENTION_OPTIONS: Mapping[str, int] = {
 """Optional methods of a retention policy about the content that it ranks."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
-    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups"}),
+    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
     Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
     Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
 }
