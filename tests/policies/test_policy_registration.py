@@ -43,7 +43,7 @@ OWN = {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
         *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
-        *("conserve", "micro_requests", "slos_serve", "blendserve"),
+        *("conserve", "micro_requests", "slos_serve", "blendserve", "sliding_serve"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)
