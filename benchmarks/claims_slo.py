@@ -126,7 +126,8 @@ def _sliding_goodput(cells: Cells) -> Verdict:
 def _sliding_overload(cells: Cells) -> Verdict:
     at = RATES[-1]
     columns = {
-        one: cells.columns(f"{one} at", "missed", partial(missed, one), [at])[at] for one in ("sliding_serve", "qoserve")
+        one: cells.columns(f"{one} at", "missed", partial(missed, one), [at])[at]
+        for one in ("sliding_serve", "qoserve")
     }
     return ordered(columns)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from statistics import median
 
 from steps import Case, build, stepping
@@ -39,9 +40,9 @@ def measure(name: str, scheduler: str, num_steps: int, num_rounds: int) -> tuple
     return median(ratios), median(times)
 
 
-def _cpu_ms(run: object, num_steps: int) -> float:
+def _cpu_ms(run: Callable[[int], None], num_steps: int) -> float:
     started = time.process_time_ns()
-    run(num_steps)  # type: ignore[operator]
+    run(num_steps)
     return (time.process_time_ns() - started) / num_steps / 1e6
 
 

@@ -177,7 +177,11 @@ def test_wrong_parameters_say_where(site: Any) -> None:
             PRIORITIZER,
             "fallen_requests is None; a FallenRequests and KeyMotion.NAMED_FALLS belong together",
         ),
-        (GOOD + "    def falls_at(self, request, now): return None\n", PRIORITIZER, "falls_at is for a policy with KeyMotion.NAMED_FALLS"),
+        (
+            GOOD + "    def falls_at(self, request, now): return None\n",
+            PRIORITIZER,
+            "falls_at is for a policy with KeyMotion.NAMED_FALLS",
+        ),
         (GOOD + "    fallen_groups = []\n", PRIORITIZER, r"fallen_groups is \[\]; expected a FallenGroups"),
         (GOOD + "    fallen_groups = FallenGroups()\n", PRIORITIZER, "for a policy with group and group_key"),
         (GOOD + "    def assign(self, request, replicas, now): return 0\n", ROUTER, "no method 'pull'"),

@@ -141,7 +141,9 @@ def test_as_many_prompts_are_in_time_as_in_the_best_choice(jobs: list[tuple[int,
 
     chosen = most_in_time(jobs)
     assert in_time(chosen)
-    sizes = [size for size in range(len(jobs) + 1) if any(in_time(some) for some in combinations(range(len(jobs)), size))]
+    sizes = [
+        size for size in range(len(jobs) + 1) if any(in_time(some) for some in combinations(range(len(jobs)), size))
+    ]
     assert len(chosen) == max(sizes)
 
 

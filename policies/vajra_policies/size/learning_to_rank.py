@@ -10,7 +10,6 @@ from pydantic import Field
 from vajra_policies.size.lengths import FirstLengths, LengthConfig, Lengths
 from vajra_py.contract import EndedStep, FallenRequests, KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
 
-
 _ROUNDING_S = 1e-6
 """Time by which the queue looks early, so that no boost is missed by the rounding of a sum."""
 

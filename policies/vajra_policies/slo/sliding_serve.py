@@ -27,14 +27,22 @@ from vajra_py.contract import (
 class SlidingServeConfig(PreemptionConfig):
     """Parameters of `sliding_serve`. No defaults were found in what was read of the paper; these are round figures."""
 
-    min_chunk: int = Field(128, ge=1, description="Least prompt tokens of a step.", json_schema_extra={"unit": "tokens"})
-    max_chunk: int = Field(2048, ge=1, description="Most prompt tokens of a step.", json_schema_extra={"unit": "tokens"})
+    min_chunk: int = Field(
+        128, ge=1, description="Least prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
+    )
+    max_chunk: int = Field(
+        2048, ge=1, description="Most prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
+    )
     grain: int = Field(
         32, ge=1, description="Prompt tokens of a step are multiples of this.", json_schema_extra={"unit": "tokens"}
     )
     safety_factor: float = Field(1.2, ge=1, description="Predicted step times are taken this many times as long.")
     candidates: int = Field(
-        10, ge=1, le=64, description="Prompts among which is chosen who can be in time.", json_schema_extra={"unit": "requests"}
+        10,
+        ge=1,
+        le=64,
+        description="Prompts among which is chosen who can be in time.",
+        json_schema_extra={"unit": "requests"},
     )
 
 
@@ -121,8 +129,13 @@ class SlidingServe:
             if len(heads) >= self._config.candidates:
                 break
             heads.append(request)
-        promised = [one for one in heads[: self._config.candidates] if one.ttft_slo_s is not None and not one.num_output_tokens]
-        jobs = [(one.arrived_at + (one.ttft_slo_s or 0.0) - now, one.num_remaining_prompt_tokens * self._token_s) for one in promised]
+        promised = [
+            one for one in heads[: self._config.candidates] if one.ttft_slo_s is not None and not one.num_output_tokens
+        ]
+        jobs = [
+            (one.arrived_at + (one.ttft_slo_s or 0.0) - now, one.num_remaining_prompt_tokens * self._token_s)
+            for one in promised
+        ]
         chosen = most_in_time(jobs)
         return frozenset(one for index, one in enumerate(promised) if index not in chosen) if chosen else frozenset()
 

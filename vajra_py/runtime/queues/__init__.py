@@ -15,7 +15,15 @@ from vajra_py.runtime.queues.kinetic import KineticQueue
 from vajra_py.runtime.queues.named_falls import NamedFallsQueue
 from vajra_py.runtime.queues.sorted_queue import SortedQueue
 
-__all__ = ["ArbitraryQueue", "GroupedQueue", "KineticQueue", "NamedFallsQueue", "RequestQueue", "SortedQueue", "make_queue"]
+__all__ = [
+    "ArbitraryQueue",
+    "GroupedQueue",
+    "KineticQueue",
+    "NamedFallsQueue",
+    "RequestQueue",
+    "SortedQueue",
+    "make_queue",
+]
 
 
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from vajra_py.contract import FallsWithTime, GroupsRequests, PredictsSlack, RequestPrioritizer, RequestView, TimeLinearPrioritizer
+from vajra_py.contract import (
+    FallsWithTime,
+    GroupsRequests,
+    PredictsSlack,
+    RequestPrioritizer,
+    RequestView,
+    TimeLinearPrioritizer,
+)
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
@@ -159,7 +166,9 @@ class FallReader:
             return given
         number = _number(given)
         if number is None:
-            message = f"falls_at() is not a finite number (got {given!r}). Allowed: seconds on the run's clock, or None."
+            message = (
+                f"falls_at() is not a finite number (got {given!r}). Allowed: seconds on the run's clock, or None."
+            )
             place = place_of_definition(self._at)
             raise PolicyError(self.policy, message, request_id=request.request_id, place=place)
         return float(number)

@@ -15,7 +15,7 @@ from vajra_py.contract import FallsWithTime, NamesFalls, PriorityKey, RequestVie
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.queues.base import RankedQueue
 from vajra_py.runtime.queues.keys import FallReader, KeyReader
-from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, REQUEST, Rank, SortedRanks
+from vajra_py.runtime.queues.ranks import KEY, NUM_TOKENS, REQUEST, Rank, SortedRanks
 
 _SPARE = 64
 """Times of requests that have left, beyond as many as wait, from which on they are swept out."""
