@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate, combinations
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vajra_policies.slo.past_future import peak_tokens
+from vajra_policies.slo.qoserve import Qoserve, QoserveConfig
 from vajra_policies.slo.windows import first_of_two, most_in_time
+from vajra_py.contract import EndedStep
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
@@ -72,6 +75,30 @@ def test_who_is_late_anyway_goes_behind_all_that_can_be_in_time() -> None:
     ]
     plain = ("qoserve", {**params, "relegates": False, "alpha_s": 0.0})
     assert first_served(plain, requests) == ["lost", "tight", "loose"]
+
+
+@dataclass(eq=False)
+class Prompt:
+    """The facts of a waiting request that relegation reads."""
+
+    request_id: str
+    num_remaining_prompt_tokens: int
+    arrived_at: float = 0.0
+    ttft_slo_s: float = 1.0
+    is_resident: bool = False
+    num_output_tokens: int = 0
+
+
+def test_relegation_is_taken_back_where_the_throughput_rises_in_time_and_is_named() -> None:
+    policy = Qoserve(QoserveConfig(first_throughput=1000.0, decay=0.0, alpha_s=0.0))
+    small, large = (Prompt(name, num_tokens) for name, num_tokens in (("small", 900), ("large", 5000)))
+    keys = [policy.key(cast(Any, one), 0.2) for one in (small, large)]
+    assert keys == [(1.0, 1.0), (1.0, 1.0)]
+    policy.on_step_end(EndedStep(0, 0, 0.2, 0.3, (cast(Any, large),), (200,)))  # 2,000 tokens a second
+    assert policy.fallen_requests.since(0) == ["small", "large"]
+    assert [policy.key(cast(Any, one), 0.3)[0] for one in (small, large)] == [0.0, 1.0]
+    policy.on_step_end(EndedStep(0, 1, 1.0, 1.1, (cast(Any, large),), (900,)))
+    assert policy.fallen_requests.num_named == 2, "their time is over"
 
 
 @settings(max_examples=40, deadline=None)
