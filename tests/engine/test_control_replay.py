@@ -174,6 +174,7 @@ BATCHERS: list[Any] = [
     {"policy": "nano_vllm_rs", "params": {"preemption": True}},
     {"policy": "preemptive", "params": {"chunk_size": 32}},
     {"policy": "slack_chunk", "params": {"sizes": [16, 48]}},
+    {"policy": "sliding_serve", "params": {"min_chunk": 16, "max_chunk": 48, "grain": 8}},
     {"policy": "past_future", "params": {"chunk_size": 48}},
     {"policy": "hygen", "params": {"chunk_size": 48, "latency_budget_s": 0.01}},
     {"policy": "scorpio", "params": {"chunk_size": 48}},
