@@ -174,7 +174,6 @@ BATCHERS: list[Any] = [
     {"policy": "nano_vllm_rs", "params": {"preemption": True}},
     {"policy": "preemptive", "params": {"chunk_size": 32}},
     {"policy": "slack_chunk", "params": {"sizes": [16, 48]}},
-    {"policy": "sliding_serve", "params": {"min_chunk": 16, "max_chunk": 48, "grain": 8}},
     {"policy": "past_future", "params": {"chunk_size": 48}},
     {"policy": "hygen", "params": {"chunk_size": 48, "latency_budget_s": 0.01}},
     {"policy": "scorpio", "params": {"chunk_size": 48}},
@@ -186,6 +185,7 @@ BATCHERS: list[Any] = [
     {"policy": "micro_requests", "params": {"chunk_size": 48}},
     {"policy": "slos_serve", "params": {"chunk_size": 48, "step_s": 0.008}},
     {"policy": "blendserve", "params": {"chunk_size": 48}},
+    {"policy": "sliding_serve", "params": {"min_chunk": 16, "max_chunk": 48, "grain": 8}},
 ]
 
 
@@ -199,10 +199,13 @@ def _needs_slack(batcher: Any) -> bool:
 
 
 def combinations() -> list[tuple[Any, Any, Any]]:
-    """Every policy with several of the others: each list turns past the replica schedulers at its own pace."""
+    """Every policy with several of the others: each list turns past the replica schedulers at its own pace.
+
+    Prioritizers turn five places short, so that one whose place `space_sharing` takes has another.
+    """
     return [
         (
-            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn * len(BATCHERS)) % len(PRIORITIZERS)],
+            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn * (len(BATCHERS) - 5)) % len(PRIORITIZERS)],
             CHOOSERS[(index + 2 * turn) % len(CHOOSERS)],
             batcher,
         )
