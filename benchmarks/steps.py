@@ -152,11 +152,12 @@ def measure_case(case: Case, policy: ReplicaScheduler | None = None) -> tuple[fl
     _, replica, _ = build(case)
     if policy is not None:
         replica.bind_policy(replace(replica.parts, policy=policy))
-    own, base = _alternating((_stepping(replica), bare_loop(case.num_running)))
+    own, base = _alternating((stepping(replica), bare_loop(case.num_running)))
     return median(own) / 1000, _ratio(own, base)
 
 
-def _stepping(replica: Replica) -> Callable[[int], None]:
+def stepping(replica: Replica) -> Callable[[int], None]:
+    """A function that forms and applies so many steps of the replica."""
     now = 10**15
 
     def run(num_steps: int) -> None:
@@ -212,7 +213,7 @@ def measure() -> dict[str, float]:
         figures[f"step_x_bare_running_{num_running}"] = ratio
     figures["step_1024_x_256"] = figures["step_us_running_1024"] / figures["step_us_running_256"]
     for num_waiting in (1_000, 100_000):
-        full, empty = _alternating([_stepping(build(Case(256, waiting))[1]) for waiting in (num_waiting, 0)])
+        full, empty = _alternating([stepping(build(Case(256, waiting))[1]) for waiting in (num_waiting, 0)])
         figures[f"step_us_running_256_waiting_{num_waiting}"] = median(full) / 1000
         figures[f"step_waiting_{num_waiting}_x_empty"] = _ratio(full, empty)
     for key, admits in (("step_lrs_x_fcfs_waiting_100000", False), ("step_admitting_lrs_x_fcfs_waiting_100000", True)):
@@ -221,7 +222,7 @@ def measure() -> dict[str, float]:
         if admits:
             figures["step_us_admitting_fcfs_waiting_100000"] = fcfs
     cases = [Case(256, 10_000, True, name, num_tenants=1_000) for name in ("fcfs", "vtc")]
-    fcfs_of_tenants, vtc = _alternating([_stepping(build(case)[1]) for case in cases])
+    fcfs_of_tenants, vtc = _alternating([stepping(build(case)[1]) for case in cases])
     figures["step_us_admitting_vtc_waiting_10000_of_1000_tenants"] = median(vtc) / 1000
     figures["step_admitting_vtc_x_fcfs_waiting_10000_of_1000_tenants"] = _ratio(vtc, fcfs_of_tenants)
     one_by_one, _ = measure_case(Case(256), OneByOne(2048))

@@ -186,6 +186,7 @@ BATCHERS: list[Any] = [
     {"policy": "slos_serve", "params": {"chunk_size": 48, "step_s": 0.008}},
     {"policy": "adaserve", "params": {"chunk_size": 48, "budget_tokens": 12}},
     {"policy": "blendserve", "params": {"chunk_size": 48}},
+    {"policy": "sliding_serve", "params": {"min_chunk": 16, "max_chunk": 48, "grain": 8}},
 ]
 
 
@@ -199,10 +200,13 @@ def _needs_slack(batcher: Any) -> bool:
 
 
 def combinations() -> list[tuple[Any, Any, Any]]:
-    """Every policy with several of the others: each list turns past the replica schedulers at its own pace."""
+    """Every policy with several of the others: each list turns past the replica schedulers at its own pace.
+
+    Prioritizers turn five places short, so that one whose place `space_sharing` takes has another.
+    """
     return [
         (
-            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn * len(BATCHERS)) % len(PRIORITIZERS)],
+            "lrs" if _needs_slack(batcher) else PRIORITIZERS[(index + turn * (len(BATCHERS) - 5)) % len(PRIORITIZERS)],
             CHOOSERS[(index + 2 * turn) % len(CHOOSERS)],
             batcher,
         )

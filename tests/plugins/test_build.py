@@ -158,7 +158,7 @@ def test_wrong_parameters_say_where(site: Any) -> None:
         (
             GOOD + "    def on_token(self, request): pass\n",
             PRIORITIZER,
-            "asks for 'on_token'.*Allowed: fallen_groups, group, group_key, key,",
+            "asks for 'on_token'.*Allowed: fallen_groups, fallen_requests, falls_at, group, group_key, key,",
         ),
         (
             SCHEDULES + "    trait = SchedulerTraits()\n",
@@ -173,6 +173,16 @@ def test_wrong_parameters_say_where(site: Any) -> None:
         (GOOD + "    def group(self, request): return 'a'\n", PRIORITIZER, "group and group_key belong together"),
         (GOOD + "    def on_step_run(self, run): pass\n", PRIORITIZER, "on_step_end of the others, which it lacks"),
         (GOOD + "    def group_keys(self, group): return 0\n", PRIORITIZER, "Did you mean 'group_key'"),
+        (
+            GOOD.replace("KeyMotion.TIME_LINEAR", "KeyMotion.NAMED_FALLS"),
+            PRIORITIZER,
+            "fallen_requests is None; a FallenRequests and KeyMotion.NAMED_FALLS belong together",
+        ),
+        (
+            GOOD + "    def falls_at(self, request, now): return None\n",
+            PRIORITIZER,
+            "falls_at is for a policy with KeyMotion.NAMED_FALLS",
+        ),
         (GOOD + "    fallen_groups = []\n", PRIORITIZER, r"fallen_groups is \[\]; expected a FallenGroups"),
         (GOOD + "    fallen_groups = FallenGroups()\n", PRIORITIZER, "for a policy with group and group_key"),
         (GOOD + "    def assign(self, request, replicas, now): return 0\n", ROUTER, "no method 'pull'"),

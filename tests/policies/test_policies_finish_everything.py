@@ -68,6 +68,7 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("preemptive", {"chunk_size": 48}),
     ("preemptive", {"chunk_size": 1}),
     ("slack_chunk", {"sizes": [8, 64]}),
+    ("sliding_serve", {"min_chunk": 8, "max_chunk": 64, "grain": 8}),
     ("past_future", {"chunk_size": 48}),
     ("hygen", {"chunk_size": 48, "latency_budget_s": 0.008}),
     ("scorpio", {"chunk_size": 48, "rejects": False}),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import vajra_policies
-from vajra_py.contract import Layer, PolicySpec
+from vajra_py.contract import AnyPolicySpec, KeyMotion, Layer, PolicySpec
 from vajra_py.plugins import load_registry, parameters_of
+from vajra_py.testing import Harness, HarnessOptions
 
 OWN = {
     Layer.REQUEST_PRIORITIZER: {
@@ -43,7 +44,7 @@ OWN = {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
         *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
-        *("conserve", "micro_requests", "slos_serve", "adaserve", "blendserve"),
+        *("conserve", "micro_requests", "slos_serve", "adaserve", "blendserve", "sliding_serve"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)
@@ -105,6 +106,42 @@ def test_each_says_when_to_use_it_and_when_not_and_the_page_says_the_same(name: 
     section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(section.split()).replace("**", ""))
     assert advice in plain
+
+
+DEAR = {"lpm", "dlpm", "preflow", "residual_sjf", "andes", "jitserve", "least_attained_service"}
+"""Prioritizers whose cards tell that a step with a long queue takes more than three times as long as under `fcfs`."""
+
+
+@pytest.mark.parametrize("name", sorted(load_registry().policies(Layer.REQUEST_PRIORITIZER)))
+def test_a_prioritizer_declares_how_keys_move_or_its_card_tells_what_long_queues_cost(
+    name: str, repository_root: Path
+) -> None:
+    page = (repository_root / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
+    card = " ".join(page.partition(f"\n### {name}\n")[2].partition("\n### ")[0].split())
+    told = re.search(r"a step of a queue of 10,000 takes ([\d.,]+)( to [\d.,]+)? times `fcfs`'s", card)
+    motion = Harness(name, "round_robin", "fixed_chunk", HarnessOptions()).prioritizer.key_motion
+    if motion in (KeyMotion.ARBITRARY, KeyMotion.VOLATILE):
+        assert f"Keys are `{motion.name}`" in card
+        assert name in DEAR
+    assert (name in DEAR) == (told is not None and float(told[1].replace(",", "")) > 3)
+
+
+ADVISED: dict[str, tuple[AnyPolicySpec, str]] = {
+    **{f"policy {spec.name}": (spec, "") for spec in vajra_policies.vajra_policies()},
+    **{f"admission {spec.name}": (spec, "reference/policies.md") for spec in vajra_policies.vajra_admission_policies()},
+    **{f"retention {spec.name}": (spec, "reference/policies.md") for spec in vajra_policies.vajra_retention_policies()},
+    **{f"scaler {spec.name}": (spec, "scaling.md") for spec in vajra_policies.vajra_scalers()},
+}
+"""Every policy that a file may name, and the page that repeats its advice, where one test covers all of its kind."""
+
+
+def test_every_policy_says_when_to_use_it_and_when_not(repository_root: Path) -> None:
+    for what, (spec, page) in ADVISED.items():
+        assert re.match(r"Use it .*[.)] Not .*\.$", spec.advice), what
+        if page:
+            text = (repository_root / "docs" / page).read_text(encoding="utf-8")
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()).replace("**", ""))
+            assert spec.advice in plain, what
 
 
 ADMISSION = {spec.name: spec for spec in vajra_policies.vajra_admission_policies()}

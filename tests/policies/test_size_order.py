@@ -178,6 +178,7 @@ class Prompt:
 
     num_prompt_tokens: int
     arrived_at: float = 0.0
+    request_id: str = "prompt"
 
 
 def level_after(policy: SkipJoinMlfq, request: Any, *durations: float) -> float:
@@ -213,5 +214,7 @@ def test_the_starving_are_promoted_every_so_many_steps() -> None:
     assert policy.key(starving, 0.0)[0] == 9
     assert level_after(policy, other, 1.0, 1.0, 1.0, 1.0) > 0
     assert policy.key(starving, 4.0)[0] == 9
+    num_named = policy.fallen_requests.num_named
     policy.on_step_end(EndedStep(0, 0, 4.0, 5.0, (other,), (1,)))
     assert policy.key(starving, 5.0)[0] == 0
+    assert policy.fallen_requests.num_named > num_named

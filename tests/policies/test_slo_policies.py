@@ -1,15 +1,21 @@
-"""QoServe, Past-Future, HyGen and SCORPIO against their formulas, step by step."""
+"""QoServe, SlidingServe, Past-Future, HyGen and SCORPIO against their formulas, step by step."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vajra_policies.slo.past_future import peak_tokens
+from vajra_policies.slo.qoserve import Qoserve, QoserveConfig
+from vajra_policies.slo.windows import first_of_two, most_in_time
+from vajra_py.contract import EndedStep
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
@@ -71,6 +77,30 @@ def test_who_is_late_anyway_goes_behind_all_that_can_be_in_time() -> None:
     assert first_served(plain, requests) == ["lost", "tight", "loose"]
 
 
+@dataclass(eq=False)
+class Prompt:
+    """The facts of a waiting request that relegation reads."""
+
+    request_id: str
+    num_remaining_prompt_tokens: int
+    arrived_at: float = 0.0
+    ttft_slo_s: float = 1.0
+    is_resident: bool = False
+    num_output_tokens: int = 0
+
+
+def test_relegation_is_taken_back_where_the_throughput_rises_in_time_and_is_named() -> None:
+    policy = Qoserve(QoserveConfig(first_throughput=1000.0, decay=0.0, alpha_s=0.0))
+    small, large = (Prompt(name, num_tokens) for name, num_tokens in (("small", 900), ("large", 5000)))
+    keys = [policy.key(cast(Any, one), 0.2) for one in (small, large)]
+    assert keys == [(1.0, 1.0), (1.0, 1.0)]
+    policy.on_step_end(EndedStep(0, 0, 0.2, 0.3, (cast(Any, large),), (200,)))  # 2,000 tokens a second
+    assert policy.fallen_requests.since(0) == ["small", "large"]
+    assert [policy.key(cast(Any, one), 0.3)[0] for one in (small, large)] == [0.0, 1.0]
+    policy.on_step_end(EndedStep(0, 1, 1.0, 1.1, (cast(Any, large),), (900,)))
+    assert policy.fallen_requests.num_named == 2, "their time is over"
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.02, 0.2), st.integers(5, 30)), min_size=1, max_size=5), st.integers(100, 6000))
 def test_a_chunk_keeps_the_tightest_decode_in_time_unless_even_the_smallest_does_not(
@@ -95,6 +125,70 @@ def test_a_chunk_keeps_the_tightest_decode_in_time_unless_even_the_smallest_does
         done = step(one)
         if "prompt" in done.tokens and done.num_tokens > 128:
             assert 1.2 * done.duration_s <= min(due, default=float("inf")) - formed_at + 1e-9
+
+
+# SlidingServe
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.tuples(st.floats(0.005, 0.03), st.floats(1e-5, 2e-4), st.integers(0, 600)),
+    st.floats(0.0, 0.3),
+    st.floats(0.0, 0.4),
+    st.integers(1, 40),
+)
+def test_the_window_computes_as_much_as_exhaustive_search_finds_to_a_grain(
+    model: tuple[float, float, int], s_1: float, more_s: float, num_sizes: int
+) -> None:
+    """Step times with a floor, as where memory limits them: the case in which two small chunks beat a large one."""
+    base_s, token_s, free = model
+    s_2, sizes = s_1 + more_s, range(32, 32 * num_sizes + 1, 32)
+
+    def time_s(chunk: int) -> float:
+        return base_s + token_s * max(chunk - free, 0)
+
+    def total(c_1: int) -> int:
+        return c_1 + max((c_2 for c_2 in (0, *sizes) if time_s(c_1) + time_s(c_2) <= s_2), default=0)
+
+    allowed = [c_1 for c_1 in sizes if time_s(c_1) <= s_1 and time_s(c_1) + time_s(0) <= s_2]
+    found = first_of_two(time_s, lambda c_1, c_2: time_s(c_2), s_1, s_2, sizes)
+    if not allowed:
+        assert found is None
+    else:
+        assert found in allowed
+        assert total(found) >= max(map(total, allowed)) - 32
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), max_size=7))
+def test_as_many_prompts_are_in_time_as_in_the_best_choice(jobs: list[tuple[int, int]]) -> None:
+    def in_time(chosen: Iterable[int]) -> bool:
+        ends = accumulate(jobs[one][1] for one in sorted(chosen, key=lambda one: jobs[one][0]))
+        return all(end <= due for end, due in zip(ends, sorted(jobs[one][0] for one in chosen), strict=True))
+
+    chosen = most_in_time(jobs)
+    assert in_time(chosen)
+    sizes = [
+        size for size in range(len(jobs) + 1) if any(in_time(some) for some in combinations(range(len(jobs)), size))
+    ]
+    assert len(chosen) == max(sizes)
+
+
+def test_sliding_serve_leaves_time_for_the_next_step_and_gives_up_who_is_late_anyway() -> None:
+    """Step times of 5 ms and 100 us a token: nearly 60 ms for two tokens of the decode, of which a greedy chunk could take all but nothing."""
+    latency = AffineModel(0.005, 0.0001)
+    options = HarnessOptions(num_blocks=999, max_batch_size=16, latency=latency, max_model_len=4000)
+    one = Harness("fcfs", "round_robin", ("sliding_serve", {"safety_factor": 1.0, "max_chunk": 512}), options)
+    one.submit("decode", 10, 500, tbt_slo_s=0.03, ttft_slo_s=0.05)
+    step(one)
+    one.submit("long", 3000, 2, ttft_slo_s=0.1)
+    one.submit("short", 100, 2, ttft_slo_s=0.1)
+    begun, live = [], one.request("decode")
+    while one.request("long").end_reason is None:
+        begun += [name for name in step(one).tokens if name != "decode"]
+        assert live.last_token_at is not None
+        assert live.last_token_at <= 0.05 + 0.03 * (live.num_output_tokens - 1) + 1e-9
+    assert begun[0] == "short"
 
 
 # Past-Future

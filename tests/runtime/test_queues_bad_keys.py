@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.contract import KeyMotion
+from vajra_py.contract import FallenRequests, KeyMotion
 from vajra_py.errors import PolicyError, place_of_definition
-from vajra_py.runtime.queues import ArbitraryQueue, KineticQueue, SortedQueue, make_queue
+from vajra_py.runtime.queues import ArbitraryQueue, KineticQueue, NamedFallsQueue, SortedQueue, make_queue
 
 
 @dataclass(eq=False)
@@ -33,6 +33,7 @@ class Quirky:
 
     def __init__(self, motion: Any) -> None:
         self.key_motion = motion
+        self.fallen_requests = FallenRequests()
 
     def key(self, request: Any, now: float) -> Any:
         return request.answer(now) if callable(request.answer) else request.answer
@@ -53,7 +54,7 @@ def ids(queue: Any, now: float) -> list[str]:
     return [request.request_id for request in queue.ordered(now)]
 
 
-BY_KEY = [KeyMotion.STATIC, KeyMotion.PROGRESS, KeyMotion.ARBITRARY, KeyMotion.VOLATILE]
+BY_KEY = [KeyMotion.STATIC, KeyMotion.PROGRESS, KeyMotion.NAMED_FALLS, KeyMotion.ARBITRARY, KeyMotion.VOLATILE]
 BAD_NUMBERS = [math.nan, math.inf, -math.inf, None, "3", [1.0], (), (1.0, 2.0), 1j, np.float32("nan")]
 BAD_TUPLES = [1.0, (1.0,), (1.0, 2.0, 3.0), (1.0, math.nan), (math.inf, 0.0), (1.0, None)]
 
@@ -209,6 +210,7 @@ def test_the_declared_motion_chooses_the_queue() -> None:
         KeyMotion.STATIC: SortedQueue,
         KeyMotion.PROGRESS: SortedQueue,
         KeyMotion.TIME_LINEAR: KineticQueue,
+        KeyMotion.NAMED_FALLS: NamedFallsQueue,
         KeyMotion.ARBITRARY: ArbitraryQueue,
         KeyMotion.VOLATILE: ArbitraryQueue,
     }

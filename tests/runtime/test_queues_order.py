@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vajra_py.contract import FallenGroups, KeyMotion
-from vajra_py.runtime.queues import GroupedQueue, RequestQueue, make_queue, ranks
+from vajra_py.contract import FallenGroups, FallenRequests, KeyMotion
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.queues import GroupedQueue, NamedFallsQueue, RequestQueue, make_queue, ranks
 
 
 @dataclass(eq=False)
@@ -97,12 +98,13 @@ class QueueMachine(RuleBasedStateMachine):
     forward = False
     block = 256
     """Small blocks make a handful of requests take the ways of many."""
+    kind: type[Prioritizer] = Prioritizer
 
     def __init__(self) -> None:
         super().__init__()
         self.usual_block = ranks._BLOCK
         ranks._BLOCK = self.block
-        self.prioritizer = Prioritizer(self.motion)
+        self.prioritizer: Any = self.kind(self.motion)
         self.queue: RequestQueue = make_queue(self.prioritizer)
         self.waiting: list[Waiting] = []
         self.tokens: dict[Waiting, int] = {}
@@ -257,12 +259,10 @@ class ByFallingTenant(ByTenant):
 class GroupMachine(QueueMachine):
     """The same life with the requests in groups, whose keys move while readers are half-way."""
 
-    kind: type[ByTenant] = ByTenant
+    kind = ByTenant
 
     def __init__(self) -> None:
         super().__init__()
-        self.prioritizer: Any = self.kind(self.motion)
-        self.queue = make_queue(self.prioritizer)
         assert isinstance(self.queue, GroupedQueue)
 
     def order(self, requests: Any) -> list[Waiting]:
@@ -358,6 +358,59 @@ class GroupMachine(QueueMachine):
         )
 
 
+class NamesFalls(Prioritizer):
+    """Keys that a test raises and lowers, and that rise and fall with time; falls are named or told beforehand."""
+
+    def __init__(self, motion: KeyMotion) -> None:
+        super().__init__(motion)
+        self.levels: dict[str, int] = {}
+        self.fallen_requests = FallenRequests()
+
+    def key(self, request: Any, now: float) -> Any:
+        self.num_reads += 1
+        level = self.levels.get(request.request_id, 0)
+        return (level - (now >= 2.0 * request.arrived_at) + (now >= 3.0 * request.arrived_at), *request.line)
+
+    def falls_at(self, request: Any, now: float) -> float | None:
+        """A little early, as a policy may be; from the fall on there is none to come."""
+        return 1.9 * request.arrived_at if now < 2.0 * request.arrived_at else None
+
+
+class NamedFallsMachine(QueueMachine):
+    """The same life, with keys that move while readers are half-way."""
+
+    kind = NamesFalls
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert isinstance(self.queue, NamedFallsQueue)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), by=st.integers(1, 3))
+    def raise_key(self, data: st.DataObject, by: int) -> None:
+        name, levels = data.draw(st.sampled_from(self.waiting)).request_id, self.prioritizer.levels
+        levels[name] = levels.get(name, 0) + by
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), by=st.integers(0, 3), times=st.sampled_from([0, 1, 1, 1, 3000]))
+    def lower_key(self, data: st.DataObject, by: int, times: int) -> None:
+        request, levels = data.draw(st.sampled_from(self.waiting)), self.prioritizer.levels
+        levels[request.request_id] = levels.get(request.request_id, 0) - by
+        for _ in range(times):
+            self.prioritizer.fallen_requests.add(request)
+        if not times:
+            self.prioritizer.fallen_requests.add_all()
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), num_read=st.integers(1, 8))
+    def go_on_reading(self, data: st.DataObject, num_read: int) -> None:
+        """Empties the queue: all comes out in the order of the moment, at the reader's time."""
+        reader, now, todo, _ = data.draw(st.sampled_from(self.readers))
+        for _ in range(num_read):
+            todo[:] = expected(todo, self.prioritizer, now)
+            assert next(reader, None) is (todo.pop(0) if todo else None)
+
+
 def machine(motion: KeyMotion, of: type[QueueMachine] = QueueMachine, **attributes: Any) -> Any:
     case = type(f"{motion.name}{attributes}", (of,), {"motion": motion, **attributes}).TestCase
     case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -369,6 +422,8 @@ TestProgress = machine(KeyMotion.PROGRESS, block=2)
 TestTimeLinear = machine(KeyMotion.TIME_LINEAR)
 TestTimeLinearForward = machine(KeyMotion.TIME_LINEAR, forward=True, block=2)
 TestArbitrary = machine(KeyMotion.ARBITRARY)
+TestNamedFalls = machine(KeyMotion.NAMED_FALLS, NamedFallsMachine)
+TestNamedFallsInBlocks = machine(KeyMotion.NAMED_FALLS, NamedFallsMachine, block=2)
 TestGroups = machine(KeyMotion.STATIC, GroupMachine, block=2)
 TestFallingGroups = machine(KeyMotion.PROGRESS, GroupMachine, kind=ByFallingTenant)
 TestFallingGroupsInBlocks = machine(KeyMotion.PROGRESS, GroupMachine, kind=ByFallingTenant, block=2)
@@ -384,6 +439,35 @@ def test_a_request_that_is_refreshed_unchanged_keeps_its_turn(motion: KeyMotion)
     assert next(order) is waiting[0]
     queue.refresh(waiting[2], 0.0)
     assert list(order) == waiting[1:]
+
+
+def test_a_key_that_falls_without_a_word_is_a_breach_that_names_the_request() -> None:
+    policy = NamesFalls(KeyMotion.NAMED_FALLS)
+    queue = make_queue(policy, "quiet")
+    waiting: list[Any] = [Waiting(index) for index in range(3)]
+    for one in waiting:
+        queue.add(one, 0.0)
+    policy.levels["r0"] = -1
+    with pytest.raises(PolicyError, match=r"quiet.*r0.*fallen, and nobody said so"):
+        queue.peek(0.0)
+    policy.fallen_requests.add(waiting[0])
+    assert list(queue.ordered(0.0)) == waiting
+
+
+def test_keys_that_rise_or_fall_cost_a_look_at_the_heads() -> None:
+    """Thousands that wait are not read again: heads are, and those that have fallen."""
+    policy = NamesFalls(KeyMotion.NAMED_FALLS)
+    queue = make_queue(policy)
+    waiting: list[Any] = [Waiting(index, line=(float(index), 0.0)) for index in range(2000)]
+    for one in waiting:
+        queue.add(one, 0.0)
+    policy.num_reads = 0
+    policy.levels |= {"r0": 1, "r1999": -1}
+    policy.fallen_requests.add(waiting[-1])
+    assert queue.peek(0.0) is waiting[-1]
+    queue.remove(waiting[-1])
+    assert queue.peek(0.0) is waiting[1]
+    assert policy.num_reads < 10
 
 
 def test_a_reader_of_groups_goes_on_by_the_keys_of_the_moment() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from vajra_py.contract import (
+    FallenRequests,
     KeyMotion,
     Layer,
     PolicyConfig,
@@ -176,6 +177,34 @@ class Returning(ByArrival):
         self._served[request.tenant] = self._served.get(request.tenant, 0) + 1
 
 
+class Sinking(ByArrival):
+    """Keys that fall with time and with what others do, and nobody is told."""
+
+    key_motion = KeyMotion.NAMED_FALLS
+
+    def __init__(self) -> None:
+        self.fallen_requests = FallenRequests()
+        self._num_admitted = 0
+
+    def key(self, request: Any, now: float) -> float:
+        return float(request.arrived_at - self._num_admitted)
+
+    def on_admission(self, request: Any, replica_id: int, now: float) -> None:
+        self._num_admitted += 1
+
+
+class Aging(Sinking):
+    def key(self, request: Any, now: float) -> float:
+        return float(request.arrived_at - int(now * 10))
+
+
+class Foretold(Aging):
+    """The same, told beforehand."""
+
+    def falls_at(self, request: Any, now: float) -> float | None:
+        return now
+
+
 class Wandering(Returning):
     def group(self, request: Any) -> str:
         return str(request.num_computed_tokens > 0)
@@ -195,6 +224,9 @@ class Impatient(Returning):
     [
         (Returning, MOVES, "and its fall was not named in fallen_groups"),
         (Returning, SERVES, "has fallen, and nobody said so"),
+        (Sinking, MOVES, "which was neither named nor told by falls_at"),
+        (Sinking, SERVES, "has fallen, and nobody said so"),
+        (Aging, MOVES, "which was neither named nor told by falls_at"),
         (Wandering, MOVES, "a request stays in its group"),
         (Impatient, MOVES, "and asked again"),
         (Drifting, MOVES, "is STATIC and moved since arrival"),
@@ -212,6 +244,11 @@ class Impatient(Returning):
 )
 def test_broken_prioritizers(policy: type[Any], check: str, found: str) -> None:
     assert found in failure_of(spec_of(PRIORITIZER, lambda context: policy()), check)
+
+
+def test_falls_that_were_told_beforehand_are_none_to_complain_of() -> None:
+    (moves,) = [one for one in conformance_checks(PRIORITIZER) if one.name == MOVES]
+    moves(spec_of(PRIORITIZER, lambda context: Foretold()), None)
 
 
 def test_a_line_that_the_key_does_not_follow() -> None:

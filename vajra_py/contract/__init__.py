@@ -18,7 +18,7 @@ from vajra_py.contract.admission import (
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState, WakeUps
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
-from vajra_py.contract.groups import FallenGroups
+from vajra_py.contract.groups import FallenGroups, FallenRequests
 from vajra_py.contract.hookspecs import (
     AdmissionSpec,
     AnyPolicySpec,
@@ -33,6 +33,7 @@ from vajra_py.contract.policies import (
     ChunksSoloPrompts,
     EndedRun,
     EndedStep,
+    FallsWithTime,
     GroupsRequests,
     HandlesWakes,
     KeyMotion,
@@ -41,6 +42,7 @@ from vajra_py.contract.policies import (
     LowersGroups,
     Move,
     MovesRequests,
+    NamesFalls,
     PlacesAfterPrompt,
     PredictsSlack,
     RefusesRequests,
@@ -120,6 +122,8 @@ __all__ = [
     "EndedStep",
     "ExpiresContent",
     "FallenGroups",
+    "FallenRequests",
+    "FallsWithTime",
     "FilterChoice",
     "GroupsRequests",
     "HandlesWakes",
@@ -137,6 +141,7 @@ __all__ = [
     "LowersGroups",
     "Move",
     "MovesRequests",
+    "NamesFalls",
     "PickerChoice",
     "PinsContent",
     "PlacesAfterPrompt",

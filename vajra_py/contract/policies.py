@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
-from vajra_py.contract.groups import FallenGroups
+from vajra_py.contract.groups import FallenGroups, FallenRequests
 from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
@@ -36,6 +36,11 @@ class KeyMotion(Enum):
     """Changes only when the request itself computes, generates or is preempted; re-read at those moments."""
     TIME_LINEAR = "time_linear"
     """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
+    NAMED_FALLS = "named_falls"
+    """Rises with anything, and falls only where the policy says so (`NamesFalls`); order is exact at every time.
+
+    A key is read again when its request would be next, so a rise needs no word.
+    """
     ARBITRARY = "arbitrary"
     """May change with anything; re-read for every waiting request at every step."""
     VOLATILE = "volatile"
@@ -64,6 +69,26 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 
     def line(self, request: RequestView) -> tuple[float, float]:
         """(intercept, slope), with key(request, now) = intercept + slope * now until the request's next progress."""
+
+
+@runtime_checkable
+class NamesFalls(RequestPrioritizer, Protocol):
+    """A prioritizer that says when keys of waiting requests fall; needed with `KeyMotion.NAMED_FALLS`."""
+
+    @property
+    def fallen_requests(self) -> FallenRequests:
+        """Names of the requests whose keys have fallen; read once. Name a request as soon as its key has."""
+
+
+@runtime_checkable
+class FallsWithTime(NamesFalls, Protocol):
+    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` whose keys may fall with time alone."""
+
+    def falls_at(self, request: RequestView, now: float) -> float | None:
+        """Earliest time at which the request's key may fall by itself, seconds on the run's clock; None: never.
+
+        Asked whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
+        """
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from vajra_py.contract import (
     AdmissionPolicy,
     FallenGroups,
+    FallenRequests,
     KeyMotion,
     Layer,
     PolicyContext,
@@ -82,7 +83,14 @@ PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
 """Methods required of each kind of routing part, with the number of arguments of each call."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2, "group": 1, "group_key": 1},
+    Layer.REQUEST_PRIORITIZER: {
+        "line": 1,
+        "falls_at": 2,
+        "slack_s": 2,
+        "slack_fraction": 2,
+        "group": 1,
+        "group_key": 1,
+    },
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
@@ -112,7 +120,7 @@ RETENTION_OPTIONS: Mapping[str, int] = {
 """Optional methods of a retention policy about the content that it ranks."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
-    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups"}),
+    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
     Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
     Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
 }
@@ -305,6 +313,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
         _check_groups(policy, what, plugin)
+        _check_named_falls(policy, what, plugin)
 
 
 def check_admission_shape(policy: object, what: str, plugin: str) -> None:
@@ -321,6 +330,8 @@ def check_retention_shape(policy: object, what: str, plugin: str) -> None:
     """Check that an object is a retention policy. Raises `PluginError` like `check_policy_shape`."""
     _check_shape_beside(policy, RETENTION_METHODS, what, plugin, RETENTION_OPTIONS)
     _check_key_motion(policy, what, plugin)
+    if getattr(policy, "key_motion", None) is KeyMotion.NAMED_FALLS:
+        raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is for request prioritizers")
     if _has(policy, "segment") != _has(policy, "next_segment"):
         raise PluginError(plugin, f"{what}: segment and next_segment belong together, and it has one of them")
 
@@ -413,6 +424,21 @@ def _check_key_motion(policy: object, what: str, plugin: str) -> None:
         raise PluginError(plugin, f"{what}: key_motion is {motion!r}; expected one of {choices}")
     if motion is KeyMotion.TIME_LINEAR:
         _check_methods(policy, {"line": 1}, f"{what} (KeyMotion.TIME_LINEAR)", plugin)
+
+
+def _check_named_falls(policy: object, what: str, plugin: str) -> None:
+    names = getattr(policy, "key_motion", None) is KeyMotion.NAMED_FALLS
+    fallen = getattr(policy, "fallen_requests", None)
+    if names != isinstance(fallen, FallenRequests):
+        raise PluginError(
+            plugin, f"{what}: fallen_requests is {fallen!r}; a FallenRequests and KeyMotion.NAMED_FALLS belong together"
+        )
+    if _has(policy, "falls_at"):
+        if not names:
+            raise PluginError(plugin, f"{what}: falls_at is for a policy with KeyMotion.NAMED_FALLS")
+        _check_methods(policy, {"falls_at": 2}, f"{what} (KeyMotion.NAMED_FALLS)", plugin)
+    if names and _has(policy, "group"):
+        raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is not for keys by group; they have fallen_groups")
 
 
 def _check_groups(policy: object, what: str, plugin: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vajra_py.contract import FallenGroups, Key, KeyMotion, RequestView
+from vajra_py.contract import FallenGroups, FallenRequests, Key, KeyMotion, RequestView
 from vajra_py.testing.checking import require
 from vajra_py.testing.strict import interpose
 
@@ -67,6 +67,8 @@ class KeyWatch:
     stream: np.random.Generator
     seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
     shapes: set[int] = field(default_factory=set)
+    named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
+    """By request with `KeyMotion.NAMED_FALLS`: its progress, key, falls named so far and time from which it may fall."""
     groups: GroupWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class KeyWatch:
             self.shapes.add(len(parts) if isinstance(key, tuple) else 0)
             require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
             self._compare(request, at, key)
+        if self.policy.key_motion is KeyMotion.NAMED_FALLS:
+            self._note(request, now)
 
     def _compare(self, request: RequestView, at: float, key: Key) -> None:
         motion = self.policy.key_motion
@@ -115,12 +119,35 @@ class KeyWatch:
             on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
             text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
             require(on_line, text)
+        elif motion is KeyMotion.NAMED_FALLS:
+            self._compare_fall(request, at, key)
         elif motion in (KeyMotion.STATIC, KeyMotion.PROGRESS):
-            progress = (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)
-            state = None if motion is KeyMotion.STATIC else progress
+            state = None if motion is KeyMotion.STATIC else _progress_of(request)
             before = self.seen.get(request)
             if before is not None and before[0] == state:
                 since = "since arrival" if state is None else f"without progress (computed, output, preempted: {state})"
                 text = f"key of {request.request_id} is {motion.name} and moved {since}: {before[1]!r}, now {key!r}"
                 require(before[1] == key, text)
             self.seen[request] = (state, key)
+
+    def _compare_fall(self, request: RequestView, at: float, key: Key) -> None:
+        """Hold a key that is lower than when it was noted, without progress, to a fall that was named or told beforehand."""
+        state, before, num_named, falls_at = self.named.get(request, (None, key, 0, None))
+        if request.is_resident or state != _progress_of(request) or key >= before:  # type: ignore[operator]  # of one shape
+            return
+        fallen: FallenRequests = self.policy.fallen_requests
+        names = fallen.since(num_named)
+        was_named = names is None or request.request_id in names
+        text = f"key({request.request_id}, {at!r}) fell from {before!r} to {key!r}, which was neither named nor told by falls_at"
+        require(was_named or (falls_at is not None and falls_at <= at), text)
+
+    def _note(self, request: RequestView, now: float) -> None:
+        for one in [one for one in self.named if one.end_reason is not None]:
+            del self.named[one]
+        falls_at = self.policy.falls_at(request, now) if hasattr(self.policy, "falls_at") else None
+        key = self.policy.key(request, now)
+        self.named[request] = (_progress_of(request), key, self.policy.fallen_requests.num_named, falls_at)
+
+
+def _progress_of(request: RequestView) -> tuple[int, int, int]:
+    return (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)

@@ -26,10 +26,11 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.policies import traits_of
 
-_DECLARATIONS = ("key_motion", "fallen_groups", "traits")
+_DECLARATIONS = ("key_motion", "fallen_groups", "fallen_requests", "traits")
 _METHODS = (
     "key",
     "line",
+    "falls_at",
     "group",
     "group_key",
     "slack_s",

@@ -64,4 +64,8 @@ SPEC = AdmissionSpec(
     build=MaxLoad,
     summary="At most so many requests or tokens in a replicaset at once; the most urgent of the others are let in first.",
     source="Concurrency limit of serving gateways",
+    advice=(
+        "Use it where a replica serves so many requests well and no more, and the rest should wait by priority "
+        "instead of in its queue. Not where requests differ widely in size, unless `max_tokens` is set too."
+    ),
 )

@@ -89,4 +89,8 @@ SPEC = AdmissionSpec(
     build=PriorityHoldback,
     summary="Holds each priority back from a saturation of its own on, so that capacity is left for the more urgent.",
     source="llm-d router: priority-holdback-policy",
+    advice=(
+        "Use it where several priorities share replicas, and each should find what the less urgent may not take. Not "
+        "with a single priority: it then only bounds the load (`max_load`)."
+    ),
 )

@@ -64,4 +64,8 @@ SPEC = AdmissionSpec(
     build=_build,
     summary="Turns requests of low priority away with a probability that rises with saturation.",
     source="llm-d router: probabilistic-admitter",
+    advice=(
+        "Use it where shedding should set in gradually, before replicas are full. Not at its defaults where replicas "
+        "may be busy: from a saturation of 0.32 on nothing is let in that is not protected."
+    ),
 )

@@ -53,4 +53,8 @@ SPEC = AdmissionSpec(
     build=SaturationShedding,
     summary="Turns requests of low priority away while queues or KV memory are full.",
     source="llm-d router: utilization-detector, concurrency-detector, admission without flow control",
+    advice=(
+        "Use it where less urgent work can come again later, and the urgent must find room. Not where all have one "
+        "priority: with the protected one it lets everybody in."
+    ),
 )

@@ -141,4 +141,8 @@ SPEC = AdmissionSpec(
     build=_build,
     summary="Each tenant may send so many prompt tokens or requests a second; the rest is refused, or waits for its turn.",
     source="Token bucket, defaults of BLIS",
+    advice=(
+        "Use it where each tenant has bought so many tokens or requests a second. Not to keep replicas from being "
+        "overloaded: it does not look at them (`max_load`)."
+    ),
 )

@@ -47,6 +47,10 @@ FIFO = RetentionSpec(
     build=_build_fifo,
     summary="What was entered first goes first.",
     source="SGLang's fifo",
+    advice=(
+        "Use it as a control for what recency is worth. Not to serve: a prefix in constant use goes like any other "
+        "when it is old."
+    ),
 )
 FILO = RetentionSpec(
     name="filo",
@@ -54,4 +58,8 @@ FILO = RetentionSpec(
     build=_build_filo,
     summary="What was entered last goes first.",
     source="SGLang's filo",
+    advice=(
+        "Use it as a control, or where the first content (a common system prompt) is what has to stay. Not for "
+        "conversations: each one drives out the one before it."
+    ),
 )

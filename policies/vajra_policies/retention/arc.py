@@ -111,4 +111,8 @@ SPEC = RetentionSpec(
     build=_build,
     summary="Content used once and content used again in two lists, whose sizes follow what was missed.",
     source="Megiddo and Modha (FAST 2003), with the rules of vLLM's offloading manager",
+    advice=(
+        "Use it where the mix of new and returning prompts changes, and no threshold fits all of it. Not where "
+        "results have to be explained: what goes depends on all that went before."
+    ),
 )

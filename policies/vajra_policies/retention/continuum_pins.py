@@ -52,4 +52,8 @@ SPEC = RetentionSpec(
     summary="Least recently used first; a program's content is pinned while a tool runs that is fast in the mean.",
     source="Continuum (arXiv:2511.02230)",
     follows_release=True,
+    advice=(
+        "Use it with the prioritizer `continuum` for agents whose tools are fast. Not for programs whose turns come "
+        "minutes apart (`ttl`)."
+    ),
 )

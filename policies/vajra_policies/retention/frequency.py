@@ -57,6 +57,10 @@ LFU = RetentionSpec(
     build=_build_lfu,
     summary="What was used least goes first; of equals the least recently used.",
     source="SGLang's lfu",
+    advice=(
+        "Use it for a few prefixes that everyone shares. Not where what is popular changes: uses of long ago keep "
+        "content that nobody asks for."
+    ),
 )
 SLRU = RetentionSpec(
     name="slru",
@@ -64,4 +68,8 @@ SLRU = RetentionSpec(
     build=_build_slru,
     summary="What was not used again goes before what was; within each the least recently used.",
     source="SGLang's slru",
+    advice=(
+        "Use it where many prompts never come again: they cannot drive out what was used twice. Not where content is "
+        "typically used again once, a long time later."
+    ),
 )

@@ -51,6 +51,10 @@ LRU = RetentionSpec(
     summary="What nobody has used for longest goes first; the default.",
     source="vLLM's free block queue, SGLang's lru",
     follows_release=True,
+    advice=(
+        "Use it as the default and the baseline. Not where prompts that never come again drive out what is shared "
+        "(`slru`), or content is used in turn and there is more of it than fits (`mru`)."
+    ),
 )
 MRU = RetentionSpec(
     name="mru",
@@ -58,4 +62,8 @@ MRU = RetentionSpec(
     build=_build_mru,
     summary="What was used last goes first.",
     source="SGLang's mru",
+    advice=(
+        "Use it where more content is used in turn than fits: a part of it then hits in every round, where `lru` "
+        "loses all. Not for conversations, whose next turn needs what was used last."
+    ),
 )

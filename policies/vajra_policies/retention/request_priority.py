@@ -32,4 +32,8 @@ SPEC = RetentionSpec(
     build=_build,
     summary="What only less urgent requests have used goes first; of equals the least recently used.",
     source="SGLang's priority",
+    advice=(
+        "Use it where some tenants pay for their cache: less urgent requests cannot drive out what these have used. "
+        "Not with a single priority, with which it is `lru`."
+    ),
 )

@@ -41,4 +41,8 @@ SPEC = RetentionSpec(
     summary="Least recently used first; the content of a session is pinned for a time after each of its requests.",
     source="Continuum (arXiv 2511.02230)",
     follows_release=True,
+    advice=(
+        "Use it for agents that come back within seconds, after a tool. Not for people who read and type: pins then "
+        "hold memory for nobody."
+    ),
 )

@@ -49,4 +49,8 @@ SPEC = RetentionSpec(
     build=_build,
     summary="Idle content lives for a time after its last use; what would end first goes first.",
     source="prompt caches with a time to live; vLLM PR 38514",
+    advice=(
+        "Use it where content is promised for so long, or has to be gone by then. Not to raise hits: what has expired "
+        "is lost, also while memory is free."
+    ),
 )

@@ -273,4 +273,8 @@ SPEC = ScalerSpec(
     build=_build,
     summary="Replicas for the expected throughput, and one up or down by load, for prompts and decodes together.",
     source="NVIDIA Dynamo 1.6.1, planner",
+    advice=(
+        "Use it where times to the first token and between tokens are promised, with `target: sla`. Not where the "
+        "latency model errs by much: its plan is only as good."
+    ),
 )

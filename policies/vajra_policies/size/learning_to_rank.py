@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from pydantic import Field
 
 from vajra_policies.size.lengths import FirstLengths, LengthConfig, Lengths
-from vajra_py.contract import EndedRun, EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, RequestView
+from vajra_py.contract import (
+    EndedRun,
+    EndedStep,
+    FallenRequests,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    RequestView,
+)
+
+_ROUNDING_S = 1e-6
+"""Time by which the queue looks early, so that no boost is missed by the rounding of a sum."""
 
 
 class LearningToRankConfig(LengthConfig):
@@ -33,8 +46,8 @@ class LearningToRank:
     Source: Fu et al., "Efficient LLM Scheduling by Learning to Rank", NeurIPS'24 (arXiv:2408.15792).
     """
 
-    key_motion = KeyMotion.ARBITRARY
-    """A boost comes with time alone."""
+    key_motion = KeyMotion.NAMED_FALLS
+    """A boost comes with time alone, at a time that is known, and ends with running."""
 
     def __init__(self, config: LearningToRankConfig, context: PolicyContext) -> None:
         self._starvation_s = config.starvation_s
@@ -43,21 +56,30 @@ class LearningToRank:
         self._last_run_at: dict[RequestView, float] = {}
         self._boosts: dict[RequestView, int] = {}
         """Steps that are left of each boost."""
+        self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
         """(0 if it is boosted, else 1; the expected length at arrival)."""
         is_boosted = request in self._boosts or self._starves(request, now)
         return (0.0 if is_boosted else 1.0, self._lengths.total(request))
 
+    def falls_at(self, request: RequestView, now: float) -> float | None:
+        """Time of its boost, seconds; None if it has one."""
+        if request in self._boosts or self._starves(request, now):
+            return None
+        return self._last_run_at.get(request, request.arrived_at) + self._starvation_s - _ROUNDING_S
+
     def on_step_end(self, step: EndedStep) -> None:
         """Count the steps of boosts; a starving request that ran begins one."""
-        boosts = self._boosts
+        boosts, ran_at, starved_at = self._boosts, self._last_run_at, step.formed_at - self._starvation_s
         for request in step.requests:
-            if request in boosts or self._starves(request, step.formed_at):
-                boosts[request] = boosts.get(request, self._boost_steps) - 1
+            if boosts and request in boosts:
+                boosts[request] -= 1
                 if not boosts[request]:
                     del boosts[request]
-            self._last_run_at[request] = step.ended_at
+            elif ran_at.get(request, inf) <= starved_at + _ROUNDING_S or request not in ran_at:
+                self._begin_boost(request, step.formed_at)
+        ran_at.update(dict.fromkeys(step.requests, step.ended_at))
 
     def on_step_run(self, run: EndedRun) -> None:
         """Count them one by one."""
@@ -70,6 +92,10 @@ class LearningToRank:
         for request in requests:
             self._last_run_at.pop(request, None)
             self._boosts.pop(request, None)
+
+    def _begin_boost(self, request: RequestView, now: float) -> None:
+        if self._starves(request, now) and self._boost_steps > 1:
+            self._boosts[request] = self._boost_steps - 1
 
     def _starves(self, request: RequestView, now: float) -> bool:
         return now - self._last_run_at.get(request, request.arrived_at) >= self._starvation_s

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from vajra_py.contract import (
     EndedStep,
+    FallenRequests,
     KeyMotion,
     Layer,
     PolicyConfig,
@@ -60,7 +61,8 @@ class SkipJoinMlfq:
     Source: Wu et al., "Fast Distributed Inference Serving for Large Language Models" (FastServe, arXiv:2305.05920).
     """
 
-    key_motion = KeyMotion.ARBITRARY
+    key_motion = KeyMotion.NAMED_FALLS
+    """Of one that waits, it changes by promotion alone."""
 
     def __init__(self, config: SkipJoinMlfqConfig, prefill_time: PrefillTime) -> None:
         self._config = config
@@ -68,6 +70,7 @@ class SkipJoinMlfq:
         self._prefill_time = prefill_time
         self._places: dict[RequestView, _Place] = {}
         self._num_steps = 0
+        self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
         """(level from 0; minus the end of its last step, 0 before)."""
@@ -76,12 +79,13 @@ class SkipJoinMlfq:
 
     def on_step_end(self, step: EndedStep) -> None:
         """Count the time of those that ran, demote them, and promote the starving from time to time."""
-        last = len(self._quanta) - 1
+        last, quanta, places = len(self._quanta) - 1, self._quanta, self._places
+        ended_at, duration_s = step.ended_at, step.duration_s
         for request in step.requests:
-            place = self._place(request)
-            place.last_run_at = step.ended_at
-            place.ran_s += step.duration_s
-            if place.ran_s > self._quanta[place.level] and place.level < last:
+            place = places.get(request) or self._place(request)
+            place.last_run_at = ended_at
+            place.ran_s += duration_s
+            if place.ran_s > quanta[place.level] and place.level < last:
                 place.level += 1
                 place.ran_s = 0.0
         self._num_steps += 1
@@ -98,6 +102,7 @@ class SkipJoinMlfq:
             since = request.arrived_at if place.last_run_at is None else place.last_run_at
             if now - since >= self._config.starvation_s:
                 place.level, place.ran_s = 0, 0.0
+                self.fallen_requests.add(request)
 
     def _place(self, request: RequestView) -> _Place:
         place = self._places.get(request)

@@ -16,6 +16,7 @@ from vajra_policies.slo import (
     qoserve,
     scorpio,
     slack_chunk,
+    sliding_serve,
     slos_serve,
 )
 from vajra_py.contract import PolicySpec
@@ -23,6 +24,7 @@ from vajra_py.contract import PolicySpec
 PRIORITIZERS: tuple[PolicySpec, ...] = (qoserve.SPEC, jitserve.SPEC, andes.SPEC, qlm.SPEC, kairos.SPEC)
 BATCHERS: tuple[PolicySpec, ...] = (
     slack_chunk.SPEC,
+    sliding_serve.SPEC,
     past_future.SPEC,
     hygen.SPEC,
     conserve.SPEC,

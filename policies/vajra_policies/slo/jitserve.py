@@ -10,7 +10,16 @@ from pydantic import Field
 
 from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_policies.slo.promises import promised_tpot_s
-from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ProgramView, RequestView
+from vajra_py.contract import (
+    EndedStep,
+    FallenRequests,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ProgramView,
+    RequestView,
+)
 
 _LEAST_RATIO = 1e-6
 
@@ -53,8 +62,8 @@ class Jitserve:
     Source: "JITServe: SLO-aware LLM Serving with Imprecise Request Information", NSDI'26 (arXiv:2504.20068); its code.
     """
 
-    key_motion = KeyMotion.ARBITRARY
-    """Priorities change with step times and with sibling calls."""
+    key_motion = KeyMotion.NAMED_FALLS
+    """Priorities change with step times and with sibling calls, all at once where they are computed anew."""
 
     def __init__(self, config: JitserveConfig, context: PolicyContext) -> None:
         self._config = config
@@ -64,6 +73,7 @@ class Jitserve:
         self._num_steps = 0
         self._priorities: dict[RequestView, float] = {}
         self._calls: dict[ProgramView, dict[RequestView, None]] = {}
+        self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> float:
         """Minus the priority, weighted tokens a second, as it was computed last."""
@@ -86,6 +96,7 @@ class Jitserve:
         self._num_steps += 1
         if self._num_steps % self._config.refresh_steps == 0:
             self._priorities.clear()
+            self.fallen_requests.add_all()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from vajra_py.contract import RequestView
 
 
 def promised_tpot_s(request: RequestView) -> float | None:
     """The promised time per output token or, without it, between two tokens in a row, seconds; None without either."""
     return request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
+
+
+class DueTimes:
+    """Times at which decodes' next tokens are due: arrival + max(time to the first token, promised one) + TBT * tokens so far."""
+
+    def __init__(self) -> None:
+        self._first_token_at: dict[RequestView, float] = {}
+
+    def due_at(self, request: RequestView) -> float | None:
+        """When the decode's next token is due, seconds on the run's clock; None without a promise."""
+        tbt_s, last_at, num_tokens = request.tbt_slo_s, request.last_token_at, request.num_output_tokens
+        if tbt_s is None or last_at is None:
+            return None
+        first_at = self._first_token_at.get(request)
+        if first_at is None:  # seen for the first time at its first token, or else taken to have been on time since
+            first_at = self._first_token_at[request] = last_at - (num_tokens - 1) * tbt_s
+        promised_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
+        return max(first_at, promised_at) + num_tokens * tbt_s
+
+    def forget(self, requests: Iterable[RequestView]) -> None:
+        """Forget requests that have left."""
+        for request in requests:
+            self._first_token_at.pop(request, None)

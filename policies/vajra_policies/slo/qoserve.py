@@ -9,6 +9,7 @@ from pydantic import Field
 from vajra_py.contract import (
     EndedRun,
     EndedStep,
+    FallenRequests,
     KeyMotion,
     Layer,
     PolicyConfig,
@@ -59,33 +60,39 @@ class Qoserve:
     `niyama_asplos2026` of Sarathi-Serve for constants.
     """
 
-    key_motion = KeyMotion.ARBITRARY
-    """Relegation comes with time alone."""
+    key_motion = KeyMotion.NAMED_FALLS
+    """Relegation comes with time alone, as a rise; it is taken back where the throughput of late rises."""
 
     def __init__(self, config: QoserveConfig) -> None:
         self._config = config
         self._throughput = config.first_throughput
         self._relegated: dict[RequestView, None] = {}
+        self._reprieves: dict[RequestView, None] = {}
+        """Waiting requests that were relegated before their time was over: a higher throughput may take that back."""
+        self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
         """(1 if relegated, else 0; the deadline and the weighted rest of the prompt, seconds)."""
         deadline = request.arrived_at + self._relative_s(request)
-        return (
-            float(self._is_relegated(request, now)),
-            deadline + self._config.alpha_s * request.num_remaining_prompt_tokens,
-        )
+        is_relegated = self._is_relegated(request, now)
+        if is_relegated and now < deadline and request not in self._relegated:
+            self._reprieves[request] = None
+        return (float(is_relegated), deadline + self._config.alpha_s * request.num_remaining_prompt_tokens)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Keep a relegated request relegated while it runs."""
         if self._is_relegated(request, now):
             self._relegated[request] = None
+        self._reprieves.pop(request, None)
 
     def on_step_end(self, step: EndedStep) -> None:
         """Average the throughput of steps with prompts."""
         num_tokens = sum(step.num_tokens)
         if num_tokens > len(step.requests) and step.duration_s > 0:
-            decay = self._config.decay
-            self._throughput = decay * self._throughput + (1.0 - decay) * num_tokens / step.duration_s
+            decay, before = self._config.decay, self._throughput
+            self._throughput = decay * before + (1.0 - decay) * num_tokens / step.duration_s
+            if self._throughput > before:
+                self._reprieve(step.ended_at)
 
     def on_step_run(self, run: EndedRun) -> None:
         """Steps without prompts do not count."""
@@ -94,6 +101,15 @@ class Qoserve:
         """Forget them."""
         for request in requests:
             self._relegated.pop(request, None)
+            self._reprieves.pop(request, None)
+
+    def _reprieve(self, now: float) -> None:
+        """Let the keys be read again of those that may be in time after all."""
+        for request in list(self._reprieves):
+            if now < request.arrived_at + self._relative_s(request):
+                self.fallen_requests.add(request)
+            else:
+                del self._reprieves[request]
 
     def _relative_s(self, request: RequestView) -> float:
         config = self._config

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, field_validator
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
+from vajra_policies.slo.promises import DueTimes
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -59,13 +60,13 @@ class SlackChunk:
         self._sizes = config.sizes
         self._safety = config.safety_factor
         self._mode = mode
-        self._first_token_at: dict[RequestView, float] = {}
+        self._due = DueTimes()
         self._slack_s = 0.0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency up to the size that the decodes' slack allows."""
         if replica.num_waiting or replica.num_partial_prefills:
-            due = (self._due_at(request) for request in replica.decodes())
+            due = (self._due.due_at(request) for request in replica.decodes())
             self._slack_s = min((at for at in due if at is not None), default=float("inf")) - now
         fill(replica, batch, self._next_chunk, self._mode)
 
@@ -75,19 +76,7 @@ class SlackChunk:
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""
-        for request in requests:
-            self._first_token_at.pop(request, None)
-
-    def _due_at(self, request: RequestView) -> float | None:
-        """Time at which the decode's next token is due; None without a promise."""
-        tbt_s, last_at, num_tokens = request.tbt_slo_s, request.last_token_at, request.num_output_tokens
-        if tbt_s is None or last_at is None:
-            return None
-        first_at = self._first_token_at.get(request)
-        if first_at is None:  # seen for the first time at its first token, or else taken to have been on time since
-            first_at = self._first_token_at[request] = last_at - (num_tokens - 1) * tbt_s
-        promised_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
-        return max(first_at, promised_at) + num_tokens * tbt_s
+        self._due.forget(requests)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         smallest = self._sizes[0] - batch.num_tokens

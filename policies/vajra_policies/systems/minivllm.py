@@ -81,4 +81,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="MinivLLM as documented: prefill whole prompts first, else decode, one budget for both.",
     source="MinivLLM, documentation of scheduling",
+    advice=(
+        "Use it to predict a MinivLLM, with a budget that counts prompts and decodes alike. Not where tokens must "
+        "come evenly: decodes stand still while prompts come in."
+    ),
 )

@@ -123,4 +123,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="nano-vLLM: prefill whenever anything fits, else decode; the latest admitted is preempted.",
     source="nano-vLLM, scheduler of 2025 (`whole`) and of 2026 (`chunk_first`)",
+    advice=(
+        "Use it to predict a nano-vLLM, or as a small example of prompts first. Not where tokens must come evenly: "
+        "decodes stand still while prompts come in."
+    ),
 )

@@ -73,4 +73,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="ORCA: iteration-level batching without chunks, memory for the longest output set aside at admission.",
     source="ORCA (OSDI'22), Algorithm 1",
+    advice=(
+        "Use it as the baseline of papers before paged memory and chunks. Not to serve: memory for the longest output "
+        "is held from the start, and long prompts stall all decodes."
+    ),
 )

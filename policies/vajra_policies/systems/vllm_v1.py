@@ -234,4 +234,8 @@ SPEC = PolicySpec(
     build=_build,
     summary="vLLM V1: running requests in order of admission, then waiting ones, under one token budget.",
     source="vLLM 0.33, V1 scheduler",
+    advice=(
+        "Use it to predict a vLLM, or as the baseline that most papers mean. Not for promised times between tokens: "
+        "no step is sized by the time that it takes."
+    ),
 )

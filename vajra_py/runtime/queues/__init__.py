@@ -6,21 +6,31 @@ One queue per way in which keys can move (`KeyMotion`), and one for keys by grou
 
 from __future__ import annotations
 
-from vajra_py.contract import GroupsRequests, KeyMotion, RequestPrioritizer, TimeLinearPrioritizer
+from vajra_py.contract import GroupsRequests, KeyMotion, NamesFalls, RequestPrioritizer, TimeLinearPrioritizer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.queues.arbitrary import ArbitraryQueue
 from vajra_py.runtime.queues.base import RequestQueue
 from vajra_py.runtime.queues.grouped import GroupedQueue, KeyedByGroup
 from vajra_py.runtime.queues.kinetic import KineticQueue
+from vajra_py.runtime.queues.named_falls import NamedFallsQueue
 from vajra_py.runtime.queues.sorted_queue import SortedQueue
 
-__all__ = ["ArbitraryQueue", "GroupedQueue", "KineticQueue", "RequestQueue", "SortedQueue", "make_queue"]
+__all__ = [
+    "ArbitraryQueue",
+    "GroupedQueue",
+    "KineticQueue",
+    "NamedFallsQueue",
+    "RequestQueue",
+    "SortedQueue",
+    "make_queue",
+]
 
 
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
     """Make the cheapest queue that keeps this prioritizer's order exact. `name`: what errors call it.
 
-    Raises `PolicyError` when the prioritizer declares no known key motion, or straight lines without saying which.
+    Raises `PolicyError` when the prioritizer declares no known key motion, straight lines without saying which,
+    or named falls without a place for the names.
     """
     motion: object = prioritizer.key_motion  # a plug-in may declare anything
     if isinstance(prioritizer, GroupsRequests) and isinstance(motion, KeyMotion):
@@ -34,6 +44,11 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
         raise PolicyError(name or type(prioritizer).__name__, message)
     if motion is KeyMotion.STATIC or motion is KeyMotion.PROGRESS:
         return SortedQueue(prioritizer, name)
+    if motion is KeyMotion.NAMED_FALLS:
+        if isinstance(prioritizer, NamesFalls):
+            return NamedFallsQueue(prioritizer, name)
+        message = "its key_motion is NAMED_FALLS but it has no fallen_requests. Allowed: a FallenRequests."
+        raise PolicyError(name or type(prioritizer).__name__, message)
     if motion is KeyMotion.ARBITRARY or motion is KeyMotion.VOLATILE:
         return ArbitraryQueue(prioritizer, name)
     message = f"its key_motion is not a KeyMotion (got {motion!r}). Allowed: {', '.join(map(str, KeyMotion))}."

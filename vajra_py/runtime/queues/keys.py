@@ -12,7 +12,14 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from vajra_py.contract import GroupsRequests, PredictsSlack, RequestPrioritizer, RequestView, TimeLinearPrioritizer
+from vajra_py.contract import (
+    FallsWithTime,
+    GroupsRequests,
+    PredictsSlack,
+    RequestPrioritizer,
+    RequestView,
+    TimeLinearPrioritizer,
+)
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
@@ -42,10 +49,11 @@ class KeyReader:
         return self._checked(key, request)
 
     def _checked(self, key: object, request: RequestView) -> Any:
-        checked, self._length = _checked_key(key, self._length, "key()", lambda message: self._blame(request, message))
+        checked, self._length = _checked_key(key, self._length, "key()", lambda message: self.blame(request, message))
         return checked
 
-    def _blame(self, request: RequestView, message: str) -> NoReturn:
+    def blame(self, request: RequestView, message: str) -> NoReturn:
+        """Raise: a request's key breaks the contract."""
         place = place_of_definition(self._key)
         raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
 
@@ -135,6 +143,35 @@ class LineReader:
     def _blame(self, request: RequestView, message: str) -> NoReturn:
         place = place_of_definition(self._line)
         raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
+
+
+class FallReader:
+    """Reads the times at which keys of one prioritizer may fall by themselves."""
+
+    __slots__ = ("_at", "policy")
+
+    def __init__(self, prioritizer: FallsWithTime, name: str | None = None) -> None:
+        self.policy = name or type(prioritizer).__name__
+        self._at = prioritizer.falls_at
+
+    def falls_at(self, request: RequestView, now: float) -> float | None:
+        """The time, seconds, checked; None: never."""
+        try:
+            given = self._at(request, now)
+        except PolicyError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise _raised(self.policy, request, "falls_at", error) from error
+        if given is None or (type(given) is float and math.isfinite(given)):
+            return given
+        number = _number(given)
+        if number is None:
+            message = (
+                f"falls_at() is not a finite number (got {given!r}). Allowed: seconds on the run's clock, or None."
+            )
+            place = place_of_definition(self._at)
+            raise PolicyError(self.policy, message, request_id=request.request_id, place=place)
+        return float(number)
 
 
 class SlackReader:

@@ -537,7 +537,7 @@ class Replica:
         """Apply a step's result; returns the requests that ended, in order of admission."""
         self.num_in_flight -= 1
         listeners = self.parts.listeners.step_ends
-        told = plan.requests_and_tokens() if listeners else None
+        work = plan.work() if listeners else None
         lost: FailedLoads | None = None
         if result.report is not None and self._connected is not None:
             lost = self._find_failed(result.report, list(plan.entries()))
@@ -558,10 +558,10 @@ class Replica:
         # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
-        if told is not None:
+        if work is not None:
             if self._listener_error is not None:
                 raise self._listener_error
-            step = EndedStep(self.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *told)
+            step = EndedStep(self.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *work)
             for tell in listeners:
                 tell(step)
         finished += aborted

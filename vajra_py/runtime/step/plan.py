@@ -79,13 +79,17 @@ class StepPlan:
         """Every entry in batch order. Valid from the plan's making until its result is applied."""
         return in_batch_order(self.chunks, self._pool_entries(), self.pool_position, self.running_in_order)
 
-    def requests_and_tokens(self) -> tuple[Sequence[Request], Sequence[int]]:
-        """Every entry's request and its number of tokens, in batch order; valid like `entries`."""
-        if not self.chunks and self.pool is not None:
-            requests = list(self.pool.in_admission_order())
-            return requests, [1] * len(requests)
-        entries = list(self.entries())
-        return [entry.request for entry in entries], [entry.num_tokens for entry in entries]
+    def work(self) -> tuple[list[Request], list[int]]:
+        """Requests and query tokens of `entries`, in batch order, without making the entries; valid for as long."""
+        if self.running_in_order or self.pool is None:
+            entries = list(self.entries())
+            return [one.request for one in entries], [one.num_tokens for one in entries]
+        before, after = self.chunks[: self.pool_position], self.chunks[self.pool_position :]
+        decodes = self.pool.in_admission_order()
+        return (
+            [*(one.request for one in before), *decodes, *(one.request for one in after)],
+            [*(one.num_tokens for one in before), *[1] * len(decodes), *(one.num_tokens for one in after)],
+        )
 
     def _pool_entries(self) -> Sequence[PlannedChunk]:
         if self.pool is None:

@@ -1,0 +1,158 @@
+"""SlidingServe: chunks that two steps in a row can afford, and the prompts that can be in time where not all can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vajra_policies.preemption import PreemptionConfig, preemption_mode
+from vajra_policies.slo.promises import DueTimes
+from vajra_policies.slo.windows import first_of_two, most_in_time
+from vajra_py.contract import (
+    BatchBuilder,
+    BatchFeatures,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    PreemptionMode,
+    RequestView,
+    SchedulerTraits,
+    SteadyState,
+    fill,
+)
+
+
+class SlidingServeConfig(PreemptionConfig):
+    """Parameters of `sliding_serve`. No defaults were found in what was read of the paper; these are round figures."""
+
+    min_chunk: int = Field(
+        128, ge=1, description="Least prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
+    )
+    max_chunk: int = Field(
+        2048, ge=1, description="Most prompt tokens of a step.", json_schema_extra={"unit": "tokens"}
+    )
+    grain: int = Field(
+        32, ge=1, description="Prompt tokens of a step are multiples of this.", json_schema_extra={"unit": "tokens"}
+    )
+    safety_factor: float = Field(1.2, ge=1, description="Predicted step times are taken this many times as long.")
+    candidates: int = Field(
+        10,
+        ge=1,
+        le=64,
+        description="Prompts among which is chosen who can be in time.",
+        json_schema_extra={"unit": "requests"},
+    )
+
+
+class SlidingServe:
+    """Prompt tokens of a step = the C_1 that maximises C_1 + C_2 over this step and the next, found by ternary search.
+
+    - T_1(C_1) <= s_1 and T_1(C_1) + T_2(C_1, C_2) <= s_2: the tightest decode has its next token in time, and the one after that. A greedy
+      chunk takes all of s_1 and leaves nothing for the next step. Of equal sums the larger C_1. Where nothing fits, `min_chunk`.
+    - T is the run's latency model times `safety_factor`, for one chunk of the most urgent prompt behind the decodes.
+    - Where the first `candidates` prompts cannot all have their first token in time, as many as can are chosen by dynamic programming over
+      (requests, least time), a 0/1 knapsack; the others are passed over while one of these gets a chunk.
+
+    Left out: the order of prompts, which is the prioritizer's (`qoserve`, `edf`); the fitted predictor, linear in seven features. From
+    summaries, since the text could not be read: which requests the knapsack weighs and by what value is ours (one each).
+
+    Source: Chen et al., "Beyond Greedy Chunking: SLO-Aware Sliding-Window Scheduling for LLM Inference" (arXiv:2606.05933).
+    """
+
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
+    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; passing over never empties a step."""
+
+    def __init__(
+        self, config: SlidingServeConfig, context: PolicyContext, mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    ) -> None:
+        self._config = config
+        self._mode = mode
+        self._time_s = context.latency.stage_time_s
+        largest = BatchFeatures().with_chunk(config.max_chunk, 0)
+        self._token_s = config.safety_factor * self._time_s(largest) / config.max_chunk
+        self._due = DueTimes()
+        self._slacks = (float("inf"), float("inf"))
+        self._budget: int | None = None
+        self._passed: frozenset[RequestView] = frozenset()
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Decodes, then the prompts that can be in time, up to what two steps can afford."""
+        self._budget, self._passed = None, frozenset()
+        if replica.num_waiting or replica.num_partial_prefills:
+            due = [(at, request.tbt_slo_s or 0.0) for request in replica.decodes() if (at := self._due.due_at(request))]
+            first = min((at for at, _ in due), default=float("inf"))
+            second = min((at + tbt_s for at, tbt_s in due), default=float("inf"))
+            self._slacks = (first - now, second - now)
+            self._passed = self._late(replica, now)
+        fill(replica, batch, self._next_chunk, self._mode)
+        if self._passed and not batch.num_requests:
+            self._passed = frozenset()
+            fill(replica, batch, self._next_chunk, self._mode)
+
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt with the replica to itself has the largest size."""
+        return min(self._config.max_chunk, num_remaining_tokens)
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Forget them."""
+        self._due.forget(requests)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        if request in self._passed:
+            return 0
+        if self._budget is None:
+            self._budget = self._first_of_two(request, batch.features())
+        room = min(self._budget - batch.features().prefill_tokens, batch.tokens_left)
+        return min(batch.max_chunk(request), room) if room > 0 else None
+
+    def _first_of_two(self, request: RequestView, now: BatchFeatures) -> int:
+        """C_1 for a step of these decodes, with the prompts taken for one that continues this one."""
+        config, (s_1, s_2) = self._config, self._slacks
+        done, decodes = request.num_computed_tokens, now.num_decodes
+        following = BatchFeatures().with_decodes(decodes, now.decode_context_tokens + decodes)
+
+        def t_1(c_1: int) -> float:
+            return config.safety_factor * self._time_s(now.with_chunk(c_1, done))
+
+        def t_2(c_1: int, c_2: int) -> float:
+            return config.safety_factor * self._time_s(following.with_chunk(c_2, done + c_1) if c_2 else following)
+
+        sizes = range(config.grain, config.max_chunk + 1, config.grain)
+        return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
+
+    def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
+        """Of the first prompts with a promised first token, those that are given up for the others; none where all can be in time."""
+        heads = [*replica.partial_prefills()]
+        for request in replica.waiting():
+            if len(heads) >= self._config.candidates:
+                break
+            heads.append(request)
+        promised = [
+            one for one in heads[: self._config.candidates] if one.ttft_slo_s is not None and not one.num_output_tokens
+        ]
+        jobs = [
+            (one.arrived_at + (one.ttft_slo_s or 0.0) - now, one.num_remaining_prompt_tokens * self._token_s)
+            for one in promised
+        ]
+        chosen = most_in_time(jobs)
+        return frozenset(one for index, one in enumerate(promised) if index not in chosen) if chosen else frozenset()
+
+
+def _build(config: SlidingServeConfig, context: PolicyContext) -> SlidingServe:
+    return SlidingServe(config, context, preemption_mode(config, context))
+
+
+SPEC = PolicySpec(
+    name="sliding_serve",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=SlidingServeConfig,
+    build=_build,
+    summary="Prompt tokens that this step and the next can afford; where not all prompts can be in time, as many as can.",
+    source="SlidingServe (arXiv:2606.05933)",
+    advice=(
+        "Use it with `qoserve` where requests promise a TBT, and small chunks in many steps do more than a large one "
+        "in one. Not without promises: every step then has the largest size."
+    ),
+)

@@ -1,0 +1,185 @@
+"""Queue for keys that rise with anything and fall only where their policy says so.
+
+A request stands by its key as it was last read. Falls are named, or come at a time that was told, and are read before the queue
+answers; so a request stands too early or right, never too late. Its key is read again when it would be next: if it has risen, the
+request moves on, in O(log n), and the one after it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from vajra_py.contract import FallsWithTime, NamesFalls, PriorityKey, RequestView
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.queues.base import RankedQueue
+from vajra_py.runtime.queues.keys import FallReader, KeyReader
+from vajra_py.runtime.queues.ranks import KEY, NUM_TOKENS, REQUEST, Rank, SortedRanks
+
+_SPARE = 64
+"""Times of requests that have left, beyond as many as wait, from which on they are swept out."""
+
+
+class NamedFallsQueue(RankedQueue):
+    """A `RequestQueue` for keys with `KeyMotion.NAMED_FALLS`."""
+
+    def __init__(self, prioritizer: NamesFalls, name: str | None = None) -> None:
+        super().__init__()
+        self._keys = KeyReader(prioritizer, name)
+        self._times = FallReader(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
+        self._fallen = prioritizer.fallen_requests
+        self._num_read = self._fallen.num_named
+        """Names of fallen requests that were read."""
+        self._order = SortedRanks()
+        self._entries: dict[RequestView, int] = {}
+        """Serial with which each request came in; that of its rank is another one once its key has moved."""
+        self._by_id: dict[str, RequestView] = {}
+        self._falls_at: dict[RequestView, float] = {}
+        self._due: list[tuple[float, int, RequestView]] = []
+        """A heap of (time at which a key may fall, serial, request); some of them are no longer so."""
+        self._num_falls = 0
+        """Requests that have moved forward."""
+        self._asked_at = -inf
+        """Latest time that was asked about: before it, keys may be lower without a word."""
+
+    def peek(self, now: float) -> RequestView | None:
+        """See `RequestQueue.peek`."""
+        head = self._head(now)
+        return None if head is None else head[REQUEST]
+
+    def ordered(self, now: float) -> Iterator[RequestView]:
+        """See `RequestQueue.ordered`."""
+        return self._ordered(now, self._newest)
+
+    def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
+        given: set[int] = set()
+        # While every request yielded so far has left the queue, the next one is its head.
+        while True:
+            head = self._head(now)
+            if head is None:
+                return
+            entry = self._entries[head[REQUEST]]
+            if entry > newest or entry in given:
+                break
+            given.add(entry)
+            yield head[REQUEST]
+        walk, num_falls = self._order.walk(), self._num_falls
+        while True:
+            self._settle(now)
+            if num_falls != self._num_falls:  # somebody may have come before the place that was reached
+                walk, num_falls = self._order.walk(), self._num_falls
+            rank = next(walk, None)
+            if rank is None:
+                return
+            entry = self._entries[rank[REQUEST]]
+            if entry <= newest and entry not in given and not self._has_risen(rank, now):
+                given.add(entry)
+                yield rank[REQUEST]
+
+    def add(self, request: RequestView, now: float) -> None:
+        """See `RequestQueue.add`."""
+        super().add(request, now)
+        self._asked_at = max(self._asked_at, now)
+        self._entries[request] = self._newest
+        self._by_id[request.request_id] = request
+
+    def remove(self, request: RequestView) -> None:
+        """See `RequestQueue.remove`."""
+        super().remove(request)
+        del self._entries[request], self._by_id[request.request_id]
+        self._falls_at.pop(request, None)
+        if len(self._due) > 2 * len(self._falls_at) + _SPARE:
+            self._due = [one for one in self._due if self._falls_at.get(one[2]) == one[0]]
+            heapify(self._due)
+
+    def refresh(self, request: RequestView, now: float) -> None:
+        """See `RequestQueue.refresh`."""
+        old = self._ranks[request]
+        super().refresh(request, now)
+        self._asked_at = max(self._asked_at, now)
+        if self._ranks[request] is not old:
+            self._entries[request] = self._newest
+
+    def urgency(self, request: RequestView, now: float) -> PriorityKey:
+        """See `RequestQueue.urgency`: by the key as it is now."""
+        return (self._keys.key(request, now), request.arrived_at, request.index)
+
+    def _head(self, now: float) -> Rank | None:
+        """The most urgent rank; None if nothing waits."""
+        self._settle(now)
+        while self._ranks:
+            head = self._order.first()
+            if not self._has_risen(head, now):
+                return head
+        return None
+
+    def _settle(self, now: float) -> None:
+        """Read the keys again of requests that were named, and of those whose time has come."""
+        fallen = self._fallen
+        if fallen.num_named != self._num_read or now < self._asked_at:
+            names = fallen.since(self._num_read) if now >= self._asked_at else None
+            by_id = self._by_id
+            known = self._ranks if names is None else [by_id[name] for name in dict.fromkeys(names) if name in by_id]
+            self._move([(self._ranks[one], self._rank(one, now)) for one in known])
+            self._num_read = fallen.num_named
+        self._asked_at = now
+        if self._due and self._due[0][0] <= now:
+            self._read_due(now)
+
+    def _read_due(self, now: float) -> None:
+        popped = []
+        while self._due and self._due[0][0] <= now:
+            popped.append(heappop(self._due))
+        due = dict.fromkeys(one for at, _, one in popped if self._falls_at.get(one) == at)
+        try:
+            moved = [(self._ranks[one], self._rank(one, now)) for one in due]
+        except PolicyError:
+            self._due = [*popped, *self._due]
+            heapify(self._due)
+            raise
+        self._move(moved)
+
+    def _move(self, ranks: list[tuple[Rank, Rank]]) -> None:
+        """Put requests where their keys belong now."""
+        for old, new in ranks:
+            if new[KEY] != old[KEY]:
+                self._replace(old, new)
+                self._num_falls += new[KEY] < old[KEY]
+
+    def _has_risen(self, rank: Rank, now: float) -> bool:
+        """Read a key again; if it has risen, the request moves on."""
+        request = rank[REQUEST]
+        key = self._keys.key(request, now)
+        if key == rank[KEY]:
+            return False
+        if key < rank[KEY]:
+            what = f"key() has fallen, and nobody said so (was {rank[KEY]!r}, got {key!r})"
+            allowed = "Allowed: a fall that is named in fallen_requests, or from falls_at on; rises need not be."
+            self._keys.blame(request, f"{what}. {allowed}")
+        self._replace(rank, self._rank(request, now))
+        return True
+
+    def _replace(self, old: Rank, new: Rank) -> None:
+        self._order.remove(old)
+        new = (*new[:NUM_TOKENS], old[NUM_TOKENS])
+        self._ranks[new[REQUEST]] = new
+        self._order.add(new)
+
+    def _rank(self, request: RequestView, now: float) -> Rank:
+        key = self._keys.key(request, now)
+        at = None if self._times is None else self._times.falls_at(request, now)
+        self._newest = serial = self._newest + 1
+        if at is None:
+            self._falls_at.pop(request, None)
+        elif self._falls_at.get(request) != at or at <= now:
+            self._falls_at[request] = at
+            heappush(self._due, (at, serial, request))
+        num_tokens = request.num_known_tokens - request.num_computed_tokens
+        return (key, request.arrived_at, request.index, serial, request, 0.0, num_tokens)
+
+    def _enter(self, rank: Rank, now: float) -> None:
+        self._order.add(rank)
+
+    def _leave(self, rank: Rank) -> None:
+        self._order.remove(rank)
