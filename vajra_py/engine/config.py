@@ -335,7 +335,7 @@ class EngineConfig(ModelBackendConfig):
             if name not in replicasets
         ]
         found += check_scaling(self.kind, replicasets)
-        for name, one in replicasets.items():
+        for name in replicasets:
             own = self.of(name)
             for where, replica in _places(name, replicasets).items():
                 found += check_replica(where, replica, has_adapters=True)
