@@ -13,7 +13,7 @@ from tests.docs.tools import GENERATED, generated_page
 from vajra_py import contract
 from vajra_py.contract import hookspecs, latency, observer
 from vajra_py.contract.facts import FACTS
-from vajra_py.plugins.build import hooks_of
+from vajra_py.plugins.shapes import hooks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

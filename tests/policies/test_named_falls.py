@@ -11,7 +11,7 @@ from vajra_py.contract import KeyMotion, Layer, PolicyContext
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
 from vajra_py.plugins import load_registry
-from vajra_py.plugins.build import LISTENING_METHODS
+from vajra_py.plugins.shapes import LISTENING_METHODS
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
 

@@ -23,6 +23,7 @@ from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
 from vajra_py.engine.config import EngineConfig, ModelBackendConfig
 from vajra_py.engine.drafts import NgramRules
 from vajra_py.engine.executor import EngineExecutor
+from vajra_py.engine.kv_transfers import check_transfers
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
@@ -172,7 +173,7 @@ class Engine:
         unknown = mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
         dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
         controller = _dry_controller(config, services, dry)
-        _check_transfers(controller, settings)
+        check_transfers(controller, settings)
         _probe(controller)
 
     @classmethod
@@ -390,29 +391,6 @@ def _services(
         executor_of=executor_of,
         models=models,
     )
-
-
-def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> None:
-    """Raise `ConfigError` where requests move with their KV in a way that the backend cannot carry out."""
-    problems = []
-    for name, replicaset in controller.replicasets.items():
-        if replicaset.hand_off is None:
-            continue
-        where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
-        if not settings.can_move_kv:
-            message = f"moves requests with their KV, which the backend `{settings.kind}` does not"
-            message = f"{replicaset.scheduler_name} {message}"
-            advice = "A scheduler that lets requests stay; `engine` and `simulator` move them"
-            problems.append(Problem(f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}", message, advice))
-        elif replicaset.hand_off.overlaps:
-            message = f"the engine sends KV when its prompt is computed (got {replicaset.hand_off.settings.overlap})"
-            problems.append(Problem(f"{where}hand_off.overlap", message, "Allowed: none"))
-        stages = {one.parts.pool: one.limits.pipeline_stages for one in replicaset.replicas}
-        if len(set(stages.values())) > 1:
-            message = f"KV does not move between replicas of different pipeline_stages (got {stages})"
-            problems.append(Problem(f"{where}pools", message, "Allowed: replica.pipeline_stages alike in all pools"))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _sizes_of(facts: ModelFacts, num_blocks: int, max_model_len: int) -> mechanism.ModelFacts:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vajra_py.contract import Layer
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.kv_copy import KvExport, KvImport
 from vajra_py.engine.replica import EngineReplica
 from vajra_py.engine.worker import KvExported, KvImported
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.records.input_log import TransferEnd
 from vajra_py.runtime.serving.backend import Transfer
+from vajra_py.runtime.serving.controller import Controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,26 @@ def _blocks(transfer: Transfer[EngineReplica], end: EngineReplica) -> list[int]:
     memory = end.replica.memory
     size = memory.block_size
     return list(memory.block_table(transfer.request)[transfer.start // size : -(-transfer.end // size)])
+
+
+def check_transfers(controller: Controller, settings: ModelBackendConfig) -> None:
+    """Raise `ConfigError` where requests move with their KV in a way that the backend cannot carry out."""
+    problems = []
+    for name, replicaset in controller.replicasets.items():
+        if replicaset.hand_off is None:
+            continue
+        where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
+        if not settings.can_move_kv:
+            message = f"moves requests with their KV, which the backend `{settings.kind}` does not"
+            message = f"{replicaset.scheduler_name} {message}"
+            advice = "A scheduler that lets requests stay; `engine` and `simulator` move them"
+            problems.append(Problem(f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}", message, advice))
+        elif replicaset.hand_off.overlaps:
+            message = f"the engine sends KV when its prompt is computed (got {replicaset.hand_off.settings.overlap})"
+            problems.append(Problem(f"{where}hand_off.overlap", message, "Allowed: none"))
+        stages = {one.parts.pool: one.limits.pipeline_stages for one in replicaset.replicas}
+        if len(set(stages.values())) > 1:
+            message = f"KV does not move between replicas of different pipeline_stages (got {stages})"
+            problems.append(Problem(f"{where}pools", message, "Allowed: replica.pipeline_stages alike in all pools"))
+    if problems:
+        raise ConfigError(problems)

@@ -11,11 +11,6 @@ from vajra_py.plugins.build import (
     build_policy,
     build_retention,
     build_scaler,
-    check_admission_shape,
-    check_part_shape,
-    check_policy_shape,
-    check_retention_shape,
-    check_scaler_shape,
     routing_part_builder,
     validated_params,
 )
@@ -34,6 +29,13 @@ from vajra_py.plugins.registry import (
     kind_of,
 )
 from vajra_py.plugins.scaffold import write_plugin
+from vajra_py.plugins.shapes import (
+    check_admission_shape,
+    check_part_shape,
+    check_policy_shape,
+    check_retention_shape,
+    check_scaler_shape,
+)
 
 __all__ = [
     "ADMISSION",

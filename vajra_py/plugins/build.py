@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from vajra_py.contract import (
     AdmissionPolicy,
-    FallenGroups,
-    FallenRequests,
-    KeyMotion,
     Layer,
     PolicyContext,
     RetentionPolicy,
     RoutingContext,
     RoutingPartChoice,
-    RoutingPartKind,
     Scaler,
-    SchedulerTraits,
     SchedulingPolicy,
-    SteadyState,
 )
 from vajra_py.contract.context import BuildRoutingPart
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
-from vajra_py.contract.policies import NO_TRAITS
 from vajra_py.errors import (
     POLICY_EXCEPTIONS,
     ConfigError,
@@ -38,105 +29,17 @@ from vajra_py.errors import (
     Problem,
     VajraError,
     check_is_own_fault,
-    did_you_mean,
 )
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Kind, Offer, OfferBeside, Registry, kind_of
-
-LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {"key": 2},
-    Layer.REPLICASET_SCHEDULER: {"assign": 3, "pull": 3},
-    Layer.REPLICA_SCHEDULER: {"schedule": 3},
-}
-"""Methods required by each layer's Protocol, with the number of arguments of each call."""
-
-LISTENING_METHODS: Mapping[str, int] = {
-    "on_arrivals": 2,
-    "on_admission": 3,
-    "on_preemption": 3,
-    "on_moved": 4,
-    "on_step_end": 1,
-    "on_step_run": 1,
-    "on_departures": 2,
-    "on_program_end": 2,
-    "on_wake": 2,
-}
-"""Optional methods of policies of any layer that notify them about requests and wake-ups."""
-
-CACHE_METHODS: Mapping[str, int] = {
-    "on_blocks_stored": 3,
-    "on_blocks_removed": 3,
-    "on_cache_cleared": 2,
-    "on_tier_blocks_stored": 4,
-    "on_tier_blocks_removed": 4,
-    "on_tier_cleared": 3,
-}
-"""Optional methods of policies of any layer that notify them about the content of the replicas' caches."""
-
-PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
-    RoutingPartKind.PRODUCER: {},
-    RoutingPartKind.FILTER: {"keeps": 3},
-    RoutingPartKind.SCORER: {"scores": 3},
-    RoutingPartKind.PICKER: {"pick": 4},
-    RoutingPartKind.DECIDER: {"disaggregates": 3},
-}
-"""Methods required of each kind of routing part, with the number of arguments of each call."""
-
-OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {
-        "line": 1,
-        "falls_at": 2,
-        "slack_s": 2,
-        "slack_fraction": 2,
-        "group": 1,
-        "group_key": 1,
-    },
-    Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
-    Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
-}
-"""Optional methods of each layer's policies; an attribute with another signature is an error."""
-
-ADMISSION_METHODS: Mapping[str, int] = {"admit": 3}
-"""Methods required of an admission policy, with the number of arguments of each call."""
-
-SCALER_METHODS: Mapping[str, int] = {"targets": 2}
-"""Methods required of a scaler, with the number of arguments of each call."""
-
-RETENTION_METHODS: Mapping[str, int] = {"key": 2}
-"""Methods required of a retention policy, with the number of arguments of each call."""
-
-RETENTION_OPTIONS: Mapping[str, int] = {
-    "line": 1,
-    "segment": 1,
-    "next_segment": 1,
-    "expires_at": 1,
-    "pin_s": 2,
-    "on_stored": 2,
-    "on_used": 2,
-    "on_evicted": 2,
-    "on_withdrawn": 2,
-    "on_cleared": 1,
-}
-"""Optional methods of a retention policy about the content that it ranks."""
-
-DECLARATIONS: Mapping[Layer, frozenset[str]] = {
-    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
-    Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
-    Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
-}
-"""Declarations of each layer's policies."""
-
-TRAITS: Mapping[Layer, frozenset[str]] = {
-    Layer.REQUEST_PRIORITIZER: frozenset(),
-    Layer.REPLICASET_SCHEDULER: frozenset({"reads_load", "is_work_conserving"}),
-    Layer.REPLICA_SCHEDULER: frozenset({"repeats_decodes", "needs_slack", "is_work_conserving"}),
-}
-"""Fields of `SchedulerTraits` that apply to each layer."""
-
-_TRAIT_NAMES = frozenset(field.name for field in fields(SchedulerTraits))
-
-_NEAR = 0.9
-"""Similarity to a hook's name (0 to 1) above which another name counts as a misspelling of it."""
+from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Kind, Offer, OfferBeside, Registry
+from vajra_py.plugins.shapes import (
+    check_admission_shape,
+    check_methods,
+    check_part_shape,
+    check_policy_shape,
+    check_retention_shape,
+    check_scaler_shape,
+)
 
 
 def build_policy(
@@ -219,23 +122,6 @@ def routing_part_builder(registry: Registry | None = None) -> BuildRoutingPart:
     return build
 
 
-def check_part_shape(kind: RoutingPartKind, part: object, what: str, plugin: str) -> None:
-    """Check that an object is a routing part of the kind. Raises `PluginError` that names the plug-in and the first problem."""
-    if isinstance(part, type):
-        raise PluginError(plugin, f"{what}: build returned the class {part.__name__}; expected an instance")
-    _check_methods(part, PART_METHODS[kind], what, plugin)
-    optional = {**LISTENING_METHODS, **CACHE_METHODS, "on_placement": 3}
-    _check_methods(part, {name: count for name, count in optional.items() if _has(part, name)}, what, plugin)
-    for name in dir(part):
-        if name.startswith("on_") and name not in optional:
-            allowed = did_you_mean(name, optional)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
-
-
-def _has(target: object, name: str) -> bool:
-    return getattr(target, name, None) is not None
-
-
 def build_latency_model(
     name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None
 ) -> LatencyModel:
@@ -244,7 +130,7 @@ def build_latency_model(
     where = "latency"
     config = validated_params(offer, params, where)
     model: LatencyModel = _built(offer, where, lambda: offer.spec.build(config))
-    _check_methods(model, {"stage_time_s": 1, "batch_time_s": 1}, f"latency model {name!r}", str(offer.source))
+    check_methods(model, {"stage_time_s": 1, "batch_time_s": 1}, f"latency model {name!r}", str(offer.source))
     return model
 
 
@@ -266,7 +152,7 @@ def build_output_lengths(
     predictor: OutputLengthPredictor = _built(
         offer, where, lambda: offer.spec.build(config, inputs.random_stream, inputs.output_tokens)
     )
-    _check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
+    check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
     return predictor
 
 
@@ -297,182 +183,6 @@ def validated_params(
     if "type" in config.model_fields:
         given["type"] = offer.spec.name
     return _validated(config, given, where)
-
-
-def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Check that an object is a policy of the layer. Raises `PluginError` that names the plug-in and the first problem."""
-    if isinstance(policy, type):
-        raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
-    _check_methods(policy, LAYER_METHODS[layer], what, plugin)
-    optional = {**LISTENING_METHODS, **CACHE_METHODS, **OPTIONAL_METHODS[layer]}
-    present = {name: count for name, count in optional.items() if _has(policy, name)}
-    _check_methods(policy, present, what, plugin)
-    _check_step_runs(policy, what, plugin)
-    _check_names(layer, policy, what, plugin)
-    _check_traits(policy, what, plugin)
-    if layer is Layer.REQUEST_PRIORITIZER:
-        _check_key_motion(policy, what, plugin)
-        _check_groups(policy, what, plugin)
-        _check_named_falls(policy, what, plugin)
-
-
-def check_admission_shape(policy: object, what: str, plugin: str) -> None:
-    """Check that an object is an admission policy. Raises `PluginError` like `check_policy_shape`."""
-    _check_shape_beside(policy, ADMISSION_METHODS, what, plugin)
-
-
-def check_scaler_shape(scaler: object, what: str, plugin: str) -> None:
-    """Check that an object is a scaler. Raises `PluginError` like `check_policy_shape`."""
-    _check_shape_beside(scaler, SCALER_METHODS, what, plugin)
-
-
-def check_retention_shape(policy: object, what: str, plugin: str) -> None:
-    """Check that an object is a retention policy. Raises `PluginError` like `check_policy_shape`."""
-    _check_shape_beside(policy, RETENTION_METHODS, what, plugin, RETENTION_OPTIONS)
-    _check_key_motion(policy, what, plugin)
-    if getattr(policy, "key_motion", None) is KeyMotion.NAMED_FALLS:
-        raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is for request prioritizers")
-    if _has(policy, "segment") != _has(policy, "next_segment"):
-        raise PluginError(plugin, f"{what}: segment and next_segment belong together, and it has one of them")
-
-
-def _check_shape_beside(
-    policy: object, methods: Mapping[str, int], what: str, plugin: str, others: Mapping[str, int] | None = None
-) -> None:
-    if isinstance(policy, type):
-        raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
-    _check_methods(policy, methods, what, plugin)
-    optional = {**LISTENING_METHODS, **(others or {})}
-    present = {name: count for name, count in optional.items() if _has(policy, name)}
-    _check_methods(policy, present, what, plugin)
-    _check_step_runs(policy, what, plugin)
-    hooks = hooks_beside(methods).union(others or ())
-    own = frozenset().union(*map(hooks_of, _layers_served(policy)))
-    for name in dir(policy):
-        if name.startswith("_") or name in own or name in hooks:
-            continue
-        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
-        if name.startswith("on_") or (near and not hasattr(policy, near[0])):
-            allowed = did_you_mean(name, hooks)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
-
-
-def _check_step_runs(policy: object, what: str, plugin: str) -> None:
-    if _has(policy, "on_step_run") and not _has(policy, "on_step_end"):
-        raise PluginError(plugin, f"{what}: on_step_run tells of some steps, on_step_end of the others, which it lacks")
-
-
-def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:
-    """Return all attribute names that the mechanism calls of a policy beside the layers with these required methods."""
-    return frozenset((*methods, *LISTENING_METHODS))
-
-
-def hooks_of(layer: Layer) -> frozenset[str]:
-    """Return all attribute names of a policy of the layer that the mechanism reads or calls."""
-    return DECLARATIONS[layer].union(LAYER_METHODS[layer], OPTIONAL_METHODS[layer], LISTENING_METHODS, CACHE_METHODS)
-
-
-def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Reject attributes that look like hooks but would never be called: misspelt, or of another layer.
-
-    A name close to a hook's counts as a misspelling unless the policy has that hook as well.
-    """
-    hooks, everywhere = hooks_of(layer), frozenset().union(*map(hooks_of, Layer))
-    own = frozenset().union(*map(hooks_of, _layers_served(policy)))
-    for name in dir(policy):
-        if name.startswith("_") or name in own or name in hooks:
-            continue
-        if name in _TRAIT_NAMES:
-            where = f"Declare traits = SchedulerTraits({name}=...)"
-            raise PluginError(plugin, f"{what}: nothing reads {name!r} of a policy. {where}")
-        if name in everywhere:
-            layers = ", ".join(kind_of(other) for other in Layer if name in hooks_of(other))
-            raise PluginError(plugin, f"{what}: {name!r} is never asked of a {kind_of(layer)}. It is for a {layers}")
-        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
-        if name.startswith("on_") or (near and not hasattr(policy, near[0])):
-            allowed = did_you_mean(name, hooks)
-            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
-
-
-def _layers_served(policy: object) -> list[Layer]:
-    """Return the layers whose methods the object has; there may be several."""
-    return [layer for layer in Layer if all(hasattr(policy, name) for name in LAYER_METHODS[layer])]
-
-
-def _check_traits(policy: object, what: str, plugin: str) -> None:
-    traits = getattr(policy, "traits", NO_TRAITS)
-    if not isinstance(traits, SchedulerTraits):
-        raise PluginError(plugin, f"{what}: traits is {traits!r}; expected a SchedulerTraits")
-    steady: object = traits.repeats_decodes  # a plug-in may declare anything
-    if not isinstance(steady, frozenset) or not all(isinstance(one, SteadyState) for one in steady):
-        expected = ", ".join(f"SteadyState.{one.name}" for one in SteadyState)
-        raise PluginError(plugin, f"{what}: traits.repeats_decodes is {steady!r}; expected a frozenset of {expected}")
-    known = frozenset().union(*(TRAITS[layer] for layer in _layers_served(policy)))
-    for field in fields(traits):
-        value = getattr(traits, field.name)
-        if isinstance(field.default, bool) and not isinstance(value, bool):
-            raise PluginError(plugin, f"{what}: traits.{field.name} is {value!r}; expected True or False")
-        if value != field.default and field.name not in known:
-            layers = " and ".join(kind_of(layer) for layer in Layer if field.name in TRAITS[layer])
-            raise PluginError(plugin, f"{what}: traits.{field.name} is a claim for a {layers} to make (got {value!r})")
-
-
-def _check_key_motion(policy: object, what: str, plugin: str) -> None:
-    motion = getattr(policy, "key_motion", None)
-    if not isinstance(motion, KeyMotion):
-        choices = ", ".join(f"KeyMotion.{each.name}" for each in KeyMotion)
-        raise PluginError(plugin, f"{what}: key_motion is {motion!r}; expected one of {choices}")
-    if motion is KeyMotion.TIME_LINEAR:
-        _check_methods(policy, {"line": 1}, f"{what} (KeyMotion.TIME_LINEAR)", plugin)
-
-
-def _check_named_falls(policy: object, what: str, plugin: str) -> None:
-    names = getattr(policy, "key_motion", None) is KeyMotion.NAMED_FALLS
-    fallen = getattr(policy, "fallen_requests", None)
-    if names != isinstance(fallen, FallenRequests):
-        raise PluginError(
-            plugin, f"{what}: fallen_requests is {fallen!r}; a FallenRequests and KeyMotion.NAMED_FALLS belong together"
-        )
-    if _has(policy, "falls_at"):
-        if not names:
-            raise PluginError(plugin, f"{what}: falls_at is for a policy with KeyMotion.NAMED_FALLS")
-        _check_methods(policy, {"falls_at": 2}, f"{what} (KeyMotion.NAMED_FALLS)", plugin)
-    if names and _has(policy, "group"):
-        raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is not for keys by group; they have fallen_groups")
-
-
-def _check_groups(policy: object, what: str, plugin: str) -> None:
-    if _has(policy, "group") != _has(policy, "group_key"):
-        raise PluginError(plugin, f"{what}: group and group_key belong together, and it has one of them")
-    fallen = getattr(policy, "fallen_groups", None)
-    if fallen is None:
-        return
-    if not isinstance(fallen, FallenGroups):
-        raise PluginError(plugin, f"{what}: fallen_groups is {fallen!r}; expected a FallenGroups")
-    if not _has(policy, "group"):
-        raise PluginError(plugin, f"{what}: fallen_groups is for a policy with group and group_key, and it has neither")
-
-
-def _check_methods(target: object, methods: Mapping[str, int], what: str, plugin: str) -> None:
-    for name, num_arguments in methods.items():
-        method = getattr(target, name, None)
-        if not callable(method):
-            kind = type(target).__name__
-            state = "has no method" if method is None else "has something that cannot be called as"
-            raise PluginError(plugin, f"{what}: {kind} {state} {name!r}")
-        if inspect.iscoroutinefunction(method):
-            raise PluginError(plugin, f"{what}: {name!r} is a coroutine; expected a plain method")
-        try:
-            signature = inspect.signature(method)
-        except (TypeError, ValueError):
-            continue  # written in C: no signature to inspect
-        try:
-            signature.bind(*range(num_arguments))
-        except TypeError as error:
-            expected = f"it is called with {num_arguments} arguments"
-            raise PluginError(
-                plugin, f"{what}: {name}{signature} has the wrong signature ({error}); {expected}"
-            ) from error
 
 
 def _validated(config: type[BaseModel], params: Mapping[str, Any] | BaseModel, where: str) -> BaseModel:

@@ -19,7 +19,7 @@ from typing import Any
 from vajra_py.contract import AdmissionPolicy, AdmissionSpec
 from vajra_py.errors import VajraError
 from vajra_py.plugins import check_admission_shape, load_registry
-from vajra_py.plugins.build import ADMISSION_METHODS, hooks_beside
+from vajra_py.plugins.shapes import ADMISSION_METHODS, hooks_beside
 from vajra_py.testing import scenarios
 from vajra_py.testing.checking import packages_of, require, require_all_end, require_built, run_checks
 from vajra_py.testing.habits import kept_requests, uncalled_methods

@@ -33,7 +33,7 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
 from vajra_py.plugins import check_policy_shape, load_registry
-from vajra_py.plugins.build import hooks_of
+from vajra_py.plugins.shapes import hooks_of
 from vajra_py.testing import scenarios
 from vajra_py.testing.checking import (
     POLICY_TIMEOUT_S,

@@ -18,7 +18,7 @@ from typing import Any
 from vajra_py.contract import CachedBlock, EndReason, KeyMotion, PolicyContext, RequestView, RetentionSpec
 from vajra_py.contract.observer import Observer
 from vajra_py.plugins import check_retention_shape
-from vajra_py.plugins.build import LISTENING_METHODS, RETENTION_OPTIONS
+from vajra_py.plugins.shapes import LISTENING_METHODS, RETENTION_OPTIONS
 from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system

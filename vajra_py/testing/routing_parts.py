@@ -28,7 +28,7 @@ from vajra_py.contract import (
     RoutingPartSpec,
 )
 from vajra_py.plugins import check_part_shape, load_registry
-from vajra_py.plugins.build import LISTENING_METHODS
+from vajra_py.plugins.shapes import LISTENING_METHODS
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, require
 from vajra_py.testing.conformance import check_policy
 
