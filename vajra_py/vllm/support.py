@@ -44,26 +44,35 @@ def check_options(config: Any) -> None:
         raise ConfigError(problems)
 
 
-def check_cache(kv_cache_config: Any) -> None:
-    """Raise `ConfigError` unless all layers share one block table of full attention."""
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1:
-        message = f"has {len(groups)} groups of KV blocks ({', '.join(kinds) or 'none'}), as hybrid models have"
-        raise ConfigError(Problem("model", f"{message}. One group can be scheduled", _OTHERWISE))
-    spec = groups[0].kv_cache_spec
-    if not _is_full_attention(spec):
-        message = f"has KV blocks of another kind than full attention ({kinds[0]})"
+def check_cache(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
+    """Return true if vLLM's KV manager has to serve as memory, false if this project's own can: one table of full attention.
+
+    Raises `ConfigError` for KV blocks that neither is known to hold.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) == 1 and _is_full_attention(specs[0]):
+        return False
+    kinds = ", ".join(type(one).__name__ for one in specs) or "none"
+    if not specs or any(type(one).__name__ not in _MANAGED for one in specs):
+        message = f"has KV blocks of a kind that is not known here ({kinds})"
+        raise ConfigError(Problem("model", f"{message}. Known are full attention and sliding windows", _OTHERWISE))
+    sizes = sorted({block_size, hash_block_size, *(one.block_size for one in specs)})
+    if len(sizes) > 1:
+        message = f"has groups of KV blocks ({kinds}) whose blocks differ in their tokens (got {sizes})"
         raise ConfigError(Problem("model", message, _OTHERWISE))
+    return True
+
+
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_MANAGED = (*_FULL, "SlidingWindowSpec")
+"""Kinds of KV blocks that vLLM's manager is known to hold as its scheduler wants them."""
 
 
 def _is_full_attention(spec: Any) -> bool:
-    names = {one.__name__ for one in type(spec).__mro__}
-    windows = (getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None))
-    known = {"FullAttentionSpec", "UniformTypeKVCacheSpecs"} & names
-    if "UniformTypeKVCacheSpecs" in names:
+    """Return true if every block is kept until its request ends, which layers with windows may do as well."""
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
         return all(map(_is_full_attention, spec.kv_cache_specs.values()))
-    return bool(known) and windows == (None, None)
+    return type(spec).__name__ in _FULL
 
 
 def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
@@ -81,9 +90,6 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
     if model.supports_multimodal_inputs:
         yield "model", "takes multimodal inputs, whose encoder has a budget of its own"
-    window = model.get_sliding_window()
-    if window is not None:
-        yield "model", f"has a sliding window of {window} tokens, which frees KV blocks of a running request"
     if model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model):
         yield "model", "is a hybrid with states beside attention, whose KV blocks are of several kinds"
     if model.is_encoder_decoder:
