@@ -49,7 +49,7 @@ class _Hashes(Sequence[bytes]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
-            return self._hashes.block_hashes(start, stop) if start < stop else []
+            return self._hashes.block_hashes(start, stop) if start < stop else ()
         return self._hashes.block_hash(index)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -296,7 +296,8 @@ class ManagedKv(_WithoutExtras):
 
     def tables(self, request: KvRequest) -> tuple[Sequence[Any], ...]:
         """Return vLLM's blocks of a request, a table for each group; not to be changed."""
-        return cast(Any, self._coordinator.get_blocks(self._held[request].request_id))
+        found: tuple[Sequence[Any], ...] = self._coordinator.get_blocks(self._held[request].request_id)
+        return found
 
     def num_entries(self, request: KvRequest) -> int:
         """Entries of each of the request's tables, those left behind included."""

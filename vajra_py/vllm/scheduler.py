@@ -41,7 +41,7 @@ from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
-from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
+from vajra_py.vllm.support import check_options, check_version, installed_version, needs_manager
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Scheduler(WithoutExtras):
     ) -> None:
         version = check_version(installed_version())
         check_options(vllm_config)
-        is_managed = check_cache(kv_cache_config, block_size, hash_block_size or block_size)
+        is_managed = needs_manager(kv_cache_config, block_size, hash_block_size or block_size)
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
@@ -88,10 +88,10 @@ class Scheduler(WithoutExtras):
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
         self._in_flight: deque[SchedulerOutput] = deque()
-        memory = None
+        make_memory = None
         if is_managed:
-            memory = managed_memory(vllm_config, kv_cache_config, block_size, options, self._num_in_flight)
-        self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, memory)
+            make_memory = managed_memory(vllm_config, kv_cache_config, block_size, options, self._num_in_flight)
+        self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, make_memory)
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
@@ -128,14 +128,13 @@ class Scheduler(WithoutExtras):
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._prefix_stats = PrefixCacheStats()
-        init_logger("vllm.vajra").info(
-            described(self.config, options, is_async=self._is_async, is_managed=memory is not None)
-        )
+        told = described(self.config, options, is_async=self._is_async, is_managed=is_managed)
+        init_logger("vllm.vajra").info(told)
 
-    def _make_mechanism(self, registry: Registry, bytes_per_token: int, memory: MakeMemory | None) -> Mechanism:
+    def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
         """Build the mechanism. Raises `ConfigError` for policies, also those that would take over, that do not go together with vLLM."""
         mechanism: Mechanism = make_mechanism(
-            self.config, registry, self._clock, self._max_model_len, bytes_per_token, memory
+            self.config, registry, self._clock, self._max_model_len, bytes_per_token, make_memory
         )
         if self._is_async:
             mechanism.set_gate(bars_preempted=True)

@@ -37,20 +37,51 @@ def check_version(version: str) -> tuple[int, int]:
     return minor
 
 
-def check_options(config: Any) -> None:
-    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled."""
+def check_options(config: Any, *, has_windows: bool = True) -> None:
+    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled, without `has_windows` also for sliding windows."""
     problems = [Problem(where, why, _OTHERWISE) for where, why in _unsupported(config)]
+    window = config.model_config.get_sliding_window()
+    if window is not None and not has_windows:
+        message = f"has a sliding window of {window} tokens, and one table of blocks is kept for each request here"
+        problems.append(Problem("model", message, "Schedule it with vLLM's own command and --scheduler-cls"))
     if problems:
         raise ConfigError(problems)
 
 
-def check_cache(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
+def check_cache(kv_cache_config: Any) -> None:
+    """Raise `ConfigError` unless all layers share one block table of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1:
+        message = f"has {len(groups)} groups of KV blocks ({', '.join(kinds) or 'none'}), as hybrid models have"
+        raise ConfigError(Problem("model", f"{message}. One group can be scheduled", _OTHERWISE))
+    spec = groups[0].kv_cache_spec
+    if not _is_full_attention(spec):
+        message = f"has KV blocks of another kind than full attention ({kinds[0]})"
+        raise ConfigError(Problem("model", message, _OTHERWISE))
+
+
+def _is_full_attention(spec: Any) -> bool:
+    names = {one.__name__ for one in type(spec).__mro__}
+    windows = (getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None))
+    known = {"FullAttentionSpec", "UniformTypeKVCacheSpecs"} & names
+    if "UniformTypeKVCacheSpecs" in names:
+        return all(map(_is_full_attention, spec.kv_cache_specs.values()))
+    return bool(known) and windows == (None, None)
+
+
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_MANAGED = (*_FULL, "SlidingWindowSpec")
+"""Kinds of KV blocks that vLLM's KV manager is known to serve as its scheduler asks for them."""
+
+
+def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
     """Return true if vLLM's KV manager has to serve as memory, false if this project's own can: one table of full attention.
 
     Raises `ConfigError` for KV blocks that neither is known to hold.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) == 1 and _is_full_attention(specs[0]):
+    if len(specs) == 1 and _keeps_blocks(specs[0]):
         return False
     kinds = ", ".join(type(one).__name__ for one in specs) or "none"
     if not specs or any(type(one).__name__ not in _MANAGED for one in specs):
@@ -58,21 +89,14 @@ def check_cache(kv_cache_config: Any, block_size: int, hash_block_size: int) -> 
         raise ConfigError(Problem("model", f"{message}. Known are full attention and sliding windows", _OTHERWISE))
     sizes = sorted({block_size, hash_block_size, *(one.block_size for one in specs)})
     if len(sizes) > 1:
-        message = f"has groups of KV blocks ({kinds}) whose blocks differ in their tokens (got {sizes})"
+        message = f"has groups of KV blocks ({kinds}) whose blocks differ in size (got {sizes} tokens)"
         raise ConfigError(Problem("model", message, _OTHERWISE))
     return True
 
 
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_MANAGED = (*_FULL, "SlidingWindowSpec")
-"""Kinds of KV blocks that vLLM's manager is known to hold as its scheduler wants them."""
-
-
-def _is_full_attention(spec: Any) -> bool:
-    """Return true if every block is kept until its request ends, which layers with windows may do as well."""
-    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
-        return all(map(_is_full_attention, spec.kv_cache_specs.values()))
-    return type(spec).__name__ in _FULL
+def _keeps_blocks(spec: Any) -> bool:
+    """Return true if blocks are kept until their request ends; where vLLM has turned its hybrid manager off, also those of windows."""
+    return type(spec).__name__ in _FULL or _is_full_attention(spec)
 
 
 def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
