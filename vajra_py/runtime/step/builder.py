@@ -58,7 +58,7 @@ class Builder(PlanDraft):
 
     __slots__ = (
         "_asked_drafts",
-        "_asks_decodes",
+        "_caches_decodes",
         "_cached_tokens",
         "_connected",
         "_draft_rules",
@@ -122,8 +122,8 @@ class Builder(PlanDraft):
         """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        self._asks_decodes = False
-        """Decodes that need a block, where decodes are taken one by one, and True if memory is asked about the others as well."""
+        self._caches_decodes = False
+        """Decodes that need a block, where decodes are taken one by one, and True if blocks that they fill are cached at once."""
         self._recycles = running_set.memory.recycles
         """True if decodes leave blocks behind."""
 
@@ -256,9 +256,9 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.TOKEN_BUDGET)
         if not selected:
             pool = self._running_set.pool
-            self._growing = pool.needing_blocks()
-            self._asks_decodes = self._recycles or (pool.num_public > 0 and self._options.cache_at_schedule)
-        needs_room = request in self._growing or self._asks_decodes  # full private blocks need no entry yet
+            self._growing = self._changing() if self._recycles else pool.needing_blocks()
+            self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
+        needs_room = request in self._growing or self._caches_decodes  # full private blocks need no entry yet
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
@@ -555,10 +555,14 @@ class Builder(PlanDraft):
 
     def _grow_in_order(self) -> bool:
         """Give the pool members blocks and take what they leave behind; False when one lacks a block: those before it have theirs."""
+        return all(self._grow_decode(request, None) for request in sorted(self._changing(), key=by_admission))
+
+    def _changing(self) -> set[Request]:
+        """Return the pool members that take, fill or leave a block with their next token, of a memory that recycles."""
         pool, memory = self._running_set.pool, self._memory
         due = {request for place in memory.due_places for request in pool.at_place(place)}
         due.update(cast(Request, one) for one in memory.lagging if one in pool)
-        return all(self._grow_decode(request, None) for request in sorted(due, key=by_admission))
+        return due
 
     def _cache_decodes(self, before: int | None = None) -> None:
         """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
