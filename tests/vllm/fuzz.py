@@ -576,9 +576,13 @@ def _has_equals(session: Session) -> bool:
     return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
 
 
-def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Counter[str]]:
+SESSIONS = {"plain": session_of, "windows": windowed_session_of}
+"""Kinds of random sessions."""
+
+
+def compare(model: str, seed: int, *, is_async: bool, kind: str = "plain") -> tuple[str | None, Counter[str]]:
     """Return the difference in one random session, and counts of its contents."""
-    return compare_in(model, session_of(seed, is_async=is_async))
+    return compare_in(model, SESSIONS[kind](seed, is_async=is_async))
 
 
 def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
