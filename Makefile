@@ -18,6 +18,7 @@ PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
 COUNT ?= 2000
+KINDS ?= plain windows
 STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels

@@ -223,6 +223,11 @@ class ManagedKv(_WithoutExtras):
         self._coordinator: Any = self.manager.coordinator
         self._pool: Any = self.manager.block_pool
         self._none: Any = self.manager.empty_kv_cache_blocks.blocks
+        first = self._coordinator.single_type_managers[0]
+        self._first_table: dict[str, list[Any]] = first.req_to_blocks
+        """The first of the tables of each resident request; the others are as long."""
+        self._num_entered: dict[str, int] = first.num_cached_block
+        """Blocks of the first table that the prefix cache was told of."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Changes whenever a lookup in the prefix cache, or a count of blocks, could give another answer."""
@@ -232,14 +237,13 @@ class ManagedKv(_WithoutExtras):
             for one in self._coordinator.single_type_managers
             if hasattr(one, "sliding_window")
         ]
+        self._least_window = min(self._windows, default=inf)
         self.due_places: Collection[int] = self._places()
         self.lagging: dict[KvRequest, None] = {}
 
     def _places(self) -> frozenset[int]:
         """Places within a block at which a decode takes one, fills one or leaves one behind."""
         size, lag = self.block_size, self._sizes.lag_tokens
-        if len(self._windows) < sum(not _is_full(one) for one in self._coordinator.single_type_managers):
-            return frozenset(range(size))
         leaves = {(window + behind) % size for window in self._windows for behind in range(lag + 1)}
         return frozenset({0, size - 1} | leaves)
 
@@ -352,8 +356,10 @@ class ManagedKv(_WithoutExtras):
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
         held = self._held[request]
-        if held.hashes is not None:
-            self._coordinator.cache_blocks(held, min(num_tokens, held.hashes.num_hashed_tokens))
+        if held.hashes is None or num_tokens // self.block_size <= self._num_entered.get(held.request_id, 0):
+            return
+        if (num_known := held.hashes.num_hashed_tokens) >= self.block_size:
+            self._coordinator.cache_blocks(held, min(num_tokens, num_known))
             self._version += 1
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
@@ -387,7 +393,7 @@ class ManagedKv(_WithoutExtras):
     def _needed(self, held: _Held, num_tokens: int, *, capped: bool = False) -> int:
         """Return vLLM's count of the free blocks that would be taken for the first `num_tokens` tokens."""
         request = held.request
-        if any(self.tables(request)):
+        if self._first_table.get(held.request_id):
             blocks, done = self._none, request.num_computed_tokens
         else:
             blocks, done, _ = self._found(request)
@@ -454,7 +460,8 @@ class ManagedKv(_WithoutExtras):
     def _leave_behind(self, held: _Held) -> None:
         """Free what no step reads any more: the windows of steps in flight begin at tokens that they have computed."""
         num_done = held.request.num_computed_tokens - self._num_in_flight(held.request_id)
-        self._coordinator.remove_skipped_blocks(held.request_id, max(0, num_done), held.num_prompt_tokens)
+        if num_done > self._least_window:
+            self._coordinator.remove_skipped_blocks(held.request_id, num_done, held.num_prompt_tokens)
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking.
@@ -462,16 +469,15 @@ class ManagedKv(_WithoutExtras):
         What its windows have left behind is free afterwards in either case.
         """
         held = self._held[request]
-        done = held.request.num_computed_tokens
+        name, done = held.request_id, held.request.num_computed_tokens
         self._leave_behind(held)
-        num_tokens = min(num_tokens, self._sizes.max_model_len)
-        num_new = self._needed(held, num_tokens)
         self._version += 1
-        if num_new > self.free_blocks:
-            return False
-        if num_new:
-            self._coordinator.allocate_new_blocks(held.request_id, num_tokens, num_tokens)
-        if num_tokens - done > 1 or self._num_in_flight(held.request_id) > 1:
+        if num_tokens > len(self._first_table[name]) * self.block_size:
+            num_tokens = min(num_tokens, self._sizes.max_model_len)
+            if self._needed(held, num_tokens) > self.free_blocks:
+                return False
+            self._coordinator.allocate_new_blocks(name, num_tokens, num_tokens)
+        if num_tokens - done > 1 or (self._sizes.lag_tokens and self._num_in_flight(name) > 1):
             self.lagging[request] = None
         else:
             self.lagging.pop(request, None)
@@ -555,8 +561,3 @@ def _check(settings: ReplicaConfig, retention: Retention | None) -> None:
         if cache.enabled and getattr(cache, name) != value:
             message = f"is {getattr(cache, name)!r}, and vLLM's manager follows its own rule ({_WHY})"
             raise ConfigError(Problem(f"replica.memory.prefix_cache.{name}", message, f"Allowed: {value!r}"))
-
-
-def _is_full(manager: Any) -> bool:
-    """Return true if a manager of vLLM's keeps every block until its request ends."""
-    return manager.max_admission_blocks_per_request is None
