@@ -82,9 +82,7 @@ class KvSlots:
         if 0 in read or len(set(read)) != len(read):
             raise WorkerFault(f"{name}: block tables {tables} for tokens {start} to {end}")
 
-    def read(
-        self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int
-    ) -> None:
+    def read(self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
         for group, table in enumerate(tables):
             for position in range(self._first_read(group, start), end):
                 held = self._held.get((table[position // self.size], position % self.size))
@@ -92,9 +90,7 @@ class KvSlots:
                     what = "nothing" if held is None else "another content"
                     raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
 
-    def write(
-        self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int
-    ) -> None:
+    def write(self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
         for group, table in enumerate(tables):
             for position in range(start, end):
                 slot = (table[position // self.size], position % self.size)

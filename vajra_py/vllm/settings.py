@@ -25,7 +25,9 @@ from vajra_py.vllm.config import problems_of
 from vajra_py.vllm.support import policy_options
 
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
-_MANAGED = "KV memory is vLLM's own manager, for sliding windows or several block tables: see docs/vllm.md for its price"
+_MANAGED = (
+    "KV memory is vLLM's own manager, for sliding windows or several block tables: see docs/vllm.md for its price"
+)
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
 """Keys that `--additional-config` takes under `vajra`, and the variables that say the same."""

@@ -58,8 +58,8 @@ class Builder(PlanDraft):
 
     __slots__ = (
         "_asked_drafts",
-        "_caches_decodes",
         "_cached_tokens",
+        "_caches_decodes",
         "_connected",
         "_draft_rules",
         "_executor",
