@@ -30,6 +30,7 @@ from vajra_py.vllm.mechanism import (
     reads_cache,
 )
 from vajra_py.vllm.settings import VajraOptions
+from vajra_py.vllm.support import needs_manager
 
 _WHY = "models with sliding windows or several block tables"
 
@@ -423,11 +424,16 @@ class ManagedKv(WithoutKvExtras):
 def managed_memory(
     vllm_config: Any,
     kv_cache_config: Any,
-    block_size: int,
+    block_sizes: tuple[int, int],
     options: VajraOptions,
     num_in_flight: Callable[[str], int],
-) -> MakeMemory:
-    """Return what builds this memory for a vLLM. Raises `ConfigError` for options that do not go together with it."""
+) -> MakeMemory | None:
+    """Return what builds this memory for a vLLM whose blocks, and blocks with a hash, have these sizes; None: it needs none.
+
+    Raises `ConfigError` for options that do not go together with it.
+    """
+    if not needs_manager(kv_cache_config, *block_sizes):
+        return None
     if options.save_run is not None:
         message = f"a session is not recorded for such a model, since its decisions could not be replayed ({_WHY})"
         raise ConfigError(Problem("--additional-config vajra.save_run", message, "Leave the option out"))
@@ -436,7 +442,7 @@ def managed_memory(
         raise ConfigError(Problem("--kv-events-config", message, "Leave the option out"))
     scheduler = vllm_config.scheduler_config
     sizes = ManagedSizes(
-        block_size=block_size,
+        block_size=block_sizes[0],
         max_model_len=vllm_config.model_config.max_model_len,
         max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,

@@ -41,7 +41,7 @@ from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
-from vajra_py.vllm.support import check_options, check_version, installed_version, needs_manager
+from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ class Scheduler(WithoutExtras):
     ) -> None:
         version = check_version(installed_version())
         check_options(vllm_config)
-        is_managed = needs_manager(kv_cache_config, block_size, hash_block_size or block_size)
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
@@ -88,9 +87,8 @@ class Scheduler(WithoutExtras):
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
         self._in_flight: deque[SchedulerOutput] = deque()
-        make_memory = None
-        if is_managed:
-            make_memory = managed_memory(vllm_config, kv_cache_config, block_size, options, self._num_in_flight)
+        block_sizes = block_size, hash_block_size or block_size
+        make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
         self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, make_memory)
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
@@ -128,7 +126,7 @@ class Scheduler(WithoutExtras):
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._prefix_stats = PrefixCacheStats()
-        told = described(self.config, options, is_async=self._is_async, is_managed=is_managed)
+        told = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
         init_logger("vllm.vajra").info(told)
 
     def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
