@@ -125,7 +125,7 @@ class Core:
 
     def __post_init__(self) -> None:
         specs = [one.kv_cache_spec for one in self.scheduler.kv_cache_config.kv_cache_groups]
-        slots = KvSlots(specs[0].block_size, [one.sliding_window for one in specs])
+        slots = KvSlots(specs[0].block_size, [getattr(one, "sliding_window", None) for one in specs])
         kind = SecondRunner if self.scheduler.tests_use_second_runner else FirstRunner
         self.worker = kind(slots, {}, self.is_async, self.scheduler.tests_max_rows)
 
