@@ -163,9 +163,7 @@ def test_the_memory_is_named_at_the_start(tiny_model: str, monkeypatch: pytest.M
     assert ["vLLM's own manager" in line for line in said] == [False, True, True]
 
 
-RETENTION = "scheduling: {replica_scheduler: vllm_v1, request_prioritizer: fcfs, retention: popularity}"
 WITHOUT = "scheduling: {replica_scheduler: vllm_v1, request_prioritizer: fcfs}"
-FOLLOWS = "scheduling: {replica_scheduler: vllm_v1, request_prioritizer: fcfs, replicaset_scheduler: kv_events}"
 INCREMENTAL = "replica: {memory: {reservation: incremental%s}}"
 
 
