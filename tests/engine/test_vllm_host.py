@@ -68,7 +68,6 @@ def test_a_plain_model_is_taken() -> None:
         ({"ec_transfer_config": object()}, "--kv-transfer-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),
-        ({"model_config__get_sliding_window": lambda: 64}, "model"),
         ({"model_config__is_hybrid": True}, "model"),
         ({"model_config__has_inner_state": True}, "model"),
         ({"model_config__hf_text_config": SimpleNamespace(layer_types=["full_attention", "mamba"])}, "model"),
@@ -91,6 +90,13 @@ def test_what_cannot_be_scheduled_is_one_line_with_a_way_out(given: dict[str, An
     assert said.startswith(f"{option}: ")
     assert said.endswith("Leave --scheduler-cls out to use vLLM's own scheduler.")
     assert "\n" not in said
+
+
+def test_sliding_windows_are_taken_by_the_scheduler_alone() -> None:
+    given = options(model_config__get_sliding_window=lambda: 64)
+    check_options(given)
+    with pytest.raises(ConfigError, match="model: has a sliding window of 64 tokens"):
+        check_options(given, has_windows=False)
 
 
 def test_parallelism_over_tensors_and_layers_of_full_attention_are_taken() -> None:

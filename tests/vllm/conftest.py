@@ -14,6 +14,7 @@ SCHEDULERS_ALONE = (
     "test_vllm_interface.py",
     "test_vllm_recording.py",
     "test_vllm_refusals.py",
+    "test_vllm_windows.py",
 )
 """Test files that run no model."""
 collect_ignore_glob = ["test_*.py"]

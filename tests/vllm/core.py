@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -29,13 +30,14 @@ def vllm_config(model: str, *, is_async: bool = False, **options: Any) -> Any:
     return config
 
 
-def kv_cache(num_blocks: int, block_size: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-    )
+def kv_cache(num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)) -> KVCacheConfig:
+    """Return a cache with a group of blocks for each window; None: full attention."""
+    sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(**sizes) if one is None else SlidingWindowSpec(**sizes, sliding_window=one) for one in windows
+    ]
+    groups = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def make_scheduler(cls: type[Any], config: Any, num_blocks: int, block_size: int, **options: Any) -> Any:
@@ -122,9 +124,10 @@ class Core:
     worker: Runner = field(init=False)
 
     def __post_init__(self) -> None:
-        size = self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        specs = [one.kv_cache_spec for one in self.scheduler.kv_cache_config.kv_cache_groups]
+        slots = KvSlots(specs[0].block_size, [getattr(one, "sliding_window", None) for one in specs])
         kind = SecondRunner if self.scheduler.tests_use_second_runner else FirstRunner
-        self.worker = kind(KvSlots(size), {}, self.is_async, self.scheduler.tests_max_rows)
+        self.worker = kind(slots, {}, self.is_async, self.scheduler.tests_max_rows)
 
     def add(self, script: RequestScript, block_size: int, caches: bool) -> None:
         self.take_in(script, request_of(script, block_size, caches))

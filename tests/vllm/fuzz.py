@@ -23,7 +23,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.request import Request, RequestStatus
 
-from tests.vllm.core import EOS, Core, free_blocks, made_up_token, make_scheduler, vllm_config
+from tests.vllm.core import EOS, Core, free_blocks, kv_cache, made_up_token, make_scheduler, vllm_config
 from tests.vllm.worker_model import WorkerFault
 from vajra_py.vllm import Scheduler
 
@@ -84,6 +84,9 @@ class Session:
     is_async: bool
     second_runner: bool
     has_kv_events: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    """Windows of the groups of KV blocks; None: full attention."""
+    retention_interval: int | None = None
     begins: float = 10.0
     """When the first frontend sent the first request, seconds from now; clocks of frontends may be far off."""
 
@@ -99,7 +102,42 @@ def session_of(seed: int, *, is_async: bool) -> Session:
     events = _events(rng, options, max(one.arrives for one in scripts))
     second_runner, begins = rng.random() < 0.5, rng.choice((10.0, 10.0, -1e4))
     return Session(
-        seed, block_size, num_blocks, options, scripts, events, is_async, second_runner, seed % 2 == 0, begins
+        seed,
+        block_size,
+        num_blocks,
+        options,
+        scripts,
+        events,
+        is_async,
+        second_runner,
+        seed % 2 == 0,
+        begins=begins,
+    )
+
+
+def windowed_session_of(seed: int, *, is_async: bool) -> Session:
+    """Return a random session of a model with sliding windows, or with several groups of KV blocks."""
+    session = session_of(seed, is_async=is_async)
+    rng, size = random.Random(f"windows {seed}"), session.block_size
+
+    def window() -> int:
+        return rng.choice((rng.randint(1, 3 * size), rng.randint(1, 40), size, 2 * size + 1))
+
+    groups = rng.choice(("w", "w", "fw", "fw", "fww", "ffw", "wv", "fwv", "ff"))
+    first, second = window(), window()
+    windows = tuple({"f": None, "w": first, "v": second}[one] for one in groups)
+    in_flight = session.options["max_num_batched_tokens"] * (2 if is_async else 1)
+    longest = session.options["max_model_len"]
+    tokens = [longest if one is None else min(longest, one - 1 + in_flight) for one in windows]
+    needed = sum(-(-one // size) + 1 for one in tokens)
+    num_blocks = max(needed, int(session.num_blocks * rng.choice((0.3, 0.6, 1, len(windows)))))
+    interval = session.options["caches"] and any(windows) and rng.random() < 0.2
+    return replace(
+        session,
+        windows=windows,
+        num_blocks=num_blocks,
+        has_kv_events=False,
+        retention_interval=rng.choice((0, size, 3 * size)) if interval else None,
     )
 
 
@@ -437,6 +475,12 @@ def _events_difference(own: Play, ours: Play) -> str | None:
     return None
 
 
+def _cache(session: Session) -> Any:
+    cache = kv_cache(session.num_blocks + 1, session.block_size, session.windows)
+    cache.prefix_cache_retention_interval = session.retention_interval
+    return cache
+
+
 def play(cls: type[Any], model: str, session: Session) -> Play:
     config = _config(model, session)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if session.second_runner else "0"
@@ -446,6 +490,7 @@ def play(cls: type[Any], model: str, session: Session) -> Play:
             config,
             session.num_blocks + 1,
             session.block_size,
+            cache=_cache(session),
             grammars=Grammars(session.scripts),
             include_finished_set=True,
             log_stats=True,
@@ -531,9 +576,13 @@ def _has_equals(session: Session) -> bool:
     return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
 
 
-def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Counter[str]]:
+SESSIONS = {"plain": session_of, "windows": windowed_session_of}
+"""Kinds of random sessions."""
+
+
+def compare(model: str, seed: int, *, is_async: bool, kind: str = "plain") -> tuple[str | None, Counter[str]]:
     """Return the difference in one random session, and counts of its contents."""
-    return compare_in(model, session_of(seed, is_async=is_async))
+    return compare_in(model, SESSIONS[kind](seed, is_async=is_async))
 
 
 def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:

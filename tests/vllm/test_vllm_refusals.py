@@ -112,7 +112,6 @@ BY_CONFIGURATION: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "multimodal inputs": ("model_config", {"supports_multimodal_inputs": True}, "model", "multimodal"),
     "hybrid models": ("model_config", {"is_hybrid": True}, "model", "hybrid"),
     "states beside attention": ("model_config", {"has_inner_state": True}, "model", "hybrid"),
-    "sliding windows": ("model_config", {"get_sliding_window": lambda: 64}, "model", "window of 64 tokens"),
     "encoder-decoders": ("model_config", {"is_encoder_decoder": True}, "model", "encoder"),
     "diffusion": ("model_config", {"is_diffusion": True}, "model", "diffusion"),
     "sampling masks": ("model_config", {"return_sampling_mask": True}, "--return-sampling-mask", "not passed on"),
@@ -128,6 +127,14 @@ def test_a_configuration_is_refused(tiny_model: str, what: str) -> None:
         check_options(Changed(config, **{part: Changed(getattr(config, part), **given)}))
     assert word in refusal(caught, option)
     assert str(caught.value).count("\n") == 0
+
+
+def test_a_backend_refuses_windows_and_a_scheduler_does_not(tiny_model: str) -> None:
+    config = vllm_config(tiny_model, max_model_len=256)
+    windowed = Changed(config, model_config=Changed(config.model_config, get_sliding_window=lambda: 64))
+    check_options(windowed)
+    with pytest.raises(ConfigError, match="model: has a sliding window of 64 tokens"):
+        check_options(windowed, has_windows=False)
 
 
 def test_an_encoder_connector_is_refused(tiny_model: str) -> None:
@@ -150,14 +157,6 @@ def test_every_option_has_its_line(tiny_model: str) -> None:
 
 
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "a sliding window": (
-        {"sliding_window": 32, "architectures": ["MistralForCausalLM"], "model_type": "mistral"},
-        "window of 32",
-    ),
-    "windows in every other layer": (
-        {"sliding_window": 64, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16},
-        "window of 64",
-    ),
     "a hybrid": (
         {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 4},
         "hybrid",

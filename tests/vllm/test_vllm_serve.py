@@ -212,7 +212,6 @@ def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_mo
     [
         (["--enable-lora"], {}, ("--enable-lora", "vLLM's own scheduler")),
         (["--pipeline-parallel-size", "2"], {}, ("--pipeline-parallel-size", "vLLM's own scheduler")),
-        ([], {"sliding_window": 32, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}, ("sliding",)),
         (["--additional-config", '{"vajra": {"experiment": "absent.yaml"}}'], {}, ("absent.yaml",)),
     ],
 )

@@ -48,12 +48,17 @@ class ExpectedTokens:
 
 
 class KvSlots:
-    """Contents of each slot of the KV memory."""
+    """Contents of each slot of the KV memory.
 
-    def __init__(self, block_size: int) -> None:
+    Attributes:
+        windows: for each block table, how many tokens a token attends to, its own included; None: all before it.
+    """
+
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self.size = block_size
-        self._held: dict[tuple[int, int], int] = {}
-        self._written_by: dict[tuple[int, int], str] = {}
+        self.windows = windows
+        self._held: dict[tuple[int, int], tuple[int, int]] = {}
+        self._written_by: dict[tuple[int, int], tuple[str, int]] = {}
 
     def begin(self, to_zero: Sequence[int] | None) -> None:
         """Begin a step by clearing these blocks."""
@@ -62,26 +67,37 @@ class KvSlots:
             for offset in range(self.size):
                 self._held.pop((block, offset), None)
 
-    def check_table(self, name: str, table: Sequence[int], end: int) -> None:
-        if len(table) * self.size < end:
-            raise WorkerFault(f"{name}: {len(table)} blocks for {end} tokens")
-        if 0 in table or len(set(table)) != len(table):
-            raise WorkerFault(f"{name}: block table {table}")
+    def _first_read(self, group: int, start: int) -> int:
+        window = self.windows[group]
+        return 0 if window is None else max(0, start - window + 1)
 
-    def read(self, name: str, expected: ExpectedTokens, table: Sequence[int], end: int) -> None:
-        for position in range(end):
-            held = self._held.get((table[position // self.size], position % self.size))
-            if held != expected.digest(position):
-                what = "nothing" if held is None else "another content"
-                raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
+    def check_tables(self, name: str, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
+        if len(tables) != len(self.windows):
+            raise WorkerFault(f"{name}: {len(tables)} block tables for {len(self.windows)} groups")
+        read: list[int] = []
+        for group, table in enumerate(tables):
+            if len(table) * self.size < end:
+                raise WorkerFault(f"{name}: {len(table)} blocks for {end} tokens")
+            read += table[self._first_read(group, start) // self.size : -(-end // self.size)]
+        if 0 in read or len(set(read)) != len(read):
+            raise WorkerFault(f"{name}: block tables {tables} for tokens {start} to {end}")
 
-    def write(self, name: str, expected: ExpectedTokens, table: Sequence[int], start: int, end: int) -> None:
-        for position in range(start, end):
-            slot = (table[position // self.size], position % self.size)
-            other = self._written_by.setdefault(slot, name)
-            if other != name:
-                raise WorkerFault(f"{name} and {other} write one slot of KV memory")
-            self._held[slot] = expected.digest(position)
+    def read(self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
+        for group, table in enumerate(tables):
+            for position in range(self._first_read(group, start), end):
+                held = self._held.get((table[position // self.size], position % self.size))
+                if held != (expected.digest(position), group):
+                    what = "nothing" if held is None else "another content"
+                    raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
+
+    def write(self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
+        for group, table in enumerate(tables):
+            for position in range(start, end):
+                slot = (table[position // self.size], position % self.size)
+                other = self._written_by.setdefault(slot, (name, group))
+                if other != (name, group):
+                    raise WorkerFault(f"{name} and {other[0]} write one slot of KV memory")
+                self._held[slot] = expected.digest(position), group
 
 
 @dataclass
@@ -89,7 +105,7 @@ class _Cached:
     """State of a request in the first runner, in its batch or not (`CachedRequestState`)."""
 
     prompt: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     num_computed: int
     output: list[int] = field(default_factory=list)
 
@@ -99,7 +115,7 @@ class _Row:
     """A row of `InputBatch`."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     num_computed: int
 
 
@@ -134,17 +150,17 @@ class Runner:
             return {}
         sampled: dict[str, list[int]] = {}
         reads = {name: self.inputs(name, count) for name, count in scheduled.items()}
-        for name, (start, tokens, table) in reads.items():
+        for name, (start, tokens, tables) in reads.items():
             expected, end = self.expected[name], start + len(tokens)
             wanted = [expected.at(position) for position in range(start, end)]
             if tokens != wanted:
                 raise WorkerFault(f"{name}: tokens {start} to {end} are read as {tokens}, and are {wanted}")
-            self.slots.check_table(name, table, end)
+            self.slots.check_tables(name, tables, start, end)
             self.seen[name] = start
-        for name, (start, tokens, table) in reads.items():  # a step writes before it reads
-            self.slots.write(name, self.expected[name], table, start, start + len(tokens))
-        for name, (start, tokens, table) in reads.items():
-            self.slots.read(name, self.expected[name], table, start + len(tokens))
+        for name, (start, tokens, tables) in reads.items():  # a step writes before it reads
+            self.slots.write(name, self.expected[name], tables, start, start + len(tokens))
+        for name, (start, tokens, tables) in reads.items():
+            self.slots.read(name, self.expected[name], tables, start, start + len(tokens))
         for name, (start, tokens, _) in reads.items():
             sampled[name] = self.sample(name, start + len(tokens))
         self.finish_step()
@@ -154,8 +170,8 @@ class Runner:
         """Apply the message's changes."""
         raise NotImplementedError
 
-    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
-        """First position, tokens that are read, block table."""
+    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[list[int]]]:
+        """First position, tokens that are read, block tables."""
         raise NotImplementedError
 
     def sample(self, name: str, end: int) -> list[int]:
@@ -201,13 +217,13 @@ class FirstRunner(Runner):
                     f"{one.req_id}: is new, and the runner knows it (it would take it for streamed input)"
                 )
             prompt = list(one.prompt_token_ids)
-            self.requests[one.req_id] = _Cached(prompt, list(one.block_ids[0]), one.num_computed_tokens)
+            self.requests[one.req_id] = _Cached(prompt, _copied(one.block_ids), one.num_computed_tokens)
             to_add.append(one.req_id)
         for index, name in enumerate(cached.req_ids):
             self._update_cached(cached, index, name, to_add)
         for name in to_add:
             state = self.requests[name]
-            self.rows[name] = _Row([*state.prompt, *state.output], list(state.blocks), state.num_computed)
+            self.rows[name] = _Row([*state.prompt, *state.output], _copied(state.blocks), state.num_computed)
         if len(self.rows) > self.max_rows:
             raise WorkerFault(f"{len(self.rows)} rows, and there is room for {self.max_rows}")
 
@@ -223,11 +239,11 @@ class FirstRunner(Runner):
                 del row.tokens[len(state.prompt) + num_output :]
         if name not in cached.resumed_req_ids:
             if blocks is not None:
-                state.blocks.extend(blocks[0])
+                _extend(state.blocks, blocks)
         else:
             if row is not None or blocks is None:
                 raise WorkerFault(f"{name}: is resumed without blocks, or while it is in the batch")
-            state.blocks = list(blocks[0])
+            state.blocks = _copied(blocks)
         if row is None:
             if self.is_async and num_output > 0:
                 if name not in cached.all_token_ids:
@@ -237,9 +253,9 @@ class FirstRunner(Runner):
             return
         row.num_computed = state.num_computed
         if blocks is not None:
-            row.blocks.extend(blocks[0])
+            _extend(row.blocks, blocks)
 
-    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
+    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[list[int]]]:
         row, state = self.rows[name], self.requests[name]
         start = row.num_computed
         tokens = row.tokens[start : start + count]
@@ -279,7 +295,7 @@ class _State:
     num_prefill: int
     num_computed: int
     num_computed_on_host: int
-    blocks: list[int]
+    blocks: list[list[int]]
     last: int = UNKNOWN
 
 
@@ -299,7 +315,7 @@ class SecondRunner(Runner):
             if len(self.states) >= self.max_rows:
                 raise WorkerFault(f"{one.req_id}: there is no slot for it, {len(self.states)} are taken")
             tokens, done = list(one.prefill_token_ids), one.num_computed_tokens
-            self.states[one.req_id] = _State(tokens, len(tokens), done, done, list(one.block_ids[0]))
+            self.states[one.req_id] = _State(tokens, len(tokens), done, done, _copied(one.block_ids))
         cached = message.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             if name not in self.states:
@@ -307,9 +323,9 @@ class SecondRunner(Runner):
             state = self.states[name]
             state.num_computed_on_host = cached.num_computed_tokens[index]
             if cached.new_block_ids[index] is not None:
-                state.blocks.extend(cached.new_block_ids[index][0])
+                _extend(state.blocks, cached.new_block_ids[index])
 
-    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
+    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[list[int]]]:
         state = self.states[name]
         start = state.num_computed
         if state.num_computed_on_host != start:
@@ -329,3 +345,12 @@ class SecondRunner(Runner):
         token = state.last = self.next_token(name, end)
         state.tokens.append(token)
         return [token]
+
+
+def _copied(tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(table) for table in tables]
+
+
+def _extend(tables: list[list[int]], new: Sequence[Sequence[int]]) -> None:
+    for table, blocks in zip(tables, new, strict=True):
+        table.extend(blocks)

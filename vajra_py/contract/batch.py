@@ -161,10 +161,11 @@ class BatchBuilder(Protocol):
         with its KV: the tokens of that KV.
         """
 
-    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+    def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens.
 
-        Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already.
+        Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already. `in_steps`: several
+        steps are to compute them, so that blocks which the model's sliding windows have left by then are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:

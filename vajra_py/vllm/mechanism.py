@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vajra_py.config import PolicyChoice, SystemConfig
-from vajra_py.contract import Layer
+from vajra_py.config import PolicyChoice, ReplicaConfig, SystemConfig
+from vajra_py.contract import Layer, ReplicaLimits
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
 from vajra_py.engine.config import check_pools, check_scaling
@@ -27,7 +27,8 @@ from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.latency.services.output_length import refuse_oracle
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.kv import BlockHashes, KvMemory, TokenBlockHashes
+from vajra_py.runtime.kv import BlockHashes, KvMemory, KvRequest, Retention, TokenBlockHashes
+from vajra_py.runtime.kv.block_hashes import reads_cache
 from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.records.input_log import (
     Arrival,
@@ -54,21 +55,29 @@ __all__ = [
     "ContentEvents",
     "EndReason",
     "KvMemory",
+    "KvRequest",
+    "MakeMemory",
     "Mechanism",
     "PlannedChunk",
     "Replica",
+    "ReplicaConfig",
+    "ReplicaLimits",
     "Request",
     "RequestFacts",
+    "Retention",
     "StepPlan",
     "Submission",
     "TokenBlockHashes",
     "check_policies",
     "make_mechanism",
+    "reads_cache",
 ]
 
 TICKS_PER_NANOSECOND = 1000
 Clock = Callable[[], int]
 """Nanoseconds since the scheduler was made."""
+MakeMemory = Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory]
+"""Builds the KV memory by the settings, the sizes, and the retention policy that orders it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -417,9 +426,14 @@ def _is_part(plan: StepPlan, request: Request) -> bool:
 
 
 def make_mechanism(
-    config: SystemConfig, registry: Registry, clock: Clock, max_model_len: int, bytes_per_token: int
+    config: SystemConfig,
+    registry: Registry,
+    clock: Clock,
+    max_model_len: int,
+    bytes_per_token: int,
+    make_memory: MakeMemory | None = None,
 ) -> Mechanism:
-    """The mechanism of an experiment's settings, which give every size.
+    """The mechanism of an experiment's settings, which give every size; `make_memory`: None for this project's own KV memory.
 
     Raises `ConfigError` where they describe more than one replica, and what building a policy raises.
     """
@@ -458,6 +472,7 @@ def make_mechanism(
         seeds=seeds,
         facts=ModelFacts(None, max_model_len, bytes_per_token),
         executor_of=lambda replicaset, replica_id: executor,
+        make_memory=make_memory,
     )
     return Mechanism(build_controller(config, services), clock)
 

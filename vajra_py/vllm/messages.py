@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vajra_py.vllm.managed_kv import ManagedKv
 from vajra_py.vllm.mechanism import PlannedChunk, Replica, Request, StepPlan
 from vajra_py.vllm.records import Record
-from vajra_py.vllm.step_message import Scheduled, StepMessage
+from vajra_py.vllm.step_message import Scheduled, StepMessage, Tables
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,7 +33,10 @@ class Messages:
         self._records = records
         self._resumes_as_new = resumes_as_new
         """True when resumed requests are told like new ones (vLLM's second model runner)."""
-        self._zeroes = zeroes
+        memory = replica.memory
+        self._managed = memory if isinstance(memory, ManagedKv) else None
+        """VLLM's own memory, which has several tables; None: this project's."""
+        self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
         """The decodes that the arrays below describe; its identity changes when somebody joins or leaves."""
@@ -58,6 +62,8 @@ class Messages:
             self._add_chunk(chunk)
         if plan.pool is not None:
             self._add_decodes(plan)
+        if self._managed is not None:
+            self.next.clear_numbered(self._managed.take_cleared())
         return self.next.take()
 
     # One by one
@@ -71,7 +77,7 @@ class Messages:
         if is_resumed:
             record.num_told = 0
         blocks = self._new_blocks(record, request)
-        if self._zeroes:
+        if self._zeroes and not isinstance(blocks, Tables):
             self.next.clear(blocks[computed // self._block_size :] if is_resumed else blocks)
         scheduled = Scheduled(record.request_id, num_tokens, computed, blocks)
         was_absent, record.ran_in = record.ran_in != self._step - 1, self._step
@@ -89,9 +95,12 @@ class Messages:
             all_tokens=record.all_tokens() if is_told_tokens else None,
         )
 
-    def _new_blocks(self, record: Record, request: Request) -> Sequence[int]:
-        """Return the entries of the request's block table that the workers do not have."""
+    def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
+        """Return the entries of the request's block table, or tables, that the workers do not have."""
         memory, known = self._replica.memory, record.num_told
+        if self._managed is not None:
+            record.num_told = self._managed.num_entries(request)
+            return Tables(self._managed.numbers(request, known))
         held = memory.num_held_blocks(request)
         if held == known:
             return ()
@@ -114,12 +123,12 @@ class Messages:
             self._order = None
             return
         computed = self._computed
-        new: dict[int, Sequence[int]] = {}
+        new: dict[int, Sequence[int] | Tables] = {}
         for index in np.flatnonzero(computed % self._block_size == 0).tolist():
             blocks = self._new_blocks(self._decodes[index], order[index])
             if blocks:
                 new[index] = blocks
-                if self._zeroes:
+                if self._zeroes and not isinstance(blocks, Tables):
                     self.next.clear(blocks)
         self.next.add_decodes(self._ids, new, computed.tolist(), self._output.tolist())
         self._last = self._step

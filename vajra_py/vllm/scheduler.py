@@ -34,13 +34,14 @@ from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import kv_events_of
-from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
+from vajra_py.vllm.managed_kv import managed_memory
+from vajra_py.vllm.mechanism import EndReason, MakeMemory, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.model_facts import kv_bytes_per_token_of, layer_specs_of
 from vajra_py.vllm.recording import SessionRecording, facts_of, start_recording
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, vajra_options_of
-from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
+from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ class Scheduler(WithoutExtras):
     ) -> None:
         version = check_version(installed_version())
         check_options(vllm_config)
-        check_cache(kv_cache_config)
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
@@ -86,7 +86,10 @@ class Scheduler(WithoutExtras):
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
-        self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token)
+        self._in_flight: deque[SchedulerOutput] = deque()
+        block_sizes = block_size, hash_block_size or block_size
+        make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
+        self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, make_memory)
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
@@ -122,13 +125,15 @@ class Scheduler(WithoutExtras):
         self._pause = PauseState.UNPAUSED
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
-        self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
-        init_logger("vllm.vajra").info(described(self.config, options, is_async=self._is_async))
+        told = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
+        init_logger("vllm.vajra").info(told)
 
-    def _make_mechanism(self, registry: Registry, bytes_per_token: int) -> Mechanism:
+    def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
         """Build the mechanism. Raises `ConfigError` for policies, also those that would take over, that do not go together with vLLM."""
-        mechanism: Mechanism = make_mechanism(self.config, registry, self._clock, self._max_model_len, bytes_per_token)
+        mechanism: Mechanism = make_mechanism(
+            self.config, registry, self._clock, self._max_model_len, bytes_per_token, make_memory
+        )
         if self._is_async:
             mechanism.set_gate(bars_preempted=True)
         if self._fallback is not None:
@@ -137,6 +142,9 @@ class Scheduler(WithoutExtras):
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns
+
+    def _num_in_flight(self, request_id: str) -> int:
+        return sum(one.num_scheduled_tokens.get(request_id, 0) for one in self._in_flight)
 
     # Requests
 

@@ -25,6 +25,9 @@ from vajra_py.vllm.config import problems_of
 from vajra_py.vllm.support import policy_options
 
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
+_MANAGED = (
+    "KV memory is vLLM's own manager, for sliding windows or several block tables: see docs/vllm.md for its price"
+)
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
 """Keys that `--additional-config` takes under `vajra`, and the variables that say the same."""
@@ -117,7 +120,7 @@ def orders_by_priority(config: SystemConfig) -> bool:
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
-def described(config: SystemConfig, options: VajraOptions, *, is_async: bool) -> str:
+def described(config: SystemConfig, options: VajraOptions, *, is_async: bool, is_managed: bool = False) -> str:
     """Return one line: by which policies a vLLM is scheduled, and who says so."""
     scheduling = only_replicaset(config).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
@@ -127,7 +130,8 @@ def described(config: SystemConfig, options: VajraOptions, *, is_async: bool) ->
     fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
     recorded = f"; recorded in {options.save_run}" if options.save_run else ""
     mode = "asynchronous" if is_async else "synchronous"
-    return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}"
+    memory = f"; {_MANAGED}" if is_managed else ""
+    return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}{memory}"
 
 
 def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry: Registry) -> SystemConfig:

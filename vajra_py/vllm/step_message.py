@@ -14,19 +14,28 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
+class Tables(tuple[list[int], ...]):
+    """Entries of several block tables of one request, in vLLM's numbers."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return any(map(len, self))
+
+
 class Scheduled(NamedTuple):
     """Tokens of one request that a step computes.
 
     Attributes:
         name: the request's name at the workers.
         num_computed: tokens in KV memory before.
-        blocks: entries of the block table that the workers do not have, or all of it where they have none that counts.
+        blocks: entries of the block table, or tables, that the workers do not have, or all where they have none that counts.
     """
 
     name: str
     num_tokens: int
     num_computed: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | Tables
 
 
 class StepMessage:
@@ -75,7 +84,7 @@ class StepMessage:
                 mm_features=[],
                 sampling_params=sampling,
                 pooling_params=None,
-                block_ids=(_in_vllm(scheduled.blocks),),
+                block_ids=_tables(scheduled.blocks),
                 num_computed_tokens=scheduled.num_computed,
                 lora_request=None,
                 prefill_token_ids=all_tokens,
@@ -99,7 +108,7 @@ class StepMessage:
         name, _, num_computed, blocks = scheduled
         known = self._known
         known.req_ids.append(name)
-        known.new_block_ids.append((_in_vllm(blocks),) if blocks else None)
+        known.new_block_ids.append(_tables(blocks) if blocks else None)
         known.num_computed_tokens.append(num_computed)
         known.num_output_tokens.append(num_outputs)
         if is_resumed:
@@ -110,14 +119,14 @@ class StepMessage:
     def add_decodes(
         self,
         names: Sequence[str],
-        blocks: Mapping[int, Sequence[int]],
+        blocks: Mapping[int, Sequence[int] | Tables],
         num_computed: Sequence[int],
         num_outputs: Sequence[int],
     ) -> None:
         """Compute one token of each of these requests, all part of the step before; `blocks` are new ones, by place in `names`."""
         added: list[tuple[list[int], ...] | None] = [None] * len(names)
         for place, table in blocks.items():
-            added[place] = (_in_vllm(table),)
+            added[place] = _tables(table)
         known = self._known
         known.req_ids += names
         known.new_block_ids += added
@@ -129,6 +138,10 @@ class StepMessage:
     def clear(self, blocks: Sequence[int]) -> None:
         """Clear blocks before the step reads any."""
         self._cleared += _in_vllm(blocks)
+
+    def clear_numbered(self, blocks: Sequence[int]) -> None:
+        """Clear blocks of these numbers, which are vLLM's."""
+        self._cleared += blocks
 
     def take(self) -> SchedulerOutput:
         """Return the message, and begin the next one."""
@@ -150,6 +163,10 @@ class StepMessage:
     def _schedule(self, scheduled: Scheduled) -> None:
         self._num_scheduled[scheduled.name] = scheduled.num_tokens
         self._num_tokens += scheduled.num_tokens
+
+
+def _tables(blocks: Sequence[int] | Tables) -> tuple[list[int], ...]:
+    return tuple(blocks) if isinstance(blocks, Tables) else (_in_vllm(blocks),)
 
 
 def _in_vllm(blocks: Sequence[int]) -> list[int]:

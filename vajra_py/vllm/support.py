@@ -37,9 +37,13 @@ def check_version(version: str) -> tuple[int, int]:
     return minor
 
 
-def check_options(config: Any) -> None:
-    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled."""
+def check_options(config: Any, *, has_windows: bool = True) -> None:
+    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled, without `has_windows` also for sliding windows."""
     problems = [Problem(where, why, _OTHERWISE) for where, why in _unsupported(config)]
+    window = config.model_config.get_sliding_window()
+    if window is not None and not has_windows:
+        message = f"has a sliding window of {window} tokens, and one table of blocks is kept for each request here"
+        problems.append(Problem("model", message, "Schedule it with vLLM's own command and --scheduler-cls"))
     if problems:
         raise ConfigError(problems)
 
@@ -66,6 +70,35 @@ def _is_full_attention(spec: Any) -> bool:
     return bool(known) and windows == (None, None)
 
 
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_MANAGED = (*_FULL, "SlidingWindowSpec")
+"""Kinds of KV blocks that vLLM's KV manager is known to serve as its scheduler asks for them."""
+
+
+def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
+    """Return true if vLLM's KV manager has to serve as memory, false if this project's own can: one table of full attention.
+
+    Raises `ConfigError` for KV blocks that neither is known to hold.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) == 1 and _keeps_blocks(specs[0]):
+        return False
+    kinds = ", ".join(type(one).__name__ for one in specs) or "none"
+    if not specs or any(type(one).__name__ not in _MANAGED for one in specs):
+        message = f"has KV blocks of a kind that is not known here ({kinds})"
+        raise ConfigError(Problem("model", f"{message}. Known are full attention and sliding windows", _OTHERWISE))
+    sizes = sorted({block_size, hash_block_size, *(one.block_size for one in specs)})
+    if len(sizes) > 1:
+        message = f"has groups of KV blocks ({kinds}) whose blocks differ in size (got {sizes} tokens)"
+        raise ConfigError(Problem("model", message, _OTHERWISE))
+    return True
+
+
+def _keeps_blocks(spec: Any) -> bool:
+    """Return true if blocks are kept until their request ends; where vLLM has turned its hybrid manager off, also those of windows."""
+    return type(spec).__name__ in _FULL or _is_full_attention(spec)
+
+
 def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
     if config.speculative_config is not None:
@@ -81,9 +114,6 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
     if model.supports_multimodal_inputs:
         yield "model", "takes multimodal inputs, whose encoder has a budget of its own"
-    window = model.get_sliding_window()
-    if window is not None:
-        yield "model", f"has a sliding window of {window} tokens, which frees KV blocks of a running request"
     if model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model):
         yield "model", "is a hybrid with states beside attention, whose KV blocks are of several kinds"
     if model.is_encoder_decoder:

@@ -208,8 +208,10 @@ class VllmV1:
             end = num_cached + num_tokens
             must_fit = known if self._config.reserve_full_prompt else end
             watermark = self._watermark if replica.num_running else 0
-            if batch.blocks_needed(request, must_fit) + watermark > batch.free_blocks:
+            if batch.blocks_needed(request, must_fit, in_steps=must_fit > end) + watermark > batch.free_blocks:
                 break
+            if watermark and must_fit > end and batch.blocks_needed(request, end) + watermark > batch.free_blocks:
+                break  # of a prompt that windows leave in part, the chunk can need more than the whole
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
             if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
                 continue  # others do not wait for its KV, or its adapter

@@ -10,6 +10,7 @@ sums over the groups. A memory without groups is one of a single group, 0.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -55,6 +56,18 @@ class KvMemory(Protocol):
     @property
     def free_host_blocks(self) -> int:
         """Free blocks of the swap space."""
+
+    @property
+    def recycles(self) -> bool:
+        """True if running requests leave blocks behind that become free: decodes grow one by one then, in order of admission."""
+
+    @property
+    def due_places(self) -> Collection[int]:
+        """Places within a block at which the blocks of a decode change, if the memory recycles: by its computed tokens."""
+
+    @property
+    def lagging(self) -> Collection[KvRequest]:
+        """Requests that, if the memory recycles, may leave blocks behind at other places with their next token."""
 
     @property
     def growth_headroom(self) -> int:
@@ -117,6 +130,9 @@ class KvMemory(Protocol):
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
+
+    def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
+        """Free blocks that would be taken at most at any time if several steps computed these tokens."""
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
@@ -259,8 +275,13 @@ class KvMemory(Protocol):
         """Raise `AssertionError` if the accounts do not agree."""
 
 
-def max_request_tokens(limits: ReplicaLimits) -> int:
-    """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes."""
+def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
+    """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes.
+
+    A memory whose blocks are left behind while a request runs is asked.
+    """
+    if memory is not None and memory.recycles:
+        return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))
     capacity = limits.num_blocks * limits.block_size
     if limits.kv_group_tokens is not None:
         capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)

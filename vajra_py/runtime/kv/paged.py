@@ -85,6 +85,9 @@ class PagedKvMemory:
 
     num_groups = 1
     can_reserve = True
+    recycles = False
+    due_places: Collection[int] = ()
+    lagging: Collection[KvRequest] = ()
 
     def __init__(
         self,
@@ -399,6 +402,10 @@ class PagedKvMemory:
             return max(num_blocks, len(entry.host))
         found = self._found(request, entry)
         return max(num_blocks - len(found), 0) + self._num_idle(entry, found)
+
+    def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
+        """Return the same, since every block is held to the end."""
+        return self.blocks_needed(request, num_tokens)
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""

@@ -373,6 +373,10 @@ class KvParallelMemory:
         entry = self._tables_of[request]
         return max(self.blocks_for(num_tokens) - entry.num_blocks, len(entry.host), 0)
 
+    def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
+        """Return the same, since every block is held to the end."""
+        return self.blocks_needed(request, num_tokens)
+
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
         entry = self._tables_of[request]
@@ -430,7 +434,9 @@ class KvParallelMemory:
             else:
                 self._take(entry, self._place(1, entry.groups) or ())
 
-    can_reserve = has_reserved = False
+    can_reserve = has_reserved = recycles = False
+    due_places: Collection[int] = ()
+    lagging: Collection[KvRequest] = ()
 
     def reserve_blocks(self, num_blocks: int) -> None:
         """Refuse: each request grows in groups of its own."""

@@ -126,6 +126,10 @@ class DecodePool:
         """Members whose next token is the first of a block."""
         return self._growing[self.num_committed % self._block_size]
 
+    def at_place(self, place: int) -> Collection[Request]:
+        """Members whose next token has this place in its block, from 0."""
+        return self._growing[(self.num_committed - place) % self._block_size]
+
     def began_blocks(self) -> Collection[Request]:
         """Members whose token of the last step that was put into a plan is the first of a block."""
         return self._growing[(self.num_committed - 1) % self._block_size]

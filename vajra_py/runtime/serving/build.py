@@ -111,6 +111,8 @@ class Services:
     """Wake-ups that the policies ask for."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that drafting adds to a step with drafts, and to it for each draft."""
+    make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
+    """Builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
     make_load: Callable[[Replica], LiveLoad] = LiveLoad
     """Classes of replicas and of their loads; a router's are servers."""
@@ -529,13 +531,7 @@ def _build_replica(
             replicaset=replicaset,
             replica_id=replica_id,
             limits=plan.limits,
-            memory=build_memory(
-                plan.settings,
-                plan.limits,
-                services.records_copies,
-                _order_of(policies.retention[replica_id], services.registry),
-                plan.tiers,
-            ),
+            memory=_build_memory(plan, _order_of(policies.retention[replica_id], services.registry), services),
             queue=policies.new_queue(),
             shared=shared,
             policy=policies.schedulers[replica_id],
@@ -551,6 +547,12 @@ def _build_replica(
             adapters=_adapters_of(replica_id, plan.settings),
         )
     )
+
+
+def _build_memory(plan: ReplicaPlan, retention: Retention | None, services: Services) -> KvMemory:
+    if services.make_memory is not None:
+        return services.make_memory(plan.settings, plan.limits, retention)
+    return build_memory(plan.settings, plan.limits, services.records_copies, retention, plan.tiers)
 
 
 def _adapters_of(replica_id: int, settings: ReplicaConfig) -> Adapters | None:

@@ -120,7 +120,7 @@ class Replica:
         self.replicaset = parts.replicaset
         self.replica_id = parts.replica_id
         self.limits = parts.limits
-        self.max_request_tokens = max_request_tokens(parts.limits)
+        self.max_request_tokens = max_request_tokens(parts.limits, parts.memory)
         """Most tokens, prompt and output together, that one request may have here."""
         self.memory = parts.memory
         self.queue = parts.queue

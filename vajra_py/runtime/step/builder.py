@@ -6,7 +6,7 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
@@ -71,6 +71,7 @@ class Builder(PlanDraft):
         "_order",
         "_order_of_decodes",
         "_order_position",
+        "_recycles",
         "_returned",
         "_swaps",
         "_tiers",
@@ -123,6 +124,8 @@ class Builder(PlanDraft):
         self._growing: Collection[Request] = ()
         self._caches_decodes = False
         """Decodes that need a block, where decodes are taken one by one, and True if blocks that they fill are cached at once."""
+        self._recycles = running_set.memory.recycles
+        """True if decodes leave blocks behind."""
 
         self._draft_rules = options.drafts
         self._executor: Executor | None = None
@@ -253,8 +256,8 @@ class Builder(PlanDraft):
             return self._refuse(request, Refusal.TOKEN_BUDGET)
         if not selected:
             pool = self._running_set.pool
-            self._growing = pool.needing_blocks()
-            self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule
+            self._growing = self._changing() if self._recycles else pool.needing_blocks()
+            self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
         needs_room = request in self._growing or self._caches_decodes  # full private blocks need no entry yet
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
@@ -472,6 +475,8 @@ class Builder(PlanDraft):
 
     def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
         running_set, memory = self._running_set, self._memory
+        if self._recycles and (running_set.partial or running_set.skipped):
+            return False  # what each leaves behind is free for the next
         num_tokens = len(running_set.pool) + len(running_set.skipped)
         num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
         for request in running_set.partial:
@@ -529,6 +534,8 @@ class Builder(PlanDraft):
         """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
+        if self._recycles:
+            return self._grow_in_order()
         due = pool.needing_blocks()
         if due:
             if running_set.has_spare_blocks:
@@ -545,6 +552,17 @@ class Builder(PlanDraft):
         if pool.num_public and self._options.cache_at_schedule:
             self._to_cache = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
         return True
+
+    def _grow_in_order(self) -> bool:
+        """Give the pool members blocks and take what they leave behind; False when one lacks a block: those before it have theirs."""
+        return all(self._grow_decode(request, None) for request in sorted(self._changing(), key=by_admission))
+
+    def _changing(self) -> set[Request]:
+        """Return the pool members that take, fill or leave a block with their next token, of a memory that recycles."""
+        pool, memory = self._running_set.pool, self._memory
+        due = {request for place in memory.due_places for request in pool.at_place(place)}
+        due.update(cast(Request, one) for one in memory.lagging if one in pool)
+        return due
 
     def _cache_decodes(self, before: int | None = None) -> None:
         """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
@@ -658,14 +676,16 @@ class Builder(PlanDraft):
             return 0
         return own.num_computed_tokens if own.state in _WITH_KV else self._cached_tokens(own)
 
-    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        """Free blocks that would be taken if the request held its first `num_tokens` tokens."""
+    def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
+        """Free blocks that would be taken if the request held its first `num_tokens` tokens; see `BatchBuilder.blocks_needed`."""
         own = self._own(request)
         if own.state is _SWAPPED:
             return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
         self._materialize(own)
         if self._connected is not None:
             return self._connected.blocks_needed(own, num_tokens)
+        if in_steps and self._recycles:
+            return self._memory.blocks_needed_in_steps(own, num_tokens)
         return self._memory.blocks_needed(own, num_tokens)
 
     def max_chunk(self, request: RequestView) -> int:

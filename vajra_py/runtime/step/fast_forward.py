@@ -27,7 +27,9 @@ class Repeats:
         """Read the traits of the policy in force; `listens`: some policy is to be told of each step by itself."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
-        may_repeat = running_set.limits.pipeline_stages == 1 and not listens and running_set.memory.num_groups == 1
+        memory = running_set.memory
+        may_repeat = running_set.limits.pipeline_stages == 1 and not listens and memory.num_groups == 1
+        may_repeat = may_repeat and not memory.recycles
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
 

@@ -1,0 +1,106 @@
+"""Parts of the interface of KV memory that vLLM's KV manager does not serve here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.mechanism import BlockHashes, ContentEvents, KvRequest
+
+
+class WithoutKvExtras:
+    """What this memory has none of: KV-parallel groups, swap space, lower tiers, pins, retention and reserved blocks."""
+
+    num_groups = 1
+    free_host_blocks = 0
+    can_reserve = has_reserved = is_watched = may_expire = expires_content = False
+    repeat_headroom = 0
+    next_due = inf
+    tiers = policy_error = None
+    pending_prefill_work: Sequence[int] = (0,)
+
+    def reserve_blocks(self, num_blocks: int) -> None:
+        """Refuse: each request takes its blocks by itself."""
+        raise ValueError(f"ManagedKv.reserve_blocks: {num_blocks} blocks. `can_reserve` says that none are reserved.")
+
+    def materialize(self, request: KvRequest, num_tokens: int) -> None:
+        """Do nothing: no blocks are reserved."""
+
+    def shrink(self, request: KvRequest, num_blocks: int) -> None:
+        """Refuse: there are no drafts."""
+        raise ValueError("ManagedKv.shrink: blocks beyond a request's tokens are not taken here.")
+
+    def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
+        """Return None: there is no host memory."""
+        return None
+
+    def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Refuse: nothing is ever swapped out."""
+        raise ValueError("ManagedKv.swap_in: there is no host memory.")
+
+    def drop_swapped(self, request: KvRequest) -> None:
+        """Refuse: nothing is ever swapped out."""
+        raise ValueError("ManagedKv.drop_swapped: there is no host memory.")
+
+    def take_copies(self) -> Sequence[Any]:
+        """Return no copy."""
+        return ()
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Ignore the time: nothing expires."""
+
+    def now(self) -> float:
+        """Return 0; nothing here has a time."""
+        return 0.0
+
+    def expire(self) -> None:
+        """Do nothing: content does not expire."""
+
+    def settle_due(self) -> Sequence[Hashable]:
+        """Return no name: nothing is pinned."""
+        return ()
+
+    def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
+        """Refuse: vLLM's manager keeps content by its last use alone."""
+        return False
+
+    def unpin(self, name: Hashable) -> bool:
+        """Return False: there is no pin."""
+        return False
+
+    def release_pin(self) -> Hashable | None:
+        """Return None: there is no pin."""
+        return None
+
+    def report_content(self, events: ContentEvents) -> None:
+        """Raise `ConfigError`: what the prefix cache comes to hold and loses is not reported."""
+        message = "is not reported for models with several kinds of KV blocks, whose prefix cache is vLLM's"
+        raise ConfigError(Problem("content of the prefix cache", message, "Choose policies that do not follow it"))
+
+    def report_evictions(self, tell: Callable[[Any, float], None] | None) -> None:
+        """Do nothing: there is no retention policy whose choices could be reported."""
+
+    def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
+        """Return nothing: there are no lower tiers."""
+        return {}
+
+    def groups_of(self, request: KvRequest) -> Sequence[int]:
+        """Return the one KV-parallel group."""
+        return (0,)
+
+    def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
+        """Return the one KV-parallel group."""
+        return (0,)
+
+    def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
+        """All of the tokens are in one KV-parallel group."""
+        return (num_done_tokens,)
+
+    def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Return all that remain."""
+        return num_remaining_tokens
+
+    def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
+        """Do nothing: chunks are not counted."""
