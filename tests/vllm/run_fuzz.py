@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=100, help="how many sessions")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
+    parser.add_argument("--adapters", action="store_true", help="with LoRA adapters")
     parser.add_argument("--model", help="folder of a model; default: a tiny one is made")
     given = parser.parse_args()
     if platforms.current_platform.is_unspecified():  # a GPU build on a machine without a GPU
@@ -36,7 +37,7 @@ def main() -> int:
             model = f"{folder}/model"
             write_tiny_model(Path(model))
         for seed in range(given.first, given.first + given.count):
-            found, counts = compare(model, seed, is_async=given.mode == "async")
+            found, counts = compare(model, seed, is_async=given.mode == "async", adapters=given.adapters)
             total += counts
             if found is not None:
                 differ.append(seed)
@@ -44,7 +45,8 @@ def main() -> int:
     from vajra_py.vllm.support import installed_version
 
     print(
-        f"vLLM {installed_version()} {given.mode}: {given.count} sessions, {len(differ)} differ {differ}; {dict(total)}"
+        f"vLLM {installed_version()} {given.mode}{' with adapters' if given.adapters else ''}: {given.count} sessions, "
+        f"{len(differ)} differ {differ}; {dict(total)}"
     )
     return bool(differ)
 

@@ -415,7 +415,8 @@ def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
         message = "would let requests read KV blocks that were never computed ('keep')"
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
     if replica.adapters is not None:
-        message = f"steps are computed with the base model alone (got {len(replica.adapters.models)} adapters)"
+        number = "any" if replica.adapters.models is None else len(replica.adapters.models)
+        message = f"steps are computed with the base model alone (got {number} adapters)"
         problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
     if replica.memory.tiers is not None:
         names = ", ".join(level.name for level in replica.memory.tiers.levels)

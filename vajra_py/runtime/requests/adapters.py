@@ -36,6 +36,10 @@ class Adapters:
         self._awaiting: dict[str, Request] = {}
         """Requests for which adapters were loaded that nobody has used since."""
 
+    def serves(self, name: str) -> bool:
+        """Return True if this adapter can be loaded."""
+        return name in self.names
+
     def loaded(self, now: float) -> tuple[str, ...]:
         """Return the adapters that slots hold now, the least recently used first."""
         return tuple(name for name, ready_at in self._slots.items() if ready_at <= now)
@@ -56,7 +60,7 @@ class Adapters:
         ready_at = self._slots.get(name)
         if ready_at is not None:
             return ready_at <= now
-        return name in self.names and self.num_available(now) > 0
+        return self.serves(name) and self.num_available(now) > 0
 
     def admit(self, request: Request, now: float) -> Refusal | None:
         """Return the reason that a request cannot run now; its adapter's load begins where a slot can be had."""
@@ -77,7 +81,7 @@ class Adapters:
     def acquire(self, request: Request) -> None:
         """A request that has one begins to run with its adapter."""
         name = request.adapter
-        if name in self.names:
+        if self.serves(name):
             self._users.setdefault(name, set()).add(request)
             self._awaiting.pop(name, None)
             self._slots[name] = self._slots.pop(name)
