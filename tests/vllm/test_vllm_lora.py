@@ -127,23 +127,22 @@ def write_adapter(folder: Path, seed: int) -> str:
 
 
 @pytest.mark.long
-def test_two_random_adapters_give_vllms_tokens(tiny_model: str, tmp_path: Path) -> None:
+def test_random_adapters_give_vllms_tokens(tiny_model: str, tmp_path: Path) -> None:
+    """Without requests of the base model: on a CPU, vLLM computes them with an adapter where a step has one."""
+    from tests.vllm.test_vllm_real import OPTIONS, prompts, scheduler_of
     from vllm import LLM, SamplingParams
 
-    from tests.vllm.test_vllm_real import OPTIONS, prompts, scheduler_of
-
-    paths = [write_adapter(tmp_path / f"adapter{seed}", seed) for seed in (1, 2)]
-    loras = [None, *(LoRARequest(f"lora-{number}", number, path) for number, path in enumerate(paths, 1))]
+    paths = [write_adapter(tmp_path / f"adapter{seed}", seed) for seed in range(3)]
+    loras = [LoRARequest(f"lora-{number}", number, path) for number, path in enumerate(paths, 1)]
     wanted = [one for one in prompts(8) for _ in loras]
     given = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True) for _ in wanted]
     found = []
     for cls in (Scheduler, VllmScheduler):
-        options = OPTIONS | {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+        options = OPTIONS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         llm = LLM(tiny_model, scheduler_cls=cls, async_scheduling=False, **options)
         assert isinstance(scheduler_of(llm), cls)
         outputs = llm.generate(wanted, given, lora_request=loras * 8, use_tqdm=False)
-        found.append([list(one.outputs[0].token_ids) for one in outputs])
+        found.append([tuple(one.outputs[0].token_ids) for one in outputs])
         del llm
     assert found[0] == found[1]
-    base, first, second = (found[0][index::3] for index in range(3))
-    assert base != first != second != base
+    assert all(len(set(found[0][at : at + 3])) == 3 for at in range(0, 24, 3))
