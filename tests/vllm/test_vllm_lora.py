@@ -129,8 +129,9 @@ def write_adapter(folder: Path, seed: int) -> str:
 @pytest.mark.long
 def test_random_adapters_give_vllms_tokens(tiny_model: str, tmp_path: Path) -> None:
     """Without requests of the base model: on a CPU, vLLM computes them with an adapter where a step has one."""
-    from tests.vllm.test_vllm_real import OPTIONS, prompts, scheduler_of
     from vllm import LLM, SamplingParams
+
+    from tests.vllm.test_vllm_real import OPTIONS, prompts, scheduler_of
 
     paths = [write_adapter(tmp_path / f"adapter{seed}", seed) for seed in range(3)]
     loras = [LoRARequest(f"lora-{number}", number, path) for number, path in enumerate(paths, 1)]
