@@ -72,9 +72,13 @@ def asked(
 
 
 def served(
-    requests: Sequence[RequestSpec], max_loras: int, load_s: float = 0.0, scheduler: str = "vllm_v1", **changes: Any
+    requests: Sequence[RequestSpec],
+    max_loras: int,
+    load_s: float | None = 0.0,
+    scheduler: str = "vllm_v1",
+    **changes: Any,
 ) -> Watch:
-    models = [{"name": name, "load_s": load_s, "num_blocks": 2} for name in "abcd"]
+    models = None if load_s is None else [{"name": name, "load_s": load_s, "num_blocks": 2} for name in "abcd"]
     replica = {
         "max_batch_size": 4,
         "max_batch_tokens": 64,
@@ -121,6 +125,16 @@ def test_the_least_recently_used_adapter_gives_way() -> None:
     watch = served(requests, max_loras=2, load_s=1.0)
     waits = [watch.admitted_at[one.request_id] - one.arrived_at for one in requests]
     assert waits == pytest.approx([1, 1, 0, 1, 0, 1])  # c takes the place of b, a stays
+
+
+def test_adapters_that_a_server_keeps_itself_are_slots_alone() -> None:
+    """`models: null`, as under vLLM: any name, no load, no memory, and nothing is kept for one who is not admitted."""
+    names = ["x", "y", "", "x", "y", "z"]
+    requests = [asked(str(k), 0.001 * k, name, num_output=3 + k) for k, name in enumerate(names)]
+    watch = served(requests, max_loras=2, load_s=None)
+    assert {reason for reason, _ in watch.ends.values()} == {EndReason.STOP}
+    assert watch.most_adapters == 2
+    assert watch.admitted_at["3"] < watch.admitted_at["5"] < 1.0
 
 
 def test_content_of_different_adapters_is_not_shared() -> None:
@@ -219,7 +233,7 @@ def test_workers_that_compute_the_base_model_alone_refuse_adapters_by_name() -> 
         max_size=25,
     ),
     max_loras=st.integers(1, 3),
-    load_s=st.sampled_from([0.0, 0.001, 0.3]),
+    load_s=st.sampled_from([0.0, 0.001, 0.3, None]),
     scheduler=st.sampled_from(["vllm_v1", "fixed_chunk", "preemptive"]),
     router=st.sampled_from(["round_robin", "pull"]),
     reservation=st.sampled_from(["prompt", "incremental"]),
@@ -227,7 +241,7 @@ def test_workers_that_compute_the_base_model_alone_refuse_adapters_by_name() -> 
 def test_nobody_waits_for_ever_and_slots_are_never_exceeded(
     arrivals: list[tuple[str, int, int, int]],
     max_loras: int,
-    load_s: float,
+    load_s: float | None,
     scheduler: str,
     router: str,
     reservation: str,

@@ -12,6 +12,7 @@ SCHEDULERS_ALONE = (
     "test_vllm_fuzz.py",
     "test_vllm_idle.py",
     "test_vllm_interface.py",
+    "test_vllm_lora.py",
     "test_vllm_recording.py",
     "test_vllm_refusals.py",
     "test_vllm_windows.py",

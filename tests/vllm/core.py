@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -74,6 +75,12 @@ class RequestScript:
     """Number of tokens after which it generates the end-of-sequence token."""
     salt: str | None = None
     prompt_logprobs: int | None = None
+    adapter: str | None = None
+
+
+def lora_of(adapter: str | None) -> LoRARequest | None:
+    """Return an adapter of vLLM's, by its name, which ends with its number."""
+    return None if adapter is None else LoRARequest(adapter, int(adapter.rsplit("-", 1)[1]), f"/{adapter}")
 
 
 _NONE_HASH: list[bool] = []
@@ -94,6 +101,7 @@ def request_of(script: RequestScript, block_size: int, caches: bool) -> Request:
         arrival_time=1e10 + script.arrives + int(script.name.rsplit("-", 1)[1]) * 1e-4,
         priority=script.priority,
         cache_salt=script.salt,
+        lora_request=lora_of(script.adapter),
         block_hasher=get_request_block_hasher(block_size, hash_fn) if caches else None,
     )
 
@@ -134,7 +142,7 @@ class Core:
 
     def take_in(self, script: Any, request: Request) -> None:
         self.scripts[script.name] = script
-        salt = script.salt or ""
+        salt = f"{script.salt or ''} {script.adapter or ''}"
         self.worker.expected[script.name] = ExpectedTokens(
             script.prompt, salt, lambda position: self.token(script.name, position)
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.kv_events import KVEventsConfig
+from vllm.config.lora import LoRAConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -23,7 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.request import Request, RequestStatus
 
-from tests.vllm.core import EOS, Core, free_blocks, kv_cache, made_up_token, make_scheduler, vllm_config
+from tests.vllm.core import EOS, Core, free_blocks, kv_cache, lora_of, made_up_token, make_scheduler, vllm_config
 from tests.vllm.worker_model import WorkerFault
 from vajra_py.vllm import Scheduler
 
@@ -60,6 +61,7 @@ class RequestScript:
     grammar: tuple[int, str, int | None] | None = None
     """Turn in which it is compiled, "ok" or "error", and the token that it forbids."""
     client: int = 0
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Session:
     retention_interval: int | None = None
     begins: float = 10.0
     """When the first frontend sent the first request, seconds from now; clocks of frontends may be far off."""
+    max_loras: int = 0
+    """LoRA adapters of a step; 0: there are none."""
 
 
 def session_of(seed: int, *, is_async: bool) -> Session:
@@ -162,6 +166,20 @@ def _options(rng: random.Random, max_len: int) -> dict[str, Any]:
         "enable_chunked_prefill": is_chunked,
         "max_num_scheduled_tokens": max(1, tokens // 2) if is_chunked and rng.random() < 0.2 else None,
     }
+
+
+def adapter_session_of(seed: int, *, is_async: bool) -> Session:
+    """Return a random session with LoRA adapters for most of its requests."""
+    session = session_of(seed, is_async=is_async)
+    rng = random.Random(f"adapters {session.seed}")
+    max_loras, number = rng.choice((1, 1, 2, 3)), rng.randint(1, 6)
+    scripts = [
+        replace(one, adapter=f"lora-{rng.randint(1, number)}" if rng.random() < 0.75 else None)
+        for one in session.scripts
+    ]
+    # Requests that wait for an adapter count in another way for the interval: docs/evidence/vllm.md.
+    options = session.options | {"prefill_schedule_interval": 1}
+    return replace(session, scripts=scripts, options=options, max_loras=max_loras)
 
 
 def _scripts(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[RequestScript]:
@@ -291,6 +309,7 @@ def _config(model: str, session: Session) -> Any:
     config.cache_config.enable_prefix_caching = given.pop("caches")
     config.model_config.max_model_len = given.pop("max_model_len")
     config.scheduler_config.async_scheduling = session.is_async
+    config.lora_config = LoRAConfig(max_loras=session.max_loras) if session.max_loras else None
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=session.has_kv_events, publisher="null")
     for name, value in given.items():
         assert hasattr(config.scheduler_config, name), name
@@ -321,6 +340,7 @@ def request_of(script: RequestScript, session: Session) -> Request:
         arrival_time=_MADE["zero"] + session.begins + script.arrival_time,
         priority=script.priority,
         cache_salt=script.salt,
+        lora_request=lora_of(script.adapter),
         block_hasher=get_request_block_hasher(session.block_size, _HASH) if caches else None,
     )
 
@@ -345,6 +365,13 @@ class Play(Core):
     """KV cache events, in the order in which they are published."""
     is_endless: bool = False
     """True if requests preempted each other without end, as they may with vLLM's priorities."""
+
+    def execute(self, output: Any) -> Any:
+        for one in output.scheduled_new_reqs:
+            assert one.lora_request == lora_of(self.scripts[one.req_id].adapter)
+        adapters = {self.scripts[name].adapter for name in output.num_scheduled_tokens} - {None}
+        assert len(adapters) <= self.session.max_loras
+        return super().execute(output)
 
     def token(self, name: str, position: int) -> int:
         return token_of(self.scripts[name], position)
@@ -576,7 +603,7 @@ def _has_equals(session: Session) -> bool:
     return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
 
 
-SESSIONS = {"plain": session_of, "windows": windowed_session_of}
+SESSIONS = {"plain": session_of, "windows": windowed_session_of, "adapters": adapter_session_of}
 """Kinds of random sessions."""
 
 
@@ -612,6 +639,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["kv_events"] += len(ours.kv_events)
     counts["grammars"] += sum(one.grammar is not None for one in session.scripts)
     counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
+    counts["with_adapters"] += sum(one.adapter is not None for one in session.scripts)
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
     if own.is_endless or ours.is_endless:
         # Asynchronous steps differ in when blocks are free, so that chance decides whether equals meet.

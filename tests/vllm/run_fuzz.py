@@ -19,7 +19,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=100, help="how many sessions")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
-    parser.add_argument("--kind", choices=("plain", "windows"), default="plain", help="what the model's layers are")
+    parser.add_argument(
+        "--kind", choices=("plain", "windows", "adapters"), default="plain", help="what is special about the model"
+    )
     parser.add_argument("--model", help="folder of a model; default: a tiny one is made")
     given = parser.parse_args()
     if platforms.current_platform.is_unspecified():  # a GPU build on a machine without a GPU

@@ -56,7 +56,6 @@ BY_ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "--speculative-config",
         "taken back",
     ),
-    "LoRA": ({"enable_lora": True}, "--enable-lora", "adapters"),
     "KV connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "--kv-transfer-config",
@@ -148,9 +147,8 @@ def test_every_option_has_its_line(tiny_model: str) -> None:
     config = vllm_config(tiny_model, max_model_len=256)
     parallel = Changed(config.parallel_config, data_parallel_size=2, pipeline_parallel_size=4)
     with pytest.raises(ConfigError) as caught:
-        check_options(Changed(config, parallel_config=parallel, lora_config=object()))
+        check_options(Changed(config, parallel_config=parallel))
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
-        "--enable-lora",
         "--data-parallel-size",
         "--pipeline-parallel-size",
     ]

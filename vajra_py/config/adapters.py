@@ -38,10 +38,15 @@ class AdaptersConfig(Section):
     max_loras: PositiveCount = Field(
         1, description="Slots: most adapters that a replica holds at once, and most that the requests of a step have."
     )
-    models: tuple[AdapterConfig, ...] = Field(description="Adapters that it can load, one or more.")
+    models: tuple[AdapterConfig, ...] | None = Field(
+        description="Adapters that it can load, one or more; null: every adapter that a request names, at once and without memory, as "
+        "vLLM's scheduler counts them."
+    )
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
+        if self.models is None:
+            return self
         if not self.models:
             raise ValueError("models is empty; name an adapter, or leave adapters out")
         names = [one.name for one in self.models]
@@ -53,4 +58,4 @@ class AdaptersConfig(Section):
     @property
     def num_blocks(self) -> int:
         """KV blocks that the slots take: each is as large as the largest adapter."""
-        return self.max_loras * max(one.num_blocks for one in self.models)
+        return self.max_loras * max((one.num_blocks for one in self.models or ()), default=0)

@@ -353,7 +353,7 @@ class EngineConfig(ModelBackendConfig):
             except ConfigError as error:
                 found += error.problems
         for replica in (one for name in replicasets for one in _places(name, replicasets).values()):
-            for adapter in () if replica.adapters is None else replica.adapters.models:
+            for adapter in () if replica.adapters is None else replica.adapters.models or ():
                 try:
                     if adapter.path is not None:
                         inspect_adapter(AdapterSource(adapter.name, adapter.path))
@@ -375,7 +375,11 @@ class EngineConfig(ModelBackendConfig):
             found.append(Problem(where, message, "Allowed: device cpu, or no adapters"))
         if not self.fused:
             found.append(Problem(where, "need the fused forward pass (got fused false)", "Allowed: fused true"))
-        for index, one in enumerate(adapters.models):
+        if adapters.models is None:
+            found.append(
+                Problem(f"{where}.models", "is null, and the engine loads adapters", "Allowed: adapters with paths")
+            )
+        for index, one in enumerate(adapters.models or ()):
             if one.path is None:
                 allowed = "A folder that `peft` wrote; adapters without one are simulated"
                 found.append(Problem(f"{where}.models.{index}.path", "is not given", allowed))
@@ -406,7 +410,7 @@ class EngineConfig(ModelBackendConfig):
             fused=self.fused,
             adapters=()
             if adapters is None
-            else tuple(AdapterSource(one.name, one.path or "") for one in adapters.models),
+            else tuple(AdapterSource(one.name, one.path or "") for one in adapters.models or ()),
             max_loras=0 if adapters is None else adapters.max_loras,
         )
 
@@ -465,7 +469,8 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
         message = "would let requests read KV blocks that were never computed ('keep')"
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
     if replica.adapters is not None and not has_adapters:
-        message = f"steps are computed with the base model alone (got {len(replica.adapters.models)} adapters)"
+        number = "any" if replica.adapters.models is None else len(replica.adapters.models)
+        message = f"steps are computed with the base model alone (got {number} adapters)"
         problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
     if replica.memory.tiers is not None:
         names = ", ".join(level.name for level in replica.memory.tiers.levels)

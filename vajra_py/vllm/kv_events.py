@@ -39,12 +39,13 @@ class VllmBlockHashes(TokenBlockHashes):
         session_id: the session of its client, by vLLM's name.
     """
 
-    __slots__ = ("_function", "_index_of", "_salt", "session_id")
+    __slots__ = ("_function", "_index_of", "_lora", "_salt", "session_id")
 
-    def __init__(  # noqa: PLR0913  # those of the class below, and two
+    def __init__(  # noqa: PLR0913  # those of the class below, and three
         self,
         function: HashFunction,
-        session_id: str | None,
+        request: VllmRequest,
+        own_salt: str,
         tokens: Iterable[int],
         block_size: int,
         salt: str = "",
@@ -52,12 +53,13 @@ class VllmBlockHashes(TokenBlockHashes):
         *,
         reads_cache: bool = True,
     ) -> None:
-        """`function` is vLLM's `--prefix-caching-hash-algo`; see `TokenBlockHashes`."""
+        """`function` is vLLM's `--prefix-caching-hash-algo`, `own_salt` knows no adapter; see `TokenBlockHashes`."""
         super().__init__(tokens, block_size, salt, output, reads_cache=reads_cache)
         self._function = function
-        self._salt = salt
+        self._salt = own_salt
+        self._lora = request.lora_request
         self._index_of: dict[Hashable, int] = {}
-        self.session_id = session_id
+        self.session_id = request.session_id
 
     def _hash_up_to(self, num_blocks: int) -> None:
         if num_blocks * self._block_size > self._num_known():
@@ -70,21 +72,25 @@ class VllmBlockHashes(TokenBlockHashes):
             self._index_of[digests[-1]] = index
 
     def _extra_keys(self, index: int) -> tuple[Any, ...] | None:
-        return (("cache_salt", self._salt),) if index == 0 and self._salt else None
+        keys: list[Any] = [] if self._lora is None else [("lora", self._lora.lora_name, self._lora.lora_path)]
+        if index == 0 and self._salt:
+            keys.append(("cache_salt", self._salt))
+        return tuple(keys) or None
 
     def stored(self, hashes: Sequence[Hashable]) -> BlockStored:
         """Return the event of these blocks, which follow each other, as vLLM's block pool makes it."""
         first, size = self._index_of[hashes[0]], self._block_size
         stop = first + len(hashes)
-        keys = [(self._salt,) if index == 0 and self._salt else None for index in range(first, stop)]
+        keys = [tuple(key[1] for key in self._extra_keys(index) or ()) or None for index in range(first, stop)]
+        lora = self._lora
         return BlockStored(
             block_hashes=[_told(one) for one in hashes],
             parent_block_hash=_told(self._digests[first - 1]) if first else None,
             token_ids=self._tokens[first * size : stop * size].tolist(),
             block_size=size,
-            lora_id=None,
+            lora_id=None if lora is None else lora.lora_int_id,
             medium=MEDIUM_GPU,
-            lora_name=None,
+            lora_name=None if lora is None else lora.lora_name,
             extra_keys=cast(Any, keys),
             group_idx=0,
             session_id=self.session_id,
@@ -130,9 +136,9 @@ class KvEvents:
     feed: KvFeed
     function: HashFunction = field(repr=False)
 
-    def hashes_for(self, request: VllmRequest) -> Callable[..., VllmBlockHashes]:
-        """Return what makes the hashes of a request's blocks."""
-        return partial(VllmBlockHashes, self.function, request.session_id)
+    def hashes_for(self, request: VllmRequest, salt: str) -> Callable[..., VllmBlockHashes]:
+        """Return what makes the hashes of a request's blocks, whose salt is this one but for its adapter."""
+        return partial(VllmBlockHashes, self.function, request, salt)
 
     def follow(self, memory: KvMemory) -> None:
         """Collect the events of this memory. Raises `ConfigError` where a policy does so, or orders what is kept."""

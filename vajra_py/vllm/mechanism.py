@@ -28,7 +28,7 @@ from vajra_py.latency.services.output_length import refuse_oracle
 from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import BlockHashes, KvMemory, KvRequest, Retention, TokenBlockHashes
-from vajra_py.runtime.kv.block_hashes import reads_cache
+from vajra_py.runtime.kv.block_hashes import adapter_salt, reads_cache
 from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.records.input_log import (
     Arrival,
@@ -68,6 +68,7 @@ __all__ = [
     "StepPlan",
     "Submission",
     "TokenBlockHashes",
+    "adapter_salt",
     "check_policies",
     "make_mechanism",
     "reads_cache",

@@ -84,7 +84,7 @@ class Messages:
         if not record.is_known or (is_resumed and self._resumes_as_new):
             vllms = record.request
             tokens = record.all_tokens() if self._resumes_as_new else None
-            self.next.add_new(scheduled, vllms.prompt_token_ids, vllms.sampling_params, tokens)
+            self.next.add_new(scheduled, vllms.prompt_token_ids, vllms.sampling_params, tokens, vllms.lora_request)
             record.is_known = True
             return
         is_told_tokens = (was_absent or is_resumed) and not self._resumes_as_new

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.extra_args import stated_in
+from vajra_py.vllm.lora import AdapterNames, salt_of
 from vajra_py.vllm.mechanism import BlockHashes, EndReason, Request, RequestFacts, Submission
 
 
@@ -142,8 +143,9 @@ class RecordRules:
 
     Attributes:
         arrived_at: arrival of a request, seconds on the scheduler's clock.
-        hashes_for: makes the maker of a request's block hashes; None: they are not vLLM's.
+        hashes_for: makes the maker of a request's block hashes, from its salt; None: they are not vLLM's.
         by_tenant: True if tenants never share cached prefixes.
+        adapters: names of LoRA adapters; None: there are none.
     """
 
     max_model_len: int
@@ -151,14 +153,15 @@ class RecordRules:
     by_tenant: bool
     arrived_at: Callable[[VllmRequest], float]
     on_ended: Callable[[Request, EndReason], None]
-    hashes_for: Callable[[VllmRequest], Callable[..., BlockHashes]] | None = None
+    hashes_for: Callable[[VllmRequest, str], Callable[..., BlockHashes]] | None = None
+    adapters: AdapterNames | None = None
 
 
 def record_of(request: VllmRequest, rules: RecordRules) -> Record:
     """The record of a request that has come in. Raises `ConfigError` for one that cannot be scheduled."""
     for name, is_wrong in (
         ("pooling", request.pooling_params is not None),
-        ("LoRA adapters", request.lora_request is not None),
+        ("LoRA adapters", request.lora_request is not None and rules.adapters is None),
         ("multimodal inputs", bool(request.mm_features)),
         ("streamed inputs", request.resumable),
         ("prompt embeddings", request.prompt_embeds is not None or request.prompt_token_ids is None),
@@ -166,16 +169,19 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
         if is_wrong:
             raise ConfigError(Problem(f"request {request.request_id}", f"{name} cannot be scheduled here"))
     facts = facts_of(request, min(request.max_tokens, rules.max_model_len - request.num_prompt_tokens))
+    if rules.adapters is not None and request.lora_request is not None:
+        facts = replace(facts, adapter=rules.adapters.name(request.lora_request))
+    salt = f"{request.cache_salt or ''}\n{facts.tenant}" if rules.by_tenant else request.cache_salt or ""
     submission = Submission(
         facts=facts,
         arrived_at=rules.arrived_at(request),
         prompt_token_ids=request.prompt_token_ids if rules.caches else None,
         reads_cache=not request.skip_reading_prefix_cache,
-        salt=f"{request.cache_salt or ''}\n{facts.tenant}" if rules.by_tenant else request.cache_salt or "",
+        salt=salt_of(request.lora_request, salt),
         on_ended=rules.on_ended,
     )
     if rules.hashes_for is not None:
-        submission.hash_blocks = rules.hashes_for(request)
+        submission.hash_blocks = rules.hashes_for(request, salt)
     return Record(request, submission, rules.max_model_len)
 
 

@@ -34,6 +34,7 @@ from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import kv_events_of
+from vajra_py.vllm.lora import AdapterNames
 from vajra_py.vllm.managed_kv import managed_memory
 from vajra_py.vllm.mechanism import EndReason, MakeMemory, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
@@ -102,6 +103,8 @@ class Scheduler(WithoutExtras):
         memory = only_replicaset(self.config).replica.memory
         arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
         self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
+        if vllm_config.lora_config is not None:
+            self._rules = replace(self._rules, adapters=AdapterNames())
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         if kv_events is not None:
             self._rules = replace(self._rules, hashes_for=kv_events.hashes_for)

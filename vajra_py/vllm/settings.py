@@ -22,6 +22,7 @@ from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.vllm.config import problems_of
+from vajra_py.vllm.lora import max_loras_of
 from vajra_py.vllm.support import policy_options
 
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
@@ -69,6 +70,7 @@ class Sizes:
     Attributes:
         num_blocks: without vLLM's null block, which nobody ever gets.
         max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
+        max_loras: LoRA adapters that the requests of a step may have; 0: there are none.
     """
 
     model: str
@@ -80,6 +82,7 @@ class Sizes:
     prefix_caching: bool
     max_input_tokens: int | None = None
     version: tuple[int, int] = (0, 33)
+    max_loras: int = 0
 
 
 def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[int, int]) -> Sizes:
@@ -95,6 +98,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         max_input_tokens=scheduler.max_num_batched_tokens if scheduler.max_num_scheduled_tokens else None,
         version=version,
+        max_loras=max_loras_of(vllm_config),
     )
 
 
@@ -136,7 +140,7 @@ def described(config: SystemConfig, options: VajraOptions, *, is_async: bool, is
 
 def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry: Registry) -> SystemConfig:
     """Return the system with every size written out. Raises `ConfigError`."""
-    replica = {
+    replica: dict[str, Any] = {
         "max_batch_size": sizes.max_num_seqs,
         "max_batch_tokens": sizes.max_step_tokens,
         "max_model_len": sizes.max_model_len,
@@ -144,6 +148,8 @@ def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry:
         "memory.num_blocks": sizes.num_blocks,
         "memory.prefix_cache.enabled": sizes.prefix_caching,
     }
+    if sizes.max_loras:
+        replica["adapters"] = {"max_loras": sizes.max_loras, "models": None}
     overrides = [f"replica.{name}={json.dumps(value)}" for name, value in replica.items()]
     if options.experiment is None:
         return system_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
@@ -172,7 +178,10 @@ def _experiment_of_file(
     elif "model" not in section:
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
     config = load_system(path, overrides, registry)
-    problems = problems_of(f"{path} replica", only_replicaset(config).replica)
+    replica = only_replicaset(config).replica
+    if sizes.max_loras:  # the adapters are vLLM's
+        replica = replica.model_copy(update={"adapters": None})
+    problems = problems_of(f"{path} replica", replica)
     if problems:
         raise ConfigError(problems)
     return config

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -74,8 +75,9 @@ class StepMessage:
         prompt: list[int],
         sampling: SamplingParams,
         all_tokens: list[int] | None = None,
+        lora: LoRARequest | None = None,
     ) -> None:
-        """Compute tokens of a request that the workers do not know; `all_tokens` (prompt and output) are for vLLM's second runner."""
+        """Compute tokens of a request that the workers do not know, with its adapter; `all_tokens` (prompt and output) are for vLLM's second runner."""
         self._schedule(scheduled)
         self._new.append(
             NewRequestData(
@@ -86,7 +88,7 @@ class StepMessage:
                 pooling_params=None,
                 block_ids=_tables(scheduled.blocks),
                 num_computed_tokens=scheduled.num_computed,
-                lora_request=None,
+                lora_request=lora,
                 prefill_token_ids=all_tokens,
             )
         )

@@ -106,8 +106,6 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
             "--speculative-config",
             "speculative decoding proposes tokens that may be taken back, which no policy plans for",
         )
-    if config.lora_config is not None:
-        yield "--enable-lora", "policies do not see which adapters a batch may hold"
     if config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None:
         yield "--kv-transfer-config", "KV connectors move blocks that a policy has not decided about"
     if model.runner_type != "generate":

@@ -61,6 +61,10 @@ class Adapters:
         """Let every load take until `end_load`, however long it was said to take."""
         self._is_timed = False
 
+    def serves(self, name: str) -> bool:
+        """Return True if this adapter can be loaded."""
+        return name in self.names
+
     def loaded(self) -> tuple[str, ...]:
         """Return the adapters that slots hold, the least recently used first."""
         return tuple(name for name, load in self._slots.items() if load.has_ended)
@@ -81,7 +85,7 @@ class Adapters:
         load = self._slots.get(name)
         if load is not None:
             return load.has_ended
-        return name in self.names and self.num_available() > 0
+        return self.serves(name) and self.num_available() > 0
 
     def admit(self, request: Request) -> Refusal | None:
         """Return the reason that a request cannot run now; its adapter's load begins where a slot can be had."""
@@ -105,7 +109,7 @@ class Adapters:
     def acquire(self, request: Request) -> None:
         """A request that has one begins to run with its adapter."""
         name = request.adapter
-        if name in self.names:
+        if self.serves(name):
             self._users.setdefault(name, set()).add(request)
             self._awaiting.pop(name, None)
             self._slots[name] = self._slots.pop(name)

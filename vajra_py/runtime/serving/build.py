@@ -41,6 +41,7 @@ from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.adapters import Adapters
+from vajra_py.runtime.requests.any_adapters import AnyAdapters
 from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.admission import AdmissionGate
@@ -559,6 +560,8 @@ def _adapters_of(replica_id: int, settings: ReplicaConfig) -> Adapters | None:
     adapters = settings.adapters
     if adapters is None:
         return None
+    if adapters.models is None:
+        return AnyAdapters(replica_id, adapters.max_loras)
     return Adapters(replica_id, adapters.max_loras, {one.name: one.load_s for one in adapters.models})
 
 

@@ -324,7 +324,7 @@ class Replica:
 
     def has_adapter(self, request: Request) -> bool:
         """Return whether the replica serves the request's adapter, if it has one."""
-        return not request.adapter or (self.adapters is not None and request.adapter in self.adapters.names)
+        return not request.adapter or (self.adapters is not None and self.adapters.serves(request.adapter))
 
     def has_room_for(self, request: Request) -> bool:
         """Return whether there is a free place in the batch, and free blocks for what is known of a request."""

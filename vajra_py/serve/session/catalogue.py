@@ -62,7 +62,7 @@ class Catalogue:
             parent = next((own for own in self._names[name] if name in self._behind(own)), self._names[name][0])
             where = f"replicasets.{name}.replica.adapters"
             offered = [pool.replica.adapters.models for pool in one.effective_pools.values() if pool.replica.adapters]
-            for adapter in (adapter for models in offered for adapter in models):
+            for adapter in (adapter for models in offered for adapter in models or ()):
                 if adapter.name in base:
                     message = f"a model is served under the name of an adapter ({adapter.name!r})"
                     problems.append(Problem(where, message, "Allowed: other names"))

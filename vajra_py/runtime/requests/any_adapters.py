@@ -1,0 +1,43 @@
+"""Slots for LoRA adapters that somebody else keeps: every adapter that a request names is there at once, and takes nothing.
+
+Source: vLLM's scheduler, which counts the adapters of the requests that run (`max_loras`), and leaves loading to its workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from vajra_py.contract import Refusal
+from vajra_py.runtime.requests.adapters import AdapterLoad, Adapters
+from vajra_py.runtime.requests.request import Request
+
+
+class AnyAdapters(Adapters):
+    """Adapters of one replica of which none has to be loaded; a slot is taken while a request runs with its adapter."""
+
+    def __init__(self, replica_id: int, max_loras: int) -> None:
+        super().__init__(replica_id, max_loras, {})
+
+    def serves(self, name: str) -> bool:
+        """See `Adapters`."""
+        return bool(name)
+
+    def admit(self, request: Request) -> Refusal | None:
+        """See `Adapters`; nothing is kept for a request that is not admitted after all."""
+        return None if self.fits(request) else Refusal.ADAPTER
+
+    def acquire(self, request: Request) -> None:
+        """See `Adapters`."""
+        name = request.adapter
+        if name and name not in self._slots:
+            self._slots[name] = AdapterLoad(self._num_loads, name, heapq.heappop(self._free), has_ended=True)
+            self._num_loads += 1
+        super().acquire(request)
+
+    def release(self, request: Request) -> None:
+        """See `Adapters`; the last one to go frees the slot."""
+        super().release(request)
+        name = request.adapter
+        if name in self._slots and not self._users[name]:
+            heapq.heappush(self._free, self._slots.pop(name).slot)
+            del self._users[name]
