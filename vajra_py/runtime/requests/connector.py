@@ -263,6 +263,20 @@ class ConnectedKv:
         """Ended requests that still hold their blocks."""
         return self._kept.keys()
 
+    def holds(self, request: RequestView) -> bool:
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although nobody new is let in."""
+        return request in self._loads
+
+    @property
+    def num_holding(self) -> int:
+        """Number of waiting requests that hold blocks."""
+        return len(self._loads)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if a load, a send or an answer that is not known yet may be why nobody can run."""
+        return bool(self._kept) or any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
+
     def take_report(self, report: KvReport) -> None:
         """Note which loads are over, and free the blocks of ended requests that the connector needs no longer."""
         for request in report.received:
@@ -301,9 +315,16 @@ class ConnectedKv:
         for request, num_valid in self._cut(loading, report.bad_blocks).items():
             self._loads[request].num_tokens = num_valid
             failed[request] = None
+        return FailedLoads(list(failed), self.find_void(report.bad_blocks, num_scheduled))
+
+    def find_void(self, bad_blocks: Collection[int], num_scheduled: Callable[[Request], int]) -> Mapping[Request, int]:
+        """Return the running requests whose step is void because they hold a bad block, with their valid tokens.
+
+        `num_scheduled` gives the tokens of a request in the step that reports; it is yet to be completed.
+        """
         self._running_set.materialize()
         running = {one: one.num_computed_tokens - num_scheduled(one) for one in self._running_set.running()}
-        return FailedLoads(list(failed), self._cut(running, report.bad_blocks))
+        return self._cut(running, bad_blocks)
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
         """Return the valid tokens of those requests that hold a bad block, given the computed tokens of each."""
