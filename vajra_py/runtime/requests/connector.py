@@ -344,7 +344,7 @@ class ConnectedKv:
 
     def keeps(self, request: Request) -> bool:
         """Return True if a request that ends now keeps its blocks, until a report releases them."""
-        load = self._loads.pop(request, None)
+        load = self._loads.get(request)
         self._computes.discard(request)
         memory = self._running_set.memory
         is_loading = load is not None and request.state is _LOADING
@@ -352,6 +352,7 @@ class ConnectedKv:
         reasons: set[Literal["load", "send"]] = set()
         if self._connector.ended(request, min(memory.blocks_for(num_tokens), memory.num_held_blocks(request))):
             reasons.add("send")
+        self._loads.pop(request, None)
         if is_loading and load is not None and not load.is_over and not self.rules.calls_off:
             reasons.add("load")
         if reasons and memory.num_held_blocks(request):
