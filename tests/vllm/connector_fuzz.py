@@ -164,9 +164,18 @@ def play(cls: type[Any], model: str, session: ConnectedSession) -> ConnectedPlay
 
 
 def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
-    """Return the calls of these kinds; questions once a turn, as an attempt that only preempts is a turn's first in vLLM alone."""
-    found = Counter(repr(one) for one in calls if one[0] in kinds or one[1] in kinds)
-    return Counter({one: 1 if "matched" in one else count for one, count in found.items()})
+    """Return the calls of these kinds, without what is no decision.
+
+    Questions count once a turn, as an attempt that only preempts is a turn's first in vLLM alone. Of who is aborted while a step is
+    computed, blocks and tokens are those before or after its result.
+    """
+    found: Counter[str] = Counter()
+    for one in calls:
+        if one[0] == "finished" in kinds:
+            found[repr(one[:3] if "ABORTED" in one[2] else one)] += 1
+        elif one[0] in kinds or one[1] in kinds:
+            found[repr(one)] = 1 if one[1] == "matched" else found[repr(one)] + 1
+    return found
 
 
 def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPlay) -> str | None:

@@ -212,8 +212,8 @@ class ScriptedWorker:
             bad |= self._arrive(load)
         failed = {one.name for one in over if self.script(one.name).fails}
         made = KVConnectorOutput(
-            finished_sending=sent or None,
-            finished_recving={one.name for one in over} or None,
+            finished_sending=dict.fromkeys(sorted(sent)) or None,  # in an order, as blocks are freed in it
+            finished_recving=dict.fromkeys(sorted(one.name for one in over)) or None,
             invalid_block_ids=bad,
             failed_recving=failed,
         )

@@ -7,7 +7,7 @@ ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -267,7 +267,7 @@ class Connector:
             bad_blocks=frozenset(block - 1 for block in output.invalid_block_ids),
         )
 
-    def _named(self, names: set[str]) -> Iterator[Request]:
+    def _named(self, names: Iterable[str]) -> Iterator[Request]:
         for name in sorted(names):
             record = self._known.get(name)
             own = None if record is None else record.own
