@@ -22,6 +22,8 @@ STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
 SEED ?= $(shell date +%s)
+MODES ?= sync async connector
+MODES ?= sync async connector
 POLICY ?=
 
 VENV := .venv
@@ -151,10 +153,10 @@ test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 
-vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version, synchronous and asynchronous: COUNT=2000 SEED=first
-	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for mode in sync async; do \
+vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version, synchronous, asynchronous and with a connector: COUNT=2000 SEED=first MODES='sync async connector'
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for mode in $(MODES); do \
 		nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --mode $$mode || exit 1; done
-	@test ! -d $(VLLM_NEXT)/vllm || for mode in sync async; do \
+	@test ! -d $(VLLM_NEXT)/vllm || for mode in $(MODES); do \
 		PYTHONPATH=$(VLLM_NEXT) nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --mode $$mode || exit 1; done
 
 vllm: $(VLLM_NEEDS) ## two policies on one vLLM, compared, and their recorded steps replayed in the simulator

@@ -18,13 +18,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=100, help="how many sessions")
-    parser.add_argument("--mode", choices=("sync", "async"), default="sync")
+    parser.add_argument("--mode", choices=("sync", "async", "connector"), default="sync")
     parser.add_argument("--model", help="folder of a model; default: a tiny one is made")
     given = parser.parse_args()
     if platforms.current_platform.is_unspecified():  # a GPU build on a machine without a GPU
         platforms.current_platform = CpuPlatform()
     logging.disable(logging.CRITICAL)
-    from tests.vllm.fuzz import compare  # after the platform: vLLM's modules keep it when they are imported
+    from tests.vllm import connector_fuzz, fuzz  # after the platform: vLLM's modules keep it when they are imported
 
     total: Counter[str] = Counter()
     differ: list[int] = []
@@ -36,7 +36,10 @@ def main() -> int:
             model = f"{folder}/model"
             write_tiny_model(Path(model))
         for seed in range(given.first, given.first + given.count):
-            found, counts = compare(model, seed, is_async=given.mode == "async")
+            if given.mode == "connector":
+                found, counts = connector_fuzz.compare(model, seed)
+            else:
+                found, counts = fuzz.compare(model, seed, is_async=given.mode == "async")
             total += counts
             if found is not None:
                 differ.append(seed)

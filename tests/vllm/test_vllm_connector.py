@@ -180,9 +180,7 @@ def test_a_connector_on_vllms_own_memory_is_refused(config: Any, is_part: bool) 
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, part]
-        },
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, part]},
     }
     config.kv_transfer_config = KVTransferConfig(**(several if is_part else part))
     assert "names SimpleCPUOffloadConnector, which works on the block pool" in refused(config)

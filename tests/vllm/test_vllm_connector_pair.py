@@ -45,12 +45,16 @@ def metric(llm: LLM, name: str) -> int:
 def test_a_pair_gives_the_tokens_of_one_server(tiny_model: str, tmp_path: Path, connector: str) -> None:
     wanted, found = prompts(12), {}
     for role in ("none", "kv_producer", "kv_consumer"):
-        transfer = KVTransferConfig(
-            kv_connector=connector,
-            kv_role=role,
-            kv_connector_module_path=None if connector == "ExampleConnector" else "tests.vllm.storage_connector",
-            kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-        ) if role != "none" else None
+        transfer = (
+            KVTransferConfig(
+                kv_connector=connector,
+                kv_role=role,
+                kv_connector_module_path=None if connector == "ExampleConnector" else "tests.vllm.storage_connector",
+                kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+            )
+            if role != "none"
+            else None
+        )
         llm = LLM(tiny_model, scheduler_cls=Scheduler, kv_transfer_config=transfer, **OPTIONS)
         found[role] = tokens(llm, wanted, 1 if role == "kv_producer" else 24)
         if role == "kv_consumer":

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vajra_py.contract import Layer
 from vajra_py.config.single import only_replicaset
+from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.settings import VajraOptions
 

@@ -37,7 +37,7 @@ class Connector:
     What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
     """
 
-    def __init__(  # noqa: PLR0913  # what vLLM's scheduler has at hand
+    def __init__(  # what vLLM's scheduler has at hand
         self,
         vllm_config: Any,
         kv_cache_config: Any,
@@ -127,12 +127,11 @@ class Connector:
         record = self._known[request.request_id]
         vllms = self._look_at(record, request)
         vllms.num_computed_tokens = 0
-        vllms.status = (
-            RequestStatus.PREEMPTED if request.state is RequestState.PREEMPTED else RequestStatus.WAITING
-        )
+        vllms.status = RequestStatus.PREEMPTED if request.state is RequestState.PREEMPTED else RequestStatus.WAITING
         self._loaded.discard(record.request_id)
+        nothing: tuple[int | None, bool] = (0, False)
         num_tokens, is_async = self._guarded(
-            lambda: self.vllms.get_num_new_matched_tokens(vllms, num_local_tokens), (0, False)
+            lambda: self.vllms.get_num_new_matched_tokens(vllms, num_local_tokens), nothing
         )
         if vllms.skip_reading_prefix_cache:
             num_tokens, is_async = 0, False
@@ -187,11 +186,14 @@ class Connector:
         if not vllms.is_finished():
             vllms.status = RequestStatus.FINISHED_ERROR
         finished = self.vllms
+        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
         keeps, params = self._guarded(
-            lambda: finished.request_finished_all_groups(vllms, (blocks,))
-            if isinstance(finished, SupportsHMA)
-            else finished.request_finished(vllms, blocks),
-            (False, None),
+            lambda: (
+                finished.request_finished_all_groups(vllms, (blocks,))
+                if isinstance(finished, SupportsHMA)
+                else finished.request_finished(vllms, blocks)
+            ),
+            nothing,
         )
         output = self._last.pop(record.request_id, None)
         if output is not None and params is not None:

@@ -390,7 +390,7 @@ class Scheduler(WithoutExtras):
         """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
         outputs: dict[int, list[EngineCoreOutput]] = {}
-        reported, void = model_runner_output.kv_connector_output, frozenset[str]()
+        reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
             void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
         if model_runner_output.sampled_token_ids:

@@ -275,7 +275,9 @@ class ConnectedKv:
     @property
     def is_awaited(self) -> bool:
         """True if a load, a send or an answer that is not known yet may be why nobody can run."""
-        return bool(self._kept) or any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
+        return (
+            bool(self._kept) or any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
+        )
 
     def take_report(self, report: KvReport) -> None:
         """Note which loads are over, and free the blocks of ended requests that the connector needs no longer."""
