@@ -23,7 +23,6 @@ PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
 SEED ?= $(shell date +%s)
 MODES ?= sync async connector
-MODES ?= sync async connector
 POLICY ?=
 
 VENV := .venv

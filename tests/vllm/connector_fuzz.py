@@ -216,7 +216,10 @@ def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Count
         counts["vllm_reads_stale"] += "reads KV" in str(error)
         ours = play(Scheduler, model, session)
         return fuzz.end_check(session, ours), counts
-    ours = play(Scheduler, model, session)
+    try:
+        ours = play(Scheduler, model, session)
+    except Exception as error:
+        return f"here: {type(error).__name__}: {error}", counts
     counts["steps"] += len(ours.steps)
     counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
     counts["endless"] += own.is_endless

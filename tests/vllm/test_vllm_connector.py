@@ -25,7 +25,7 @@ BLOCK = 4
 MODULE = "tests.vllm.scripted_connector"
 
 
-@pytest.mark.parametrize("seed", range(5_000_000, 5_000_008))
+@pytest.mark.parametrize("seed", range(5_000_000, 5_000_006))
 def test_a_session_is_vllms(tiny_model: str, seed: int) -> None:
     found, _ = compare(tiny_model, seed)
     assert found is None
@@ -34,7 +34,7 @@ def test_a_session_is_vllms(tiny_model: str, seed: int) -> None:
 def test_sessions_of_this_run_alone(tiny_model: str) -> None:
     """Other seeds each time; a failure names its own."""
     first = random.SystemRandom().randrange(10**9)
-    for seed in range(first, first + 4):
+    for seed in range(first, first + 2):
         found, _ = compare(tiny_model, seed)
         assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1 MODES=connector: {found}"
 

@@ -129,7 +129,7 @@ def test_an_encoder_connector_is_refused(tiny_model: str) -> None:
     config = vllm_config(tiny_model, max_model_len=256)
     with pytest.raises(ConfigError) as caught:
         check_options(Changed(config, ec_transfer_config=SimpleNamespace()))
-    refusal(caught, "--kv-transfer-config")
+    refusal(caught, "--ec-transfer-config")
 
 
 def test_every_option_has_its_line(tiny_model: str) -> None:

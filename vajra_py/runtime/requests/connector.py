@@ -11,7 +11,7 @@ Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
 
@@ -114,13 +114,15 @@ class ConnectedKv:
         running_set: RunningSet,
         lifecycle: Lifecycle,
         is_full: Callable[[], bool],
+        leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` tells that the step that is being formed takes nobody more."""
+        """`is_full` tells that the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
         self._lifecycle = lifecycle
         self._is_full = is_full
+        self._leaving = leaving
         self._loads: dict[Request, _Load] = {}
         """Loads under way, over or failed, of requests that were not admitted since, in order of their begin."""
         self._matches: dict[Request, tuple[int, Match] | None] = {}
@@ -325,7 +327,8 @@ class ConnectedKv:
         `num_scheduled` gives the tokens of a request in the step that reports; it is yet to be completed.
         """
         self._running_set.materialize()
-        running = {one: one.num_computed_tokens - num_scheduled(one) for one in self._running_set.running()}
+        staying = (one for one in self._running_set.running() if one not in self._leaving)
+        running = {one: one.num_computed_tokens - num_scheduled(one) for one in staying}
         return self._cut(running, bad_blocks)
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:

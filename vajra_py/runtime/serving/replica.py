@@ -201,7 +201,7 @@ class Replica:
         def is_full() -> bool:
             return builder.tokens_left <= 0 or running_set.num_running >= self.limits.max_batch_size
 
-        connected = ConnectedKv(connector, rules, running_set, self.lifecycle, is_full)
+        connected = ConnectedKv(connector, rules, running_set, self.lifecycle, is_full, self._to_abort)
         self._awaits_reports = rules.reports_with_steps
         self._connected = running_set.connected = self.lifecycle.connected = connected
         builder.use_connector(connected)
