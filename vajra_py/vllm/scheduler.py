@@ -32,7 +32,6 @@ from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.connecting import check_connector, connector_of
-from vajra_py.vllm.connector import Connector
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import kv_events_of
@@ -119,9 +118,7 @@ class Scheduler(WithoutExtras):
         self._num_idle = 0
         """Number of times in a row that nothing was scheduled although a request waited."""
         self._events = kv_events
-        self._connected: Connector | None = connector_of(self, vllm_config, self._looked_up)
-        """Connector of KV; None: there is none."""
-        self.connector = None if self._connected is None else self._connected.vllms
+        self._connected = connector_of(self, vllm_config, self._looked_up)
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -557,8 +554,13 @@ class Scheduler(WithoutExtras):
             return self._connected.reset() and not is_refused
         return not is_refused
 
+    @property
+    def connector(self) -> Any:
+        """VLLM's connector of KV; None: there is none."""
+        return None if self._connected is None else self._connected.vllms
+
     def get_kv_connector(self) -> Any:
-        """Return vLLM's connector; None: there is none."""
+        """Return vLLM's connector of KV; None: there is none."""
         return self.connector
 
     def get_kv_event_publisher_config(self) -> Any:
