@@ -18,7 +18,7 @@ PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
 COUNT ?= 2000
-KINDS ?= plain windows adapters
+RUNS ?= plain/sync plain/async windows/sync windows/async adapters/sync adapters/async connector/sync
 STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
@@ -152,11 +152,11 @@ test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 
-vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version, synchronous and asynchronous: COUNT=2000 SEED=first KINDS="plain windows adapters"
-	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for kind in $(KINDS); do for mode in sync async; do \
-		nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --mode $$mode --kind $$kind || exit 1; done; done
-	@test ! -d $(VLLM_NEXT)/vllm || for kind in $(KINDS); do for mode in sync async; do \
-		PYTHONPATH=$(VLLM_NEXT) nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --mode $$mode --kind $$kind || exit 1; done; done
+vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version: COUNT=2000 SEED=first RUNS="plain/sync connector/sync"
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for run in $(RUNS); do \
+		nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --kind $${run%/*} --mode $${run#*/} || exit 1; done
+	@test ! -d $(VLLM_NEXT)/vllm || for run in $(RUNS); do \
+		PYTHONPATH=$(VLLM_NEXT) nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --kind $${run%/*} --mode $${run#*/} || exit 1; done
 
 vllm: $(VLLM_NEEDS) ## two policies on one vLLM, compared, and their recorded steps replayed in the simulator
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) examples/vllm_demo.py

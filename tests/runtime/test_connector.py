@@ -206,6 +206,18 @@ def test_a_load_of_which_nothing_came_is_asked_for_again() -> None:
     assert request.state is RequestState.LOADING
 
 
+@pytest.mark.parametrize("on_failure", ["fail", "recompute"])
+def test_who_is_aborted_with_a_failed_block_in_its_step_is_no_more_concerned(on_failure: Any) -> None:
+    bench = Bench(Source(lambda request, local: Match(max(8 - local, 0))), rules=ConnectorRules(on_failure=on_failure))
+    request = bench.ask(20)
+    entries, _ = bench.form()
+    (bad, *_) = bench.replica.memory.block_table(request)
+    assert not bench.replica.abort(request, EndReason.ABORTED, 0.0)
+    ended = bench.complete(entries, lambda request: (1, False), KvReport(bad_blocks=frozenset({bad})))
+    assert ended == [("r0", EndReason.ABORTED)]
+    assert bench.replica.memory.free_blocks == 12
+
+
 def test_a_lost_replica_forgets_loads_and_kept_blocks() -> None:
     bench = Bench(Source(beside(10), keeps=True))
     request = bench.ask(20)

@@ -6,6 +6,7 @@ import pytest
 
 SCHEDULERS_ALONE = (
     "test_vllm_async.py",
+    "test_vllm_connector.py",
     "test_vllm_decisions.py",
     "test_vllm_drafts.py",
     "test_vllm_faults.py",

@@ -62,6 +62,8 @@ class RequestScript:
     """Turn in which it is compiled, "ok" or "error", and the token that it forbids."""
     client: int = 0
     adapter: str | None = None
+    transfer: dict[str, Any] | None = None
+    """`kv_transfer_params`."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +330,7 @@ def request_of(script: RequestScript, session: Session) -> Request:
         skip_reading_prefix_cache=True if script.skips_cache else None,
         structured_outputs=None if script.grammar is None else StructuredOutputsParams(json_object=True),
         detokenize=False,
+        extra_args=None if script.transfer is None else {"kv_transfer_params": dict(script.transfer)},
     )
     params.update_from_generation_config({}, EOS)
     caches = session.options["caches"]
@@ -508,7 +511,7 @@ def _cache(session: Session) -> Any:
     return cache
 
 
-def play(cls: type[Any], model: str, session: Session) -> Play:
+def play(cls: type[Any], model: str, session: Session, kind: type[Play] = Play) -> Play:
     config = _config(model, session)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if session.second_runner else "0"
     try:
@@ -524,7 +527,7 @@ def play(cls: type[Any], model: str, session: Session) -> Play:
         )
     finally:
         del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
-    made = Play(scheduler, session.is_async, session=session)
+    made = kind(scheduler, session.is_async, session=session)
     if session.has_kv_events and session.options["caches"]:
         holder = scheduler._events if cls is Scheduler else scheduler
         name = "publisher" if cls is Scheduler else "kv_event_publisher"

@@ -20,14 +20,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many sessions")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument(
-        "--kind", choices=("plain", "windows", "adapters"), default="plain", help="what is special about the model"
+        "--kind",
+        choices=("plain", "windows", "adapters", "connector"),
+        default="plain",
+        help="what is special about the model",
     )
     parser.add_argument("--model", help="folder of a model; default: a tiny one is made")
     given = parser.parse_args()
     if platforms.current_platform.is_unspecified():  # a GPU build on a machine without a GPU
         platforms.current_platform = CpuPlatform()
     logging.disable(logging.CRITICAL)
-    from tests.vllm.fuzz import compare  # after the platform: vLLM's modules keep it when they are imported
+    from tests.vllm import connector_fuzz, fuzz  # after the platform: vLLM's modules keep it when they are imported
 
     total: Counter[str] = Counter()
     differ: list[int] = []
@@ -39,7 +42,10 @@ def main() -> int:
             model = f"{folder}/model"
             write_tiny_model(Path(model))
         for seed in range(given.first, given.first + given.count):
-            found, counts = compare(model, seed, is_async=given.mode == "async", kind=given.kind)
+            if given.kind == "connector":
+                found, counts = connector_fuzz.compare(model, seed)
+            else:
+                found, counts = fuzz.compare(model, seed, is_async=given.mode == "async", kind=given.kind)
             total += counts
             if found is not None:
                 differ.append(seed)

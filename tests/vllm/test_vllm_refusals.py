@@ -56,11 +56,6 @@ BY_ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "--speculative-config",
         "taken back",
     ),
-    "KV connector": (
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "--kv-transfer-config",
-        "connectors",
-    ),
     "pooling": ({"runner": "pooling"}, "--runner", "'pooling'"),
     "data parallelism": ({"data_parallel_size": 2}, "--data-parallel-size", "route between them"),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size", "got 2"),
@@ -78,7 +73,7 @@ def test_an_argument_of_the_engine_is_refused_before_weights_are_looked_for(mode
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("what", [name for name in BY_ARGUMENTS if name != "KV connector"])
+@pytest.mark.parametrize("what", BY_ARGUMENTS)
 def test_vllms_own_scheduler_takes_the_same(model: Path, what: str) -> None:
     """So that the refusal is this scheduler's, and not vLLM's own."""
     assert vllm_config(str(model), max_model_len=256, **BY_ARGUMENTS[what][0]) is not None
@@ -140,7 +135,7 @@ def test_an_encoder_connector_is_refused(tiny_model: str) -> None:
     config = vllm_config(tiny_model, max_model_len=256)
     with pytest.raises(ConfigError) as caught:
         check_options(Changed(config, ec_transfer_config=SimpleNamespace()))
-    refusal(caught, "--kv-transfer-config")
+    refusal(caught, "--ec-transfer-config")
 
 
 def test_every_option_has_its_line(tiny_model: str) -> None:

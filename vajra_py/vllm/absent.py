@@ -9,9 +9,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
-    """A scheduler without connectors, encoder and drafts."""
+    """A scheduler without encoder, its connectors and drafts."""
 
-    connector = None
     ec_connector = None
 
     def reset_encoder_cache(self) -> None:

@@ -440,6 +440,9 @@ def managed_memory(
     if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
         message = f"KV events are not published for such a model ({_WHY})"
         raise ConfigError(Problem("--kv-events-config", message, "Leave the option out"))
+    if vllm_config.kv_transfer_config is not None:
+        message = f"a connector's loads go to the blocks of a single table ({_WHY})"
+        raise ConfigError(Problem("--kv-transfer-config", message, "Leave the option out"))
     scheduler = vllm_config.scheduler_config
     sizes = ManagedSizes(
         block_size=block_sizes[0],

@@ -39,6 +39,7 @@ from vajra_py.runtime.records.input_log import (
     Stall,
 )
 from vajra_py.runtime.requests.adapters import AdapterLoad
+from vajra_py.runtime.requests.connector import NOTHING, ConnectedKv, ConnectorRules, KvConnector, KvReport, Match
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -51,12 +52,18 @@ from vajra_py.runtime.support.clock import NEVER
 from vajra_py.runtime.support.seeds import SeedTree
 
 __all__ = [
+    "NOTHING",
     "BlockHashes",
+    "ConnectedKv",
+    "ConnectorRules",
     "ContentEvents",
     "EndReason",
+    "KvConnector",
     "KvMemory",
+    "KvReport",
     "KvRequest",
     "MakeMemory",
+    "Match",
     "Mechanism",
     "PlannedChunk",
     "Replica",
@@ -64,6 +71,7 @@ __all__ = [
     "ReplicaLimits",
     "Request",
     "RequestFacts",
+    "RequestState",
     "Retention",
     "StepPlan",
     "Submission",
@@ -185,7 +193,13 @@ class Mechanism(Backend[_VllmReplica]):
         self._is_gate_new = False
         self._leaving: set[Request] = set()
         """Requests that hold KV blocks until they end with the turn that is open."""
+        self._connected: ConnectedKv | None = None
         self.watch(())
+
+    def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
+        """Let requests get KV from a connector, whose answers may change between any two steps; before the first request."""
+        self._connected = self.replica.use_connector(connector, rules)
+        return self._connected
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see everything; before the first request."""
@@ -320,11 +334,17 @@ class Mechanism(Backend[_VllmReplica]):
             self.abort(request.request_id)
         self.leave(request)
 
-    def land(self) -> None:
-        """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`."""
+    def land(self, report: KvReport | None = None) -> None:
+        """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`.
+
+        `report`: what a connector's workers report with it, or without a step.
+        """
         if self._one.plan is not None:
             self._driver.advance_to(self.open_turn())
-            self._end_step(at_once=False)
+            self._end_step(at_once=False, report=report)
+        elif report is not None:
+            self._driver.advance_to(self.open_turn())
+            self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
         """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
@@ -337,17 +357,19 @@ class Mechanism(Backend[_VllmReplica]):
         before = one.plan
         if before is not None:
             self._driver.events.push(tick, Phase.STEP_END, (one, None, one.epoch), one.rank)
+        elif self._connected is not None:
+            self._driver.wake(self._one)
         self._driver.events.bring_forward(tick)
         self._driver.run_until(tick)
         return None if one.plan is before else one.plan
 
-    def _end_step(self, *, at_once: bool) -> None:
+    def _end_step(self, *, at_once: bool, report: KvReport | None = None) -> None:
         one = self._one
         plan, one.plan = one.plan, None
         assert plan is not None
         stopped = frozenset(each for each in one.stopped if each.state is RequestState.RUNNING)
         one.stopped.clear()
-        self._driver.complete(one, plan, StepResult(stopped=stopped), at_once=at_once)
+        self._driver.complete(one, plan, StepResult(stopped=stopped, report=report), at_once=at_once)
 
     # Backend of the driver
 

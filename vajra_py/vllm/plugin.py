@@ -14,6 +14,7 @@ from typing import Any
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.runs.recording import check_is_free
 from vajra_py.plugins import load_registry
+from vajra_py.vllm.connecting import check_connector
 from vajra_py.vllm.mechanism import check_policies
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, vajra_options_of
 from vajra_py.vllm.support import check_options, check_version, installed_version
@@ -87,6 +88,7 @@ def check(config: Any, version: tuple[int, int]) -> None:
     options = vajra_options_of(config.additional_config)
     experiment = experiment_of(sizes, options, config.scheduler_config, registry)
     fallback_of(experiment, registry)
+    check_connector(config, options, experiment.backend.settings.fallback)
     check_policies(experiment, registry, sizes.max_model_len)
     if options.save_run is not None:
         check_is_free(options.save_run)

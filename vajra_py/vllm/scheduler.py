@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
+from vajra_py.vllm.connecting import check_connector, connector_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import kv_events_of
@@ -87,6 +88,7 @@ class Scheduler(WithoutExtras):
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
+        check_connector(vllm_config, options, self.config.backend.settings.fallback)
         self._in_flight: deque[SchedulerOutput] = deque()
         block_sizes = block_size, hash_block_size or block_size
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
@@ -122,6 +124,7 @@ class Scheduler(WithoutExtras):
         self._num_idle = 0
         """Number of times in a row that nothing was scheduled although a request waited."""
         self._events = kv_events
+        self._connected = connector_of(self, vllm_config, self._looked_up)
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -164,6 +167,8 @@ class Scheduler(WithoutExtras):
             self._endings.fail(request, FinishReason.ERROR, str(error))
             return
         self._records[request.request_id] = record
+        if self._connected is not None:
+            self._connected.take_in(record)
         if not self._grammars.take_in(record):
             self.mechanism.arrive(record.submission)
             self._settle()
@@ -183,8 +188,8 @@ class Scheduler(WithoutExtras):
         if reason in _BY_ITSELF:
             self._forget_at_workers(record)
             return
-        is_violation = self.mechanism.fault is not None and reason in _BY_BREACH
-        if is_violation and self._fallback is not None:
+        is_violation = reason in _BY_BREACH and (self.mechanism.fault is not None or reason is EndReason.FAILED)
+        if is_violation and self._fallback is not None and self.mechanism.fault is not None:
             self._held.append(record)
             return
         self._drop(record, FinishReason.ERROR if is_violation else FinishReason.ABORT, request.detail)
@@ -195,10 +200,12 @@ class Scheduler(WithoutExtras):
         del self._records[record.request_id]
         record.is_over = True
         self._grammars.forget(record)
+        if self._connected is not None:
+            self._connected.leave(record)
         self._endings.fail(record.request, reason, why)
 
     def _forget_at_workers(self, record: Record) -> None:
-        if record.is_known:
+        if record.is_known or self._connected is not None:
             self._messages.next.finished.add(record.request_id)
             record.is_known = False
 
@@ -225,6 +232,8 @@ class Scheduler(WithoutExtras):
             record.request.status = finished_status
             if not self._grammars.forget(record) and record not in self._held:
                 self.mechanism.abort(name)
+            elif self._connected is not None:
+                self._connected.leave(record)
             self._end(record)
         self._settle()
         return finished
@@ -266,6 +275,8 @@ class Scheduler(WithoutExtras):
                 if self.log_stats:
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
+        if self._connected is not None:
+            self._connected.tell(output)
         self._in_flight.append(output)
         return output
 
@@ -281,7 +292,7 @@ class Scheduler(WithoutExtras):
         if self._pause is PauseState.UNPAUSED:
             can_form = len(self._records) > self._grammars.num_compiling
         else:
-            can_form = self._pause is PauseState.PAUSED_NEW and self._num_running > 0
+            can_form = self._pause is PauseState.PAUSED_NEW and self._num_draining > 0
         if not can_form:
             self._forget_if_wanted()
             self.mechanism.step()
@@ -289,6 +300,8 @@ class Scheduler(WithoutExtras):
     def _after_nothing(self) -> StepPlan | None:
         """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
         is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
+        if self._connected is not None and self._connected.is_awaited:
+            is_left_idle = True
         if is_left_idle or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
             self._num_idle = 0
             return None
@@ -356,12 +369,22 @@ class Scheduler(WithoutExtras):
         vllms = record.request
         vllms.status = RequestStatus.RUNNING
         vllms.num_preemptions = request.num_preemptions
-        if vllms.prefill_stats is not None and is_first:
-            vllms.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
         if self.log_stats:
             vllms.record_event(EngineCoreEventType.SCHEDULED)
-            if self._caches and not vllms.skip_reading_prefix_cache:
-                self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
+        if self._connected is None:
+            self._looked_up(record, request, num_cached, 0, is_first=is_first)
+
+    def _looked_up(
+        self, record: Record, request: Request, num_cached: int, num_loaded: int, *, is_first: bool | None = None
+    ) -> None:
+        """Count the tokens that the prefix cache and a connector have of a request that has got blocks."""
+        vllms = record.request
+        if is_first is None:
+            is_first = not request.num_preemptions
+        if vllms.prefill_stats is not None and is_first:
+            vllms.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), num_loaded)
+        if self.log_stats and self._caches and not vllms.skip_reading_prefix_cache:
+            self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the tokens that the grammars of a step's requests allow."""
@@ -375,14 +398,22 @@ class Scheduler(WithoutExtras):
         """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
         outputs: dict[int, list[EngineCoreOutput]] = {}
+        reported, void = model_runner_output.kv_connector_output, set[str]()
+        if self._connected is not None:
+            void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
         if model_runner_output.sampled_token_ids:
-            self._take_tokens(model_runner_output, outputs)
+            self._take_tokens(model_runner_output, outputs, void)
         if not self._in_flight:
-            self.mechanism.land()
+            if self._connected is None:
+                self.mechanism.land()
+            else:
+                self._connected.land(reported)
             self._settle()
         if self._recording is not None:
             self._recording.take_tokens()
         if self._events is not None:
+            if self.connector is not None:
+                self._events.feed.events += self.connector.take_events()
             self._events.publish()
         told = self._endings.told(outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
@@ -391,8 +422,13 @@ class Scheduler(WithoutExtras):
             next(iter(told.values())).scheduler_stats = stats
         return told
 
-    def _take_tokens(self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]]) -> None:
-        find = self._records.get
+    def _take_tokens(
+        self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]], void: Collection[str]
+    ) -> None:
+        """Take in the tokens of a step, but for requests whose part of it is void."""
+        find: Callable[[str], Record | None] = self._records.get
+        if void:
+            find = {name: one for name, one in self._records.items() if name not in void}.get
         says_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
         first = sys.maxsize if says_more else 2
         """The first token of a request that is told by its id alone, unless it ends the request."""
@@ -435,6 +471,8 @@ class Scheduler(WithoutExtras):
             told.finish_reason, told.stop_reason = request.get_finished_reason(), request.stop_reason
             if record.own is not None and len(record.output) < record.limit:
                 self.mechanism.stop(record.own)
+            if self._connected is not None:
+                self._connected.ends_with(told)
             self._end(record)
         return told
 
@@ -445,7 +483,7 @@ class Scheduler(WithoutExtras):
         if self._pause is PauseState.PAUSED_ALL:
             return 0
         if self._pause is PauseState.PAUSED_NEW:
-            return self._num_running
+            return self._num_draining
         return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
@@ -453,8 +491,14 @@ class Scheduler(WithoutExtras):
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """True while workers or clients have not received an end."""
-        return bool(self._messages.next.finished) or self._endings.is_pending
+        """True while workers or clients have not received an end, or a connector needs blocks of ended requests."""
+        keeps = self._connected is not None and self._connected.keeps
+        return bool(self._messages.next.finished) or self._endings.is_pending or keeps
+
+    def has_requests(self) -> bool:
+        """True while steps are to be asked for, empty ones among them."""
+        pushes = self.connector is not None and bool(self.connector.has_pending_push_work())
+        return bool(super().has_requests()) or pushes
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
@@ -466,6 +510,11 @@ class Scheduler(WithoutExtras):
         """Requests that hold KV blocks, and keep them."""
         return 0 if self._forgets else self.mechanism.num_running
 
+    @property
+    def _num_draining(self) -> int:
+        """Requests that go on while new ones are paused."""
+        return self._num_running + (0 if self._connected is None else self._connected.num_holding)
+
     def get_kv_cache_usage(self) -> float:
         """Part of the KV blocks that requests hold."""
         return 0.0 if self._forgets else self.mechanism.kv_usage
@@ -476,13 +525,16 @@ class Scheduler(WithoutExtras):
             return None
         running, waiting = self.get_request_counts()
         stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
-        return SchedulerStats(
+        made = SchedulerStats(
             num_running_reqs=running,
             num_waiting_reqs=max(0, waiting - self._grammars.num_compiling),
             num_skipped_waiting_reqs=self._grammars.num_compiling,
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=stats,
         )
+        if self._connected is not None:
+            self._connected.add_stats(made)
+        return made
 
     # Control
 
@@ -503,11 +555,24 @@ class Scheduler(WithoutExtras):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
-        if self._num_running and not reset_running_requests:
-            return False
-        self._forgets = True
-        self._settle()
-        return True
+        is_refused = self._num_running and not reset_running_requests
+        if self._connected is not None:  # what is loaded or sent may not lose its blocks
+            is_refused = is_refused or self._connected.num_holding > 0 or self._connected.keeps
+        if not is_refused:
+            self._forgets = True
+            self._settle()
+        if reset_connector and self._connected is not None:
+            return self._connected.reset() and not is_refused
+        return not is_refused
+
+    @property
+    def connector(self) -> Any:
+        """VLLM's connector of KV; None: there is none."""
+        return None if self._connected is None else self._connected.vllms
+
+    def get_kv_connector(self) -> Any:
+        """Return vLLM's connector of KV; None: there is none."""
+        return self.connector
 
     def get_kv_event_publisher_config(self) -> Any:
         """Configuration by which KV events are published; None: they are not."""
@@ -517,6 +582,8 @@ class Scheduler(WithoutExtras):
         """Give back what the scheduler holds."""
         if self._events is not None:
             self._events.publisher.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
         if self._recording is not None:  # records the inputs, and that no step follows
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()

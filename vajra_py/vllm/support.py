@@ -106,8 +106,8 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
             "--speculative-config",
             "speculative decoding proposes tokens that may be taken back, which no policy plans for",
         )
-    if config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None:
-        yield "--kv-transfer-config", "KV connectors move blocks that a policy has not decided about"
+    if getattr(config, "ec_transfer_config", None) is not None:
+        yield "--ec-transfer-config", "encoder connectors move what an encoder computes, which is not scheduled"
     if model.runner_type != "generate":
         yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
     if model.supports_multimodal_inputs:

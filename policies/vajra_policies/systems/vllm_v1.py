@@ -191,8 +191,10 @@ class VllmV1:
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
         """Take waiting requests from the head; whether any of them has more than its last token to compute."""
         has_prefill = False
-        for request in replica.waiting():
-            if batch.tokens_left <= 0 or replica.num_running >= self._max_active:
+        waiting = iter(replica.waiting())  # looking at one may ask a connector about it, so nobody is looked at in vain
+        while batch.tokens_left > 0 and replica.num_running < self._max_active:
+            request = next(waiting, None)
+            if request is None:
                 break
             known = request.num_known_tokens
             num_cached = batch.cached_tokens(request)

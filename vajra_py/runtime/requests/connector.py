@@ -11,7 +11,7 @@ Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
 
@@ -114,13 +114,15 @@ class ConnectedKv:
         running_set: RunningSet,
         lifecycle: Lifecycle,
         is_full: Callable[[], bool],
+        leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` tells that the step that is being formed takes nobody more."""
+        """`is_full` tells that the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
         self._lifecycle = lifecycle
         self._is_full = is_full
+        self._leaving = leaving
         self._loads: dict[Request, _Load] = {}
         """Loads under way, over or failed, of requests that were not admitted since, in order of their begin."""
         self._matches: dict[Request, tuple[int, Match] | None] = {}
@@ -263,6 +265,22 @@ class ConnectedKv:
         """Ended requests that still hold their blocks."""
         return self._kept.keys()
 
+    def holds(self, request: RequestView) -> bool:
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although nobody new is let in."""
+        return request in self._loads
+
+    @property
+    def num_holding(self) -> int:
+        """Number of waiting requests that hold blocks."""
+        return len(self._loads)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if a load, a send or an answer that is not known yet may be why nobody can run."""
+        return (
+            bool(self._kept) or any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
+        )
+
     def take_report(self, report: KvReport) -> None:
         """Note which loads are over, and free the blocks of ended requests that the connector needs no longer."""
         for request in report.received:
@@ -301,9 +319,17 @@ class ConnectedKv:
         for request, num_valid in self._cut(loading, report.bad_blocks).items():
             self._loads[request].num_tokens = num_valid
             failed[request] = None
+        return FailedLoads(list(failed), self.find_void(report.bad_blocks, num_scheduled))
+
+    def find_void(self, bad_blocks: Collection[int], num_scheduled: Callable[[Request], int]) -> Mapping[Request, int]:
+        """Return the running requests whose step is void because they hold a bad block, with their valid tokens.
+
+        `num_scheduled` gives the tokens of a request in the step that reports; it is yet to be completed.
+        """
         self._running_set.materialize()
-        running = {one: one.num_computed_tokens - num_scheduled(one) for one in self._running_set.running()}
-        return FailedLoads(list(failed), self._cut(running, report.bad_blocks))
+        staying = (one for one in self._running_set.running() if one not in self._leaving)
+        running = {one: one.num_computed_tokens - num_scheduled(one) for one in staying}
+        return self._cut(running, bad_blocks)
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
         """Return the valid tokens of those requests that hold a bad block, given the computed tokens of each."""
@@ -323,7 +349,7 @@ class ConnectedKv:
 
     def keeps(self, request: Request) -> bool:
         """Return True if a request that ends now keeps its blocks, until a report releases them."""
-        load = self._loads.pop(request, None)
+        load = self._loads.get(request)
         self._computes.discard(request)
         memory = self._running_set.memory
         is_loading = load is not None and request.state is _LOADING
@@ -331,6 +357,7 @@ class ConnectedKv:
         reasons: set[Literal["load", "send"]] = set()
         if self._connector.ended(request, min(memory.blocks_for(num_tokens), memory.num_held_blocks(request))):
             reasons.add("send")
+        self._loads.pop(request, None)
         if is_loading and load is not None and not load.is_over and not self.rules.calls_off:
             reasons.add("load")
         if reasons and memory.num_held_blocks(request):

@@ -38,6 +38,13 @@ class OffersWaiting(Protocol):
     ) -> Iterator[RequestView]:
         """Iterate over the waiting requests that may be admitted, most urgent first."""
 
+    def holds(self, request: RequestView) -> bool:
+        """Return True if a waiting request holds blocks; such run although nobody new is let in."""
+
+    @property
+    def num_holding(self) -> int:
+        """Number of waiting requests that hold blocks."""
+
 
 class RunningSet:
     """The requests of one replica, grouped by state."""
@@ -80,7 +87,13 @@ class RunningSet:
 
     def lets_in(self, request: RequestView) -> bool:
         """Return True if this waiting request may be admitted now, given memory."""
-        return self.admits and request not in self.barred
+        lets_in = self.admits or (self.connected is not None and self.connected.holds(request))
+        return lets_in and request not in self.barred
+
+    @property
+    def may_admit(self) -> bool:
+        """True if there is somebody who waits and may be admitted."""
+        return bool(self.num_waiting and self.admits) or (self.connected is not None and self.connected.num_holding > 0)
 
     @property
     def num_waiting(self) -> int:
@@ -285,13 +298,15 @@ class StateView:
         """Waiting requests that may be admitted, most urgent first, own and shared queue merged."""
         running_set = self._running_set
         if running_set.connected is not None:
-            order = running_set.connected.offered(self._in_order(), self.urgency, self.now)
+            others = self._in_order() if running_set.admits else iter(())
+            order = running_set.connected.offered(others, self.urgency, self.now)
         else:
             order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
         if running_set.adapters is not None:
             order = filter(running_set.adapters.fits, order)
         if running_set.is_gated:
-            return filter(running_set.lets_in, order if running_set.admits else ())
+            is_closed = not running_set.admits and running_set.connected is None
+            return filter(running_set.lets_in, () if is_closed else order)
         return order
 
     def _with_kv_first(self) -> Iterator[RequestView]:

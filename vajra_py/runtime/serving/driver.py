@@ -42,6 +42,7 @@ from vajra_py.runtime.records.input_log import (
     TransferEnd,
 )
 from vajra_py.runtime.requests.adapters import Adapters
+from vajra_py.runtime.requests.connector import KvReport
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -478,6 +479,13 @@ class Driver(Generic[R]):
         if self._draining and self._elasticity.goes_down(one):
             return
         self._wake(one, at_once=at_once)
+
+    def take_report(self, one: R, report: KvReport) -> None:
+        """Apply a report of a connector's workers that comes now, without a step."""
+        ended = one.replica.take_report(report, self.now)
+        if ended:
+            self.controller.settle(ended, self.now)
+        self.wake(one)
 
     def _stage_ended(self, one: R, plan: StepPlan, _: int) -> None:
         if one.free_at == NEVER:

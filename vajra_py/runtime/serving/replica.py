@@ -205,7 +205,7 @@ class Replica:
         def is_full() -> bool:
             return builder.tokens_left <= 0 or running_set.num_running >= self.limits.max_batch_size
 
-        connected = ConnectedKv(connector, rules, running_set, self.lifecycle, is_full)
+        connected = ConnectedKv(connector, rules, running_set, self.lifecycle, is_full, self._to_abort)
         self._awaits_reports = rules.reports_with_steps
         self._connected = running_set.connected = self.lifecycle.connected = connected
         builder.use_connector(connected)
@@ -349,7 +349,7 @@ class Replica:
         """Form the next step that runs something; None when nothing can run until something changes."""
         builder, running_set = self.builder, self.running_set
         running_set.barred.clear()
-        if not running_set.num_running and not (running_set.num_waiting and running_set.admits):
+        if not running_set.num_running and not running_set.may_admit:
             if builder.slots_held:
                 self._see_ends()
             return None
@@ -409,6 +409,8 @@ class Replica:
         running_set = self.running_set
         if not running_set.arrived or self.num_in_flight:
             return False
+        if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
+            return False  # blocks, or somebody who can run, may come with a report
         seconds = to_seconds(now)
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)

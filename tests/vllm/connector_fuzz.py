@@ -1,0 +1,235 @@
+"""Random sessions of a vLLM with a connector: its own scheduler and this one get the same input and the same answers.
+
+As `tests/vllm/fuzz.py`, with what a connector is asked and told, and with content that it loads in the KV slots of the model of the workers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.vllm import fuzz
+from tests.vllm.fuzz import Play, RequestScript, Session
+from tests.vllm.scripted_connector import Script, ScriptedWorker
+from tests.vllm.worker_model import WorkerFault
+from vajra_py.vllm import Scheduler
+
+
+@dataclass(frozen=True)
+class ConnectedSession(Session):
+    """A session whose requests have scripts of a connector."""
+
+    on_failure: str = "fail"
+    connector: str = "ScriptedConnector"
+
+
+def session_of(seed: int) -> ConnectedSession:
+    """Return a random session."""
+    rng = random.Random(f"connector {seed}")
+    base = fuzz.session_of(seed, is_async=False)
+    options = base.options | {
+        # Loads beside steps begin on steps that hold prompts, and where prompts are not cut: docs/evidence/vllm.md.
+        "prefill_schedule_interval": 1,
+        "enable_chunked_prefill": True,
+        "scheduler_reserve_full_isl": True,
+        "max_num_scheduled_tokens": None,
+    }
+    failing = rng.random() < 0.35
+    scripts = [replace(one, transfer=_transfer(rng, one, failing), grammar=_good(one)) for one in base.scripts]
+    given = {name: getattr(base, name) for name in base.__dataclass_fields__}
+    given |= {"options": options, "scripts": scripts, "has_kv_events": False}
+    transfers = [one.transfer or {} for one in scripts]
+    if any("bad_block" in one and not one["load_turns"] for one in transfers):
+        given["second_runner"] = False  # it does not go back to earlier tokens of a request that it knows
+    given["events"] = [one for one in base.events if not one.kind.startswith("reset")]
+    return ConnectedSession(
+        **given,
+        on_failure=rng.choice(("fail", "recompute")),
+        connector=rng.choice(("ScriptedConnector", "GroupedConnector")),
+    )
+
+
+def _good(script: RequestScript) -> tuple[int, str, int | None] | None:
+    """Return a grammar that can be compiled, since requests end in another turn otherwise: docs/evidence/vllm.md."""
+    return None if script.grammar is None or script.grammar[1] == "error" else script.grammar
+
+
+def _transfer(rng: random.Random, script: RequestScript, failing: bool) -> dict[str, Any]:
+    if rng.random() < 0.2 or len(script.prompt) < 2:  # vLLM asks again about one token that was loaded beside steps
+        return {}
+    num_tokens = len(script.prompt)
+    remote = rng.choice((0, num_tokens, num_tokens // 2, rng.randint(0, num_tokens)))
+    made = {
+        "remote": remote,
+        "load_turns": rng.choice((0, 0, 1, 1, 2, 5, 12)),
+        "once": rng.random() < 0.7,
+        "unknown_until": script.arrives + rng.randint(1, 9) if rng.random() < 0.15 else 0,
+        "send_turns": rng.choice((None, 0, 1, 4, 20)),
+    }
+    if failing and rng.random() < 0.4:
+        made["fails" if made["load_turns"] and rng.random() < 0.4 else "bad_block"] = rng.choice((0, 0, 1, 3))
+        made["once"] = True
+        if "fails" in made:
+            made["fails"] = True
+    return made
+
+
+@dataclass
+class ConnectedPlay(Play):
+    """A session with a connector, driven to its end."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    """Figures of the connector, in all."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """`kv_transfer_params` that clients got."""
+    cached: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        slots = self.worker.slots
+        self.loader = ScriptedWorker(slots.size, self.script_of, self._write)
+        scripts = map(self.script_of, [one.name for one in self.session.scripts])
+        if any(one.bad_block is not None and not one.load_turns for one in scripts):
+            slots.read = lambda *given: None  # type: ignore[method-assign]  # what is void is computed from other content
+
+    def script_of(self, name: str) -> Script:
+        (found,) = [one for one in self.session.scripts if one.name == name]
+        return Script(**found.transfer or {})
+
+    def _write(self, name: str, blocks: list[int], start: int, end: int) -> None:
+        self.worker.slots.write(name, self.worker.expected[name], blocks, start, end)
+
+    def _compile(self) -> None:
+        self.scheduler.connector.turn = self.turn
+        super()._compile()
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        self.worker.slots._written_by = {}
+        bad = self.loader.begin(output.kv_connector_metadata)
+        result = super().execute(output)
+        is_attempt = output.preempted_req_ids and not output.num_scheduled_tokens
+        result.kv_connector_output = None if is_attempt else self.loader.report(self.turn, bad)
+        return result
+
+    def update(self, output: Any, result: Any) -> None:
+        for client, each in self.scheduler.update_from_output(output, result).items():
+            self.finished += sorted(each.finished_requests or ())
+            if each.scheduler_stats is not None:
+                self._count(each.scheduler_stats)
+            for one in each.outputs:
+                self.params[one.request_id] = one.kv_transfer_params
+                if one.prefill_stats is not None:
+                    self.cached[one.request_id] = one.prefill_stats
+                self._hear(client, one)
+
+    def _count(self, stats: Any) -> None:
+        hits = stats.connector_prefix_cache_stats
+        for name in ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits"):
+            self.hits[name] += getattr(hits, name)
+            self.hits[f"local {name}"] += getattr(stats.prefix_cache_stats, name)
+        assert set(stats.num_kv_fetch_reqs_by_stage) == {"waiting_to_start", "in_progress", "completed_waiting"}
+
+
+@contextmanager
+def _connected(config: Any, session: ConnectedSession) -> Iterator[None]:
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=session.connector,
+        kv_role="kv_both",
+        kv_connector_module_path="tests.vllm.scripted_connector",
+        kv_load_failure_policy=session.on_failure,
+    )
+    before = config.scheduler_config.disable_hybrid_kv_cache_manager
+    config.scheduler_config.disable_hybrid_kv_cache_manager = session.connector == "ScriptedConnector"
+    try:
+        yield
+    finally:
+        config.kv_transfer_config = None
+        config.scheduler_config.disable_hybrid_kv_cache_manager = before
+
+
+def play(cls: type[Any], model: str, session: ConnectedSession) -> ConnectedPlay:
+    with _connected(fuzz._config(model, session), session):
+        made = fuzz.play(cls, model, session, ConnectedPlay)
+    assert isinstance(made, ConnectedPlay)
+    return made
+
+
+def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
+    """Return the calls of these kinds, without what is no decision.
+
+    Questions count once a turn, as an attempt that only preempts is a turn's first in vLLM alone. Of who is aborted while a step is
+    computed, blocks and tokens are those before or after its result.
+    """
+    found: Counter[str] = Counter()
+    for one in calls:
+        if one[0] == "finished" in kinds:
+            found[repr(one[:3] if "ABORTED" in one[2] else one)] += 1
+        elif one[0] in kinds or one[1] in kinds:
+            found[repr(one)] = 1 if one[1] == "matched" else found[repr(one)] + 1
+    return found
+
+
+def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPlay) -> str | None:
+    """Return the first difference to vLLM's scheduler, in decisions or in what the connector and the clients see."""
+    theirs, mine = (each.scheduler.connector.calls for each in (own, ours))
+    found = fuzz.difference(session, own, ours)
+    for kinds in (("matched", "allocated", "reported"), ("new", "finished")):
+        left, right = _calls(theirs, *kinds), _calls(mine, *kinds)
+        if found is None and left != right and not own.is_endless:
+            found = f"calls {kinds}: vLLM's alone {list(left - right)[:2]}, here alone {list(right - left)[:2]}"
+    if found is not None or own.is_endless:
+        return found
+    for what, left, right in (
+        ("parameters", own.params, ours.params),
+        ("prefill statistics", own.cached, ours.cached),
+        ("hits", +own.hits, +ours.hits),
+    ):
+        if left != right:
+            return f"{what}: vLLM {left}, here {right}"
+    if not ours.scheduler.connector.is_shut_down:
+        return "the connector is not shut down"
+    return None
+
+
+def compare(model: str, seed: int) -> tuple[str | None, Counter[str]]:
+    """Return the difference in one random session, and counts of its contents."""
+    return compare_in(model, session_of(seed))
+
+
+def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Counter[str]]:
+    """Return the difference in this session, and counts of its contents."""
+    fuzz._config(model, session)
+    fuzz._MADE["zero"] = time.time()
+    counts: Counter[str] = Counter(sessions=1, requests=len(session.scripts))
+    try:
+        own = play(SyncScheduler, model, session)
+    except WorkerFault as error:
+        counts["vllm_reads_stale"] += "reads KV" in str(error)
+        ours = play(Scheduler, model, session)
+        return fuzz.end_check(session, ours), counts
+    try:
+        ours = play(Scheduler, model, session)
+    except Exception as error:
+        return f"here: {type(error).__name__}: {error}", counts
+    counts["steps"] += len(ours.steps)
+    counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
+    counts["endless"] += own.is_endless
+    for call in ours.scheduler.connector.calls:
+        counts["loads"] += call[1] == "allocated" and call[3] > 0
+        counts["unknown"] += call[1] == "matched" and call[-1] is None
+    counts["errors"] += sum("error" in reason.lower() for reason in ours.reasons.values())
+    counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
+    if own.is_endless or ours.is_endless:
+        if own.is_endless is not ours.is_endless:
+            return f"vLLM {'never ends' if own.is_endless else 'ends'}, here it is otherwise", counts
+        return difference(session, own, ours), counts
+    return difference(session, own, ours) or fuzz.end_check(session, ours), counts

@@ -1,0 +1,220 @@
+"""A connector whose answers the requests bring along: how much there is to load, how, when it comes, and what fails.
+
+`kv_transfer_params` of a request are its script (`Script`). Time is `turn`, which whoever drives the scheduler sets. The workers' side
+is played by `ScriptedWorker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a connector does for a request.
+
+    Attributes:
+        remote: leading tokens that can be loaded.
+        load_turns: turns that a load takes; 0: it is part of the step that admits the request.
+        once: True if there is nothing more after a load.
+        unknown_until: turn before which it does not know what there is.
+        send_turns: turns for which the blocks are needed after the end; None: they are not.
+        bad_block: block of the load to which nothing comes.
+        fails: True if nothing of a load comes.
+    """
+
+    remote: int = 0
+    load_turns: int = 0
+    once: bool = True
+    unknown_until: int = 0
+    send_turns: int | None = None
+    bad_block: int | None = None
+    fails: bool = False
+
+
+@dataclass
+class Load:
+    """A load, as workers are told of it."""
+
+    name: str
+    blocks: list[int]
+    start: int
+    end: int
+    is_async: bool
+    due: int
+
+
+@dataclass
+class ScriptedMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What workers are told with a step."""
+
+    loads: list[Load] = field(default_factory=list)
+    sends: dict[str, int] = field(default_factory=dict)
+    """Requests whose blocks are needed, and the turn until which they are."""
+
+
+class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """The scheduler's side."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.turn = 0
+        self.calls: list[tuple[Any, ...]] = []
+        """Calls, as far as schedulers are to agree on them."""
+        self.is_shut_down = False
+        self.events: list[Any] = []
+        self._size = vllm_config.cache_config.block_size
+        self._asked: dict[str, tuple[int, bool]] = {}
+        self._has_loaded: set[str] = set()
+        self._metadata = ScriptedMetadata()
+
+    def on_new_request(self, request: Any) -> None:
+        self.calls.append(("new", request.request_id))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        name, script = request.request_id, Script(**request.kv_transfer_params or {})
+        assert request.num_computed_tokens == 0
+        num_tokens: int | None = min(script.remote, request.num_prompt_tokens) // self._size * self._size
+        assert num_tokens is not None
+        is_async = script.load_turns > 0
+        if not is_async:
+            num_tokens = min(num_tokens, request.num_tokens - 1)
+        num_tokens = max(0, num_tokens - num_computed_tokens)
+        if self.turn < script.unknown_until:
+            num_tokens = None
+        elif script.once and name in self._has_loaded:
+            num_tokens = 0
+        self._asked[name] = num_computed_tokens, is_async
+        said = (self.turn, "matched", name, request.num_tokens, request.num_preemptions, str(request.status))
+        self.calls.append((*said, num_computed_tokens, num_tokens))
+        return num_tokens, is_async and bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        name, (table,) = request.request_id, blocks.get_block_ids()
+        unhashed = blocks.get_unhashed_block_ids() if num_external_tokens and self._asked[name][1] else ()
+        assert set(unhashed) <= set(table)
+        self.calls.append((self.turn, "allocated", name, num_external_tokens, len(table), len(unhashed)))
+        if num_external_tokens:
+            start, is_async = self._asked[name]
+            due = self.turn + Script(**request.kv_transfer_params).load_turns
+            self._has_loaded.add(name)
+            self._metadata.loads.append(Load(name, table, start, start + num_external_tokens, is_async, due))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+        cached = scheduler_output.scheduled_cached_reqs
+        for name in scheduler_output.num_scheduled_tokens:
+            (table,) = state.get_block_ids(name)
+            assert len(table) == len(set(table))
+        assert state.get_block_ids("nobody's") is None
+        assert scheduler_output.has_sync_kv_loads is any(not one.is_async for one in self._metadata.loads)
+        self.calls.append((self.turn, "built", sorted(scheduler_output.num_scheduled_tokens), sorted(cached.req_ids)))
+        made, self._metadata = self._metadata, ScriptedMetadata()
+        return made
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = [sorted(each or ()) for each in (connector_output.finished_recving, connector_output.finished_sending)]
+        self.calls.append((self.turn, "reported", *told))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        script = Script(**request.kv_transfer_params or {})
+        is_complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        keeps = is_complete and script.send_turns is not None and bool(block_ids)
+        said = (request.request_id, str(request.status), len(block_ids), request.num_computed_tokens)
+        self.calls.append(("finished", *said, len(request.all_token_ids), len(request.block_hashes)))
+        if keeps:
+            self._metadata.sends[request.request_id] = self.turn + (script.send_turns or 0)
+        return keeps, {"blocks": len(block_ids), "tokens": list(request.output_token_ids)} if is_complete else None
+
+    def take_events(self) -> list[Any]:
+        taken, self.events = self.events, []
+        return taken
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    # The workers' side is played by `ScriptedWorker`
+
+    def start_load_kv(self, forward_context: Any, **given: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **given: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class GroupedConnector(ScriptedConnector, SupportsHMA):  # type: ignore[misc]
+    """The same for models with several groups of KV blocks."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        (table,) = block_ids
+        return self.request_finished(request, table)
+
+
+@dataclass
+class ScriptedWorker:
+    """The workers' side: loads come when they are due, and are reported with the step.
+
+    Attributes:
+        script: of a request.
+        write: puts the content of a request's tokens into its blocks.
+    """
+
+    size: int
+    script: Callable[[str], Script]
+    write: Callable[[str, list[int], int, int], None]
+    loads: list[Load] = field(default_factory=list)
+    sends: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, metadata: ScriptedMetadata) -> set[int]:
+        """Take what the scheduler tells with a step, whose loads come at once; returns the blocks to which nothing came."""
+        self.loads += [one for one in metadata.loads if one.is_async]
+        self.sends |= metadata.sends
+        bad: set[int] = set()
+        for load in metadata.loads:
+            if not load.is_async:
+                bad |= self._arrive(load)
+        return bad
+
+    def _arrive(self, load: Load) -> set[int]:
+        script = self.script(load.name)
+        first, last = load.start // self.size, -(-load.end // self.size)
+        places = range(first, last)
+        bad = {place for place in places if script.bad_block is not None and place == first + script.bad_block}
+        if not script.fails:
+            for place in places:
+                if place not in bad:
+                    end = min(load.end, (place + 1) * self.size)
+                    self.write(load.name, load.blocks, max(load.start, place * self.size), end)
+        return {load.blocks[place] for place in bad}
+
+    def report(self, turn: int, bad: set[int]) -> KVConnectorOutput | None:
+        """Return what is due; `bad`: blocks of loads within the step to which nothing came."""
+        over = [one for one in self.loads if one.due <= turn]
+        self.loads = [one for one in self.loads if one.due > turn]
+        sent = {name for name, due in self.sends.items() if due <= turn}
+        self.sends = {name: due for name, due in self.sends.items() if name not in sent}
+        for load in over:
+            bad |= self._arrive(load)
+        failed = {one.name for one in over if self.script(one.name).fails}
+        made = KVConnectorOutput(
+            finished_sending=dict.fromkeys(sorted(sent)) or None,  # in an order, as blocks are freed in it
+            finished_recving=dict.fromkeys(sorted(one.name for one in over)) or None,
+            invalid_block_ids=bad,
+            failed_recving=failed,
+        )
+        return None if made.is_empty() else made

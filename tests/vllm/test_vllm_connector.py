@@ -1,0 +1,186 @@
+"""A KV connector is called as vLLM's own scheduler calls it, and decisions are vLLM's."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.vllm import fuzz
+from tests.vllm.connector_fuzz import compare
+from tests.vllm.core import make_scheduler, vllm_config
+from tests.vllm.fuzz import RequestScript, Session
+from vajra_py.errors import ConfigError
+from vajra_py.vllm import Scheduler
+from vajra_py.vllm.plugin import check
+
+BLOCK = 4
+MODULE = "tests.vllm.scripted_connector"
+
+
+@pytest.mark.parametrize("seed", range(5_000_000, 5_000_006))
+def test_a_session_is_vllms(tiny_model: str, seed: int) -> None:
+    found, _ = compare(tiny_model, seed)
+    assert found is None
+
+
+def test_sessions_of_this_run_alone(tiny_model: str) -> None:
+    """Other seeds each time; a failure names its own."""
+    first = random.SystemRandom().randrange(10**9)
+    for seed in range(first, first + 2):
+        found, _ = compare(tiny_model, seed)
+        assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1 MODES=connector: {found}"
+
+
+@pytest.fixture
+def config(tiny_model: str) -> Any:
+    made = vllm_config(tiny_model, max_model_len=64, max_num_batched_tokens=64, enforce_eager=True)
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector="GroupedConnector", kv_role="kv_both", kv_connector_module_path=MODULE
+    )
+    return made
+
+
+@pytest.fixture
+def scheduler(config: Any) -> Iterator[Any]:
+    made = make_scheduler(Scheduler, config, 33, BLOCK, log_stats=True)
+    yield made
+    made.shutdown()
+
+
+def request(name: str = "r0", num_tokens: int = 16, **transfer: Any) -> Any:
+    script = RequestScript(name, tuple(range(100, 100 + num_tokens)), 4, 0, 0.0, transfer=transfer)
+    fuzz._MADE.setdefault("zero", 0.0)
+    fuzz.init_none_hash(fuzz._HASH)
+    return fuzz.request_of(script, Session(0, BLOCK, 32, {"caches": True}, [script], [], False, False))
+
+
+def turn(scheduler: Any, report: KVConnectorOutput | None = None, tokens: bool = True) -> tuple[Any, Any]:
+    """A step: its message, and what the clients get."""
+    output = scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    sampled = [[9] for _ in names]
+    result = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+    result.kv_connector_output = report
+    return output, scheduler.update_from_output(output, result)
+
+
+def received(*names: str) -> KVConnectorOutput:
+    return KVConnectorOutput(finished_recving=set(names))
+
+
+def test_a_load_that_lasts_is_no_violation_of_an_idle_policy(scheduler: Any) -> None:
+    scheduler.add_request(request(remote=16, load_turns=1))
+    for _ in range(1_200):
+        output, _ = turn(scheduler)
+        assert not output.num_scheduled_tokens
+    assert scheduler.has_requests()
+    assert scheduler.make_stats().num_kv_fetch_reqs_by_stage["in_progress"] == 1
+    turn(scheduler, received("r0"))
+    output, told = turn(scheduler)
+    assert output.num_scheduled_tokens == {"r0": 1}  # the last token of the prompt
+    (first,) = told[0].outputs
+    assert first.prefill_stats.num_external_cached_tokens == 16
+
+
+def test_what_a_connector_raises_is_not_the_policys(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> Any:
+        raise ConnectionError("the store is gone")
+
+    monkeypatch.setattr(scheduler.connector, "get_num_new_matched_tokens", fail)
+    scheduler.add_request(request(remote=16))
+    with pytest.raises(ConnectionError, match="the store is gone"):
+        scheduler.schedule()
+    assert scheduler.mechanism.fault is None
+
+
+def test_loads_begun_go_on_while_new_requests_are_paused(scheduler: Any) -> None:
+    scheduler.add_request(request("r0", remote=16, load_turns=1))
+    turn(scheduler)
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.add_request(request("r1", remote=16, load_turns=1))
+    assert scheduler.get_num_unfinished_requests() == 1
+    turn(scheduler, received("r0"))
+    output, _ = turn(scheduler)
+    assert list(output.num_scheduled_tokens) == ["r0"]
+    assert scheduler.get_num_unfinished_requests() == 1
+
+
+def test_the_cache_is_not_reset_under_a_load(scheduler: Any) -> None:
+    scheduler.add_request(request(remote=16, load_turns=1))
+    turn(scheduler)
+    assert not scheduler.reset_prefix_cache(reset_running_requests=True)
+    turn(scheduler, received("r0"))
+    output, _ = turn(scheduler)
+    assert output.num_scheduled_tokens == {"r0": 1}
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def test_blocks_of_an_ended_request_are_free_when_they_are_sent(scheduler: Any) -> None:
+    scheduler.add_request(request(send_turns=1))
+    for _ in range(4):
+        _, told = turn(scheduler)
+    (last,) = told[0].outputs
+    assert last.kv_transfer_params == {"blocks": 5, "tokens": [9, 9, 9, 9]}
+    assert scheduler.get_kv_cache_usage() > 0
+    turn(scheduler)
+    assert scheduler.has_requests()
+    turn(scheduler, KVConnectorOutput(finished_sending={"r0", "unknown"}))
+    assert not scheduler.has_requests()
+    assert scheduler.get_kv_cache_usage() == 0
+
+
+def test_a_load_that_fails_ends_its_request_with_an_error(scheduler: Any) -> None:
+    scheduler.add_request(request(remote=16, load_turns=1))
+    turn(scheduler)
+    report = KVConnectorOutput(finished_recving={"r0"}, failed_recving={"r0"})
+    _, told = turn(scheduler, report)
+    (end,) = told[0].outputs
+    assert str(end.finish_reason) == "error"
+    assert "could not be loaded" in end.stop_reason
+    assert not scheduler.requests
+
+
+# What is refused
+
+
+def refused(config: Any, **given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config, (0, 33))
+    return str(caught.value)
+
+
+def test_asynchronous_scheduling_is_refused(config: Any) -> None:
+    config.scheduler_config.async_scheduling = True
+    assert "Add --no-async-scheduling" in refused(config)
+
+
+def test_a_recording_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VAJRA_VLLM_SAVE_RUN", str(tmp_path / "run"))
+    assert "what a connector answers is not recorded" in refused(config)
+
+
+def test_a_fallback_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(json.dumps({"version": 1, "preset": "vllm-v1", "backend": {"vllm": {"fallback": "vllm-v1"}}}))
+    monkeypatch.setenv("VAJRA_VLLM_EXPERIMENT", str(file))
+    assert "goes with no fallback ('vllm-v1')" in refused(config)
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_connector_on_vllms_own_memory_is_refused(config: Any, is_part: bool) -> None:
+    part: dict[str, Any] = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, part]},
+    }
+    config.kv_transfer_config = KVTransferConfig(**(several if is_part else part))
+    assert "names SimpleCPUOffloadConnector, which works on the block pool" in refused(config)

@@ -1,0 +1,87 @@
+"""Connectors of KV that can be scheduled, and the one of a configuration.
+
+A connector that works on vLLM's own block pool, beside which there is none here, is refused before the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vajra_py.config.single import only_replicaset
+from vajra_py.contract import Layer
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.settings import VajraOptions
+
+if TYPE_CHECKING:
+    from vajra_py.vllm.connector import Connector, OnLookup
+
+_OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
+"""Methods by which a connector takes part in vLLM's own block pool."""
+
+
+def check_connector(vllm_config: Any, options: VajraOptions, fallback: str | None) -> None:
+    """Raise `ConfigError` for a connector, or what is to go with it, that cannot be scheduled."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return
+    where, problems = "--kv-transfer-config", []
+    if vllm_config.scheduler_config.async_scheduling:
+        message = "is not scheduled asynchronously: blocks that a load gets may still be written by a step in flight"
+        problems.append(Problem(where, message, "Add --no-async-scheduling"))
+    if options.save_run is not None:
+        message = "goes with no recording: what a connector answers is not recorded"
+        problems.append(Problem(where, message, "Leave VAJRA_VLLM_SAVE_RUN and save_run out"))
+    if fallback is not None:
+        message = f"goes with no fallback ({fallback!r}): loads under way do not stop when other policies take over"
+        problems.append(Problem(where, message, "Leave backend.vllm.fallback out"))
+    if vllm_config.lora_config is not None:
+        message = "goes with no LoRA adapters: requests that wait for both were not compared with vLLM's own scheduler"
+        problems.append(Problem(where, message, "Leave --enable-lora out"))
+    for connector in _classes(transfer):
+        names = [name for name in _OF_VLLMS_MEMORY if _overrides(connector, name)]
+        if names:
+            message = f"names {connector.__name__}, which works on the block pool of vLLM's own scheduler ({names[0]})"
+            problems.append(Problem(where, message, "Leave --scheduler-cls out to use it"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _classes(transfer: Any) -> Iterator[type[Any]]:
+    """Return the classes of a configuration's connectors, of several in one the parts."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    found = KVConnectorFactory.get_connector_class(transfer)
+    if not issubclass(found, MultiConnector):
+        yield found
+        return
+    for part in transfer.kv_connector_extra_config.get("connectors") or ():
+        yield from _classes(KVTransferConfig(**{"engine_id": transfer.engine_id, **part}))
+
+
+def _overrides(connector: type[Any], name: str) -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    return getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
+
+
+def connector_of(scheduler: Any, vllm_config: Any, on_lookup: OnLookup) -> Connector | None:
+    """Return the connector that `--kv-transfer-config` asks for, joined to the scheduler's mechanism; None: it asks for none.
+
+    Raises what making it raises.
+    """
+    if vllm_config.kv_transfer_config is None:
+        return None
+    from vajra_py.vllm.connector import Connector
+
+    prioritizer = only_replicaset(scheduler.config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
+    return Connector(
+        vllm_config,
+        scheduler.kv_cache_config,
+        scheduler.mechanism,
+        on_lookup,
+        by_urgency=prioritizer != "fcfs",
+        log_stats=scheduler.log_stats,
+    )

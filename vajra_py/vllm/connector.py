@@ -1,0 +1,334 @@
+"""The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
+
+What a connector reads of a request (tokens, block hashes, computed tokens, status) is brought up to date before each call. Its block
+ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, SupportsHMA
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
+
+from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
+from vajra_py.vllm.records import Record
+
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+_WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress", "completed_waiting"
+
+OnLookup = Callable[[Record, Request, int, int], None]
+"""Called with a request that has got blocks, its tokens in the prefix cache, and those that the connector loads."""
+
+
+class Connector:
+    """A connector, and the requests that it knows.
+
+    What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
+    """
+
+    def __init__(  # what vLLM's scheduler has at hand
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        mechanism: Mechanism,
+        on_lookup: OnLookup,
+        *,
+        by_urgency: bool,
+        log_stats: bool,
+    ) -> None:
+        """`by_urgency`: requests that hold blocks are ordered as others are, not by the begin of their load."""
+        self.vllms: Any = KVConnectorFactory.create_connector(
+            config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
+        )
+        rules = ConnectorRules(
+            holding_order="urgency" if by_urgency else "begin",
+            on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
+        )
+        self._mechanism = mechanism
+        self._memory = mechanism.replica.memory
+        self._connected = mechanism.use_connector(self, rules)
+        self._on_lookup = on_lookup
+        self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._known: dict[str, Record] = {}
+        """Requests whose end the connector was not told."""
+        self._begins: int | None = None
+        """Cached tokens of the request that is getting the blocks of its load beside steps."""
+        self._loaded: set[str] = set()
+        """Requests with a load beside steps that were not admitted since."""
+        self._loads_now = False
+        """True if a request of the step that is being formed loads within it."""
+        self._last: dict[str, EngineCoreOutput] = {}
+        """Last outputs of requests that end with the step in flight."""
+        self._stages: dict[str, str] | None = {} if log_stats else None
+        """Requests with a load beside steps by their stage, in vLLM's words; None: nobody wants to know."""
+        self._hits = PrefixCacheStats() if log_stats else None
+        self._figures: Any = None
+        """Statistics of the connector and its workers since they were last asked for."""
+        self._error: Exception | None = None
+
+    # Requests
+
+    def take_in(self, record: Record) -> None:
+        """A request has come in."""
+        self._known[record.request_id] = record
+        self.vllms.on_new_request(record.request)
+        params = record.request.kv_transfer_params
+        if params and params.get("do_remote_prefill"):
+            self._enter(record.request_id, _WAITING_TO_START)
+
+    def leave(self, record: Record) -> None:
+        """A request ends that the mechanism does not know, or not any more; nothing if the connector was told."""
+        if self._known.pop(record.request_id, None) is not None:
+            self._enter(record.request_id, None)
+            self._finish(record, [])
+
+    def ends_with(self, output: EngineCoreOutput) -> None:
+        """Note the last output of a request that ends with the step in flight, to which the connector may add parameters."""
+        self._last[output.request_id] = output
+
+    def raise_error(self) -> None:
+        """Raise what the connector raised while the mechanism asked it."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _guarded(self, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        if self._error is None:
+            try:
+                return call()
+            except Exception as error:
+                self._error = error
+        return otherwise
+
+    def _look_at(self, record: Record, request: Request) -> VllmRequest:
+        """Return vLLM's request with its tokens as far as they are known."""
+        vllms, output = record.request, record.output
+        num_there = vllms.num_output_tokens
+        if num_there < len(output):
+            vllms.append_output_token_ids(output[num_there:])
+        vllms.num_preemptions = request.num_preemptions
+        return vllms
+
+    # The mechanism's connector
+
+    def matched(self, request: Request, num_local_tokens: int) -> Match | None:
+        """See `KvConnector`."""
+        record = self._known[request.request_id]
+        vllms = self._look_at(record, request)
+        vllms.num_computed_tokens = 0
+        vllms.status = RequestStatus.PREEMPTED if request.state is RequestState.PREEMPTED else RequestStatus.WAITING
+        self._loaded.discard(record.request_id)
+        nothing: tuple[int | None, bool] = (0, False)
+        num_tokens, is_async = self._guarded(
+            lambda: self.vllms.get_num_new_matched_tokens(vllms, num_local_tokens), nothing
+        )
+        if vllms.skip_reading_prefix_cache:
+            num_tokens, is_async = 0, False
+        if num_tokens is None:
+            return None
+        self._enter(record.request_id, _WAITING_TO_START if is_async else None)
+        return Match(num_tokens, bool(is_async)) if num_tokens > 0 else NOTHING
+
+    def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
+        """See `KvConnector`."""
+        self._begins = num_local_tokens
+
+    def allocated(self, request: Request, num_tokens: int) -> None:
+        """See `KvConnector`."""
+        num_local, self._begins = self._begins, None
+        name = request.request_id
+        record = self._known[name]
+        vllms = self._look_at(record, request)
+        begins, was_loaded = num_local is not None, name in self._loaded
+        self._loaded.discard(name)
+        if num_local is None:
+            num_local = request.num_computed_tokens - num_tokens
+        blocks = self._blocks(request, vllms, num_local if begins else num_local + num_tokens)
+        self._guarded(lambda: self.vllms.update_state_after_alloc(vllms, blocks, num_tokens), None)
+        if begins:
+            self._loaded.add(name)
+            vllms.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self._enter(name, _IN_PROGRESS)
+        else:
+            self._loads_now |= num_tokens > 0
+            self._enter(name, None)
+        vllms.num_computed_tokens = num_local + num_tokens
+        if not was_loaded:
+            self._count(request, vllms, num_local, num_tokens)
+            self._on_lookup(record, request, num_local, num_tokens)
+
+    def ended(self, request: Request, num_blocks: int) -> bool:
+        """See `KvConnector`."""
+        name = request.request_id
+        record = self._known.pop(name, None)
+        if record is None:
+            return False
+        num_loaded = self._connected.num_tokens_of(request)
+        vllms = self._look_at(record, request)
+        vllms.num_computed_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        self._loaded.discard(name)
+        self._enter(name, None)
+        return self._finish(record, [block + 1 for block in self._memory.block_table(request)[:num_blocks]])
+
+    def _finish(self, record: Record, blocks: list[int]) -> bool:
+        vllms = record.request
+        if not vllms.is_finished():
+            vllms.status = RequestStatus.FINISHED_ERROR
+        finished = self.vllms
+        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
+        keeps, params = self._guarded(
+            lambda: (
+                finished.request_finished_all_groups(vllms, (blocks,))
+                if isinstance(finished, SupportsHMA)
+                else finished.request_finished(vllms, blocks)
+            ),
+            nothing,
+        )
+        output = self._last.pop(record.request_id, None)
+        if output is not None and params is not None:
+            if output.prefill_stats is not None and params.get("do_remote_prefill"):
+                params["remote_prefill_cached_tokens"] = output.prefill_stats.num_cached_tokens
+            output.kv_transfer_params = params
+        return bool(keeps)
+
+    def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int) -> KVCacheBlocks:
+        """Return a request's blocks as vLLM's memory would show them, the first with the hashes by which they are found."""
+        num_hashed = num_cached // self._memory.block_size if self._caches and request.hashes is not None else 0
+        blocks = [KVCacheBlock(block + 1, ref_cnt=1) for block in self._memory.block_table(request)]
+        for block, block_hash in zip(blocks[:num_hashed], vllms.block_hashes, strict=False):
+            block.set_block_hash(make_block_hash_with_group_id(block_hash, 0))
+        return KVCacheBlocks((blocks,))
+
+    # Steps
+
+    def tell(self, output: SchedulerOutput) -> None:
+        """Add what the connector tells its workers to a step's message. Raises what the connector raises."""
+        self.raise_error()
+        for one in output.scheduled_new_reqs:
+            self._bring_up(one.req_id, one.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._bring_up(name, num_computed)
+        output.has_sync_kv_loads, self._loads_now = self._loads_now, False
+        output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
+        output.kv_connector_metadata = self.vllms.build_connector_meta(output)
+        output.kv_connector_block_state = None
+
+    def _bring_up(self, name: str, num_computed: int) -> None:
+        record = self._known[name]
+        vllms, output = record.request, record.output
+        num_there = vllms.num_output_tokens
+        if num_there < len(output):
+            vllms.append_output_token_ids(output[num_there:])
+        vllms.num_computed_tokens = num_computed
+
+    def _table_of(self, name: str) -> tuple[list[int], ...]:
+        own = self._known[name].own
+        assert own is not None
+        return ([block + 1 for block in self._memory.block_table(own)],)
+
+    def voided_by(self, output: Any, num_scheduled: Mapping[str, int]) -> set[str]:
+        """Return the running requests whose result of a step is void, since a block that they use was not loaded."""
+        if not output or not output.invalid_block_ids:
+            return set()
+        bad = {block - 1 for block in output.invalid_block_ids}
+        void = self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0))
+        return {one.request_id for one in void}
+
+    def land(self, output: Any) -> None:
+        """End the step in flight with what the connector's workers report, which it is told then. Raises what it raises."""
+        self._mechanism.land(self._report(output) if output else None)
+        self._last.clear()
+        self.raise_error()
+        if output:
+            self.vllms.update_connector_output(output)
+        self._figures = output.kv_connector_stats if output else None
+        own = self.vllms.get_kv_connector_stats()
+        if own is not None and not own.is_empty():
+            self._figures = own if self._figures is None else self._figures.aggregate(own)
+
+    def _report(self, output: Any) -> KvReport:
+        for name in output.finished_recving or ():
+            if name in self._known:
+                self._enter(name, _COMPLETED)
+        return KvReport(
+            received=list(self._named(output.finished_recving or ())),
+            sent=list(self._named(output.finished_sending or ())),
+            failed=list(self._named(output.failed_recving)),
+            bad_blocks=frozenset(block - 1 for block in output.invalid_block_ids),
+        )
+
+    def _named(self, names: Iterable[str]) -> Iterator[Request]:
+        for name in sorted(names):
+            record = self._known.get(name)
+            own = None if record is None else record.own
+            if own is None:
+                own = next((one for one in self._connected.kept if one.request_id == name), None)
+            if own is None:
+                _log.warning("the connector reports a transfer of request %s, which holds nothing here", name)
+            else:
+                yield own
+
+    # Counts
+
+    @property
+    def num_holding(self) -> int:
+        """Waiting requests that hold blocks."""
+        return self._connected.num_holding
+
+    @property
+    def keeps(self) -> bool:
+        """True if ended requests hold blocks."""
+        return any(self._connected.kept)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if a transfer or an answer of the connector may be why nobody can run."""
+        return self._connected.is_awaited
+
+    def _enter(self, name: str, stage: str | None) -> None:
+        if self._stages is not None:
+            if stage is None:
+                self._stages.pop(name, None)
+            else:
+                self._stages[name] = stage
+
+    def _count(self, request: Request, vllms: VllmRequest, num_local: int, num_tokens: int) -> None:
+        num_asked = vllms.num_tokens - num_local
+        if self._hits is None or not num_asked:
+            return
+        is_again = request.num_preemptions > 0
+        sources = None
+        if num_tokens and not is_again:
+            sources = self._guarded(lambda: self.vllms.get_external_cache_hit_sources(vllms, num_tokens), None)
+        self._hits.record(num_tokens=num_asked, num_hits=num_tokens, preempted=is_again, hits_by_source=sources)
+
+    def reset(self) -> bool:
+        """Let the connector forget what it holds; False if it cannot."""
+        if self.vllms.reset_cache() is False:
+            return False
+        if self._hits is not None:
+            self._hits.reset = True
+        return True
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add the connector's figures, and those of its workers, to a step's statistics."""
+        if self._hits is not None:
+            stats.connector_prefix_cache_stats, self._hits = self._hits, PrefixCacheStats()
+        if self._stages is not None:
+            counts = dict.fromkeys((_WAITING_TO_START, _IN_PROGRESS, _COMPLETED), 0)
+            for stage in self._stages.values():
+                counts[stage] += 1
+            stats.num_kv_fetch_reqs_by_stage = counts
+        stats.kv_connector_stats = self._figures.to_dict() if self._figures else None
