@@ -198,6 +198,10 @@ class FakeRunner:
         self._move(copies)
         self._device[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
 
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        """See `KvRunner`."""
+        self._move(copies)
+
     def close(self) -> None:
         """Do nothing."""
 

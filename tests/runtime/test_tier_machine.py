@@ -278,7 +278,7 @@ def test_uses_are_counted_on_the_way_up_and_down_again() -> None:
     uses = []
     for _ in range(3):
         tiers.cached("a", None, None)
-        tiers.while_evicting(lambda taken, count: tiers.gone("a"), [], 1)
+        tiers.while_evicting(lambda taken, count: tiers.gone("a", 0), [], 1)
         ((_, one),) = tiers.take_writes()
         tiers.written(0, one)
         uses.append(one.num_uses)

@@ -266,7 +266,9 @@ class Engine:
         deliver: Deliver = loop.inbox.put
         if self.watch is not None:
             deliver = self.watch.watched(replica, worker, deliver)
-        worker.start(limits.num_blocks, limits.host_blocks, deliver)
+        tiers = self.replicas[replica].replica.memory.tiers
+        num_tier_blocks = 0 if tiers is None else sum(store.num_blocks for store in tiers.stores)
+        worker.start(limits.num_blocks, limits.host_blocks + num_tier_blocks, deliver)
 
     def prompt_limits(self) -> PromptLimits:
         """Return the limits of a prompt on the replicaset that takes the shortest ones."""
@@ -389,6 +391,10 @@ def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> No
         if replicaset.hand_off is None:
             continue
         where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
+        if replicaset.tiers is not None:
+            message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"
+            advice = "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
+            problems.append(Problem(f"{where}replica.memory.tiers", message, advice))
         if not settings.can_move_kv:
             message = f"moves requests with their KV, which the backend `{settings.kind}` does not"
             message = f"{replicaset.scheduler_name} {message}"

@@ -20,6 +20,7 @@ from vajra_py.engine.worker import (
     Finished,
     KvExported,
     KvImported,
+    KvMoved,
     LeftFirstStage,
     ReplicaKey,
     Worker,
@@ -154,7 +155,7 @@ class StepWatch:
                 self._note(timer, news)
             timer.deliver(news)
 
-    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported) -> None:
+    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported | KvMoved) -> None:
         now = time.monotonic()
         timer.is_over = isinstance(news, Finished) and news.output is None
         if timer.num_tokens:

@@ -30,7 +30,7 @@ from vajra_py.engine.compute import (
     StepOutput,
     load_runner,
 )
-from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, exported
+from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, KvMove, exported
 from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,16 @@ class KvImported:
     is_lost: bool = False
 
 
-WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """A worker has copied KV blocks between its device and its host memory."""
+
+    replica: ReplicaKey
+    number: int
+
+
+WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported | KvMoved
+KvTask: TypeAlias = KvExport | KvImport | KvMove
 Deliver: TypeAlias = Callable[[WorkerNews], None]
 
 
@@ -97,8 +106,8 @@ class Worker(Protocol):
     def submit(self, step: StepInput | LookaheadStep) -> None:
         """Compute a step; its result is delivered. A `LookaheadStep` needs a `LookaheadRunner`."""
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
-        """Copy KV blocks after the steps submitted before; `KvExported` or `KvImported` is delivered. Needs a `KvRunner`."""
+    def copy_kv(self, copy: KvTask) -> None:
+        """Copy KV blocks after the steps submitted before; `KvExported`, `KvImported` or `KvMoved` is delivered. Needs a `KvRunner`."""
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
@@ -150,7 +159,10 @@ def _run(runner: ModelRunner, step: StepInput | LookaheadStep) -> tuple[StepOutp
         return None, said(error)
 
 
-def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) -> WorkerNews:
+def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvTask) -> WorkerNews:
+    if isinstance(copy, KvMove):
+        runner.move_kv(copy.copies)
+        return KvMoved(replica, copy.number)
     if isinstance(copy, KvExport):
         return KvExported(replica, copy.number, [exported(runner, copy.block_ids)])
     (buffer,) = copy.content
@@ -194,7 +206,7 @@ class InlineWorker:
         assert self._deliver is not None
         self._deliver(Finished(self._replica, *_run(self._runner, step)))
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
+    def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`."""
         assert self._deliver is not None
         try:
@@ -218,7 +230,7 @@ class ThreadWorker(InlineWorker):
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
-        self._steps: SimpleQueue[StepInput | LookaheadStep | KvExport | KvImport | None] = SimpleQueue()
+        self._steps: SimpleQueue[StepInput | LookaheadStep | KvTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
@@ -230,13 +242,13 @@ class ThreadWorker(InlineWorker):
         """See `Worker`."""
         self._steps.put(step)
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
+    def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`."""
         self._steps.put(copy)
 
     def _work(self) -> None:
         while (work := self._steps.get()) is not None:
-            if isinstance(work, KvExport | KvImport):
+            if isinstance(work, KvTask):
                 super().copy_kv(work)
             else:
                 super().submit(work)

@@ -21,11 +21,12 @@ from vajra_py.runtime.records.input_log import (
     ReplicaChange,
     Restart,
     Retry,
+    TierEnd,
     TransferEnd,
     WakeUp,
 )
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import Backend, Transfer
+from vajra_py.runtime.serving.backend import Backend, TierCopy, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
@@ -99,10 +100,11 @@ Injected: TypeAlias = (
     | WakeUp
     | ReplicaChange
     | TransferEnd
+    | TierEnd
     | Retry
     | str
 )
-"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER; a request id with EXPIRY or
+"""Input that can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, WAKE, SCALING, TRANSFER, TIER; a request id with EXPIRY or
 ABORT."""
 
 
@@ -262,6 +264,12 @@ class Simulator(Backend[SimReplica]):
         """See `Backend`; its end is an event of the links' model, or of a recorded run."""
 
     def on_transfer_cancelled(self, transfer: Transfer[SimReplica]) -> None:
+        """See `Backend`."""
+
+    def on_tier_copy(self, copy: TierCopy[SimReplica]) -> None:
+        """See `Backend`; its end is an event of a recorded run."""
+
+    def on_tier_copy_cancelled(self, copy: TierCopy[SimReplica]) -> None:
         """See `Backend`."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:

@@ -444,6 +444,9 @@ class KvRunner(ModelRunner, Protocol):
         `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
         """
 
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy KV blocks between device and host, in this order, after all steps submitted before. Raises `ExecutorError`."""
+
 
 def forbids_tokens(sampling: SamplingParams) -> bool:
     """Return True if constraints may leave no token to sample."""

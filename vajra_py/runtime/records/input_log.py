@@ -1,6 +1,6 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV and step that left the
+One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV or of a copy between memory tiers, and step that left the
 first of several pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was flushed.
@@ -254,6 +254,19 @@ class TransferEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class TierEnd:
+    """KV has arrived in a lower memory tier of a replica, or on its device.
+
+    Attributes:
+        number: of the copy among those of its replicaset, from 0.
+    """
+
+    tick: int
+    replicaset: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """Requests whose target was full looked at it again (`hand_off.when_full: retry`)."""
 
@@ -315,6 +328,7 @@ _Unrequested: TypeAlias = (
     | WakeUp
     | ReplicaChange
     | TransferEnd
+    | TierEnd
     | Retry
     | Answer
     | ServerReport
@@ -336,6 +350,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "wake": WakeUp,
     "replica": ReplicaChange,
     "transfer": TransferEnd,
+    "tier": TierEnd,
     "retry": Retry,
     "answer": Answer,
     "report": ServerReport,

@@ -249,6 +249,13 @@ class TorchRunner:
             self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
 
+    @torch.inference_mode()
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        """See `KvRunner`."""
+        memory = self._allocated("KV copy")
+        with _as_errors(self._model.device), current(self._model.device):
+            self._copy(copies, memory)
+
     def _allocated(self, what: str) -> KvMemory:
         if self._memory is None:
             raise ExecutorError(f"{what}: there is no KV memory yet. Call `allocate` first.")
