@@ -62,7 +62,9 @@ class Machine(RuleBasedStateMachine):
         self.given_up = 0
 
     def store(self, name: str, num_blocks: int) -> TierStore:
-        return TierStore(name, num_blocks, Retention(built(self.policy, {}, num_blocks), self.policy))
+        store = TierStore(name, num_blocks, Retention(built(self.policy, {}, num_blocks), self.policy))
+        store.number_slots()
+        return store
 
     def tiers(self, memory: PagedKvMemory) -> KvTiers:
         assert memory.tiers is not None

@@ -148,7 +148,7 @@ class Engine:
         problems = settings.problems(replicasets)
         if problems:
             raise ConfigError(problems)
-        unknown = mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
+        unknown = mechanism.ModelFacts(lambda block_size, fraction: _DRY_RUN_BLOCKS, kv_bytes_per_token=1)
         dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
         controller = _dry_controller(config, services, dry)
         _check_transfers(controller, settings)
