@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +16,25 @@ from vajra_py.config import config_from_mapping
 from vajra_py.config.replica import ReplicaConfig
 from vajra_py.engine.build import _check_transfers, _dry_controller
 from vajra_py.engine.config import EngineConfig, check_tiers
+from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.services import engine_services
+from vajra_py.engine.tier_copies import TierCopies
+from vajra_py.engine.worker import KvMoved
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import load_registry
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.runtime.records.input_log import TierEnd, read_inputs
 from vajra_py.runtime.records.json_lines import read_rows
+from vajra_py.runtime.serving.backend import TierCopy
 from vajra_py.runtime.serving.build import ModelFacts
 
 CHATS = {
     **SESSIONS,
-    "num_sessions": 9,
+    "num_sessions": 12,
     "turns": {"type": "uniform", "min": 2, "max": 5},
     "system_prompts": {"count": 4, "tokens": {"type": "constant", "value": 32}},
 }
@@ -40,7 +46,11 @@ RULES: list[dict[str, Any]] = [
 
 
 def tiered(
-    model: Path, rules: dict[str, Any] | None, batcher: Any = "vllm_v1", of_all: dict[str, Any] | None = None, **sections: Any
+    model: Path,
+    rules: dict[str, Any] | None,
+    batcher: Any = "vllm_v1",
+    of_all: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> dict[str, Any]:
     """An experiment with chats whose prefixes do not fit on the device."""
     mapping = settings(model, layers("fcfs", "prefix_affinity", batcher), CHATS, **sections)
@@ -93,6 +103,27 @@ def test_a_lost_worker_costs_no_request(hollow_model: Path, tmp_path: Path) -> N
     assert happened["Failure"] > 1
     assert happened["failed"] == 0
     assert hits(run) > 0
+
+
+def test_workers_copy_in_an_order_in_which_nothing_is_overwritten() -> None:
+    moves: list[KvMove] = []
+    swapped = [BlockCopy(5, 0, CopyDirection.TO_HOST)]
+    memory = SimpleNamespace(take_copies=lambda: [swapped.pop()] if swapped else [])
+    limits = SimpleNamespace(host_blocks=4)
+    replica = SimpleNamespace(replicaset="default", replica_id=0, memory=memory, limits=limits)
+    one: Any = SimpleNamespace(replica=replica, move_kv=moves.append)
+    copies = TierCopies()
+    dropped = TierCopy(1, one, True, [(6, 0)])
+    for copy in (TierCopy(0, one, True, [(5, 2)]), dropped, TierCopy(2, one, False, [(5, 1)])):
+        copies.begin(copy)
+    copies.cancel(dropped)
+    assert moves == [KvMove(2, [BlockCopy(5, 5, CopyDirection.TO_HOST)])]  # before the step
+    copies.load()
+    swap = BlockCopy(5, 0, CopyDirection.TO_HOST)
+    assert moves[1:] == [KvMove(0, [swap, BlockCopy(6, 5, CopyDirection.TO_DEVICE)])]
+    assert copies.moved(KvMoved(("default", 0), 1), 9) is None
+    assert copies.moved(KvMoved(("default", 0), 0), 9) == TierEnd(9, "default", 0)
+    assert len(copies) == 1
 
 
 # Processes

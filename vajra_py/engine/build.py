@@ -393,7 +393,9 @@ def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> No
         where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
         if replicaset.tiers is not None:
             message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"
-            advice = "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
+            advice = (
+                "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
+            )
             problems.append(Problem(f"{where}replica.memory.tiers", message, advice))
         if not settings.can_move_kv:
             message = f"moves requests with their KV, which the backend `{settings.kind}` does not"

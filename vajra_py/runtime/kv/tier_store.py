@@ -241,9 +241,7 @@ class TierStore:
         require(len(self._blocks) <= self.num_blocks, f"tier {self.name} holds more blocks than it has")
         if self._free_slots is not None:
             slots = [*self._free_slots, *(one.slot for one in self._blocks.values())]
-            require(
-                sorted(slots) == list(range(self.num_blocks)), f"tier {self.name}: a place is lost, or taken twice"
-            )
+            require(sorted(slots) == list(range(self.num_blocks)), f"tier {self.name}: a place is lost, or taken twice")
         children = dict.fromkeys(self._blocks.values(), 0)
         for block_hash, one in self._blocks.items():
             require(one.block_hash == block_hash, f"tier {self.name}: a block stands elsewhere")

@@ -192,7 +192,7 @@ class KvTiers:
         """Write what a tier has got, or used again, to the one below it, if that wants it."""
         below = level + 1
         if below < len(self.stores) and self.rules[below].writes_at(one.num_uses):
-            self._write(below, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+            self._write(below, one.block_hash, one)
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
         """Call `reuse`: what leaves the device's cache meanwhile is given up for other content; else it has expired, or was never computed."""
@@ -208,7 +208,7 @@ class KvTiers:
             if copy is not None:  # it was never computed
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
-            self._write(0, block_hash, one.parent_hash, one.depth, one.request, one.num_uses, block)
+            self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
         """Blocks (in order of content) of content that nobody can name again became idle. It takes room and bandwidth like any other."""
@@ -232,26 +232,17 @@ class KvTiers:
             if not self._is_kept(depth, request):
                 return
             name = "private", self._replica_id, number, depth
-            self._write(0, name, parent, depth, request, 1, block)
+            self._write(0, name, _OnDevice(parent, depth, request, 1), block)
             parent = name
 
     # Writing
 
-    def _write(
-        self,
-        level: int,
-        block_hash: Hashable,
-        parent_hash: Hashable,
-        depth: int,
-        request: Any,
-        num_uses: int,
-        source: int = -1,
-    ) -> None:
-        store = self.stores[level]
-        if store.get(block_hash) is not None:
+    def _write(self, level: int, block_hash: Hashable, above: _OnDevice | TierBlock, source: int = -1) -> None:
+        """Copy what is above a tier to it. `source`: the device block that holds it, where that is about to be overwritten."""
+        if self.stores[level].get(block_hash) is not None:
             return
-        new = TierBlock(block_hash, parent_hash, depth, request, self._clock())
-        new.num_uses = num_uses
+        new = TierBlock(block_hash, above.parent_hash, above.depth, above.request, self._clock())
+        new.num_uses = above.num_uses
         new.source = source
         if self._add(level, new):
             self._writes.append((level, new))
@@ -264,7 +255,7 @@ class KvTiers:
         for one in evicted:
             self._tell_removed(level, one)
             if level + 1 < len(self.stores) and self.rules[level + 1].write == "write_back":
-                self._write(level + 1, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+                self._write(level + 1, one.block_hash, one)
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
