@@ -29,6 +29,7 @@ from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.replica import EngineReplica, LoopOptions
 from vajra_py.engine.step_watch import LoadLimit, StepWatch
 from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
+from vajra_py.engine.tier_copies import num_host_blocks, tiers_beside_moves
 from vajra_py.engine.worker import Deliver, ReplicaKey, Worker, checked_facts, close_all, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
@@ -250,7 +251,6 @@ class Engine:
             one.watch = self.watch
         make_restarter = self.maker.services.make_restarter or Supervisor
         limits = RestartLimits(recovery.max_restarts, recovery.backoff_s, recovery.settled_s)
-
         load_limit = LoadLimit(self.load_s)
 
         def finish(replica: ReplicaKey, worker: Worker) -> None:
@@ -262,13 +262,11 @@ class Engine:
         return loop
 
     def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
-        limits = self.replicas[replica].replica.limits
+        one = self.replicas[replica].replica
         deliver: Deliver = loop.inbox.put
         if self.watch is not None:
             deliver = self.watch.watched(replica, worker, deliver)
-        tiers = self.replicas[replica].replica.memory.tiers
-        num_tier_blocks = 0 if tiers is None else sum(store.num_blocks for store in tiers.stores)
-        worker.start(limits.num_blocks, limits.host_blocks + num_tier_blocks, deliver)
+        worker.start(one.limits.num_blocks, num_host_blocks(one), deliver)
 
     def prompt_limits(self) -> PromptLimits:
         """Return the limits of a prompt on the replicaset that takes the shortest ones."""
@@ -391,17 +389,12 @@ def _check_transfers(controller: Controller, settings: ModelBackendConfig) -> No
         if replicaset.hand_off is None:
             continue
         where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
-        if replicaset.tiers is not None:
-            message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"
-            advice = (
-                "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
-            )
-            problems.append(Problem(f"{where}replica.memory.tiers", message, advice))
+        problems += tiers_beside_moves(where, replicaset)
         if not settings.can_move_kv:
-            message = f"moves requests with their KV, which the backend `{settings.kind}` does not"
-            message = f"{replicaset.scheduler_name} {message}"
+            what = f"moves requests with their KV, which the backend `{settings.kind}` does not"
             advice = "A scheduler that lets requests stay; `engine` and `simulator` move them"
-            problems.append(Problem(f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}", message, advice))
+            place = f"{where}scheduling.{Layer.REPLICASET_SCHEDULER.value}"
+            problems.append(Problem(place, f"{replicaset.scheduler_name} {what}", advice))
         elif replicaset.hand_off.overlaps:
             message = f"the engine sends KV when its prompt is computed (got {replicaset.hand_off.settings.overlap})"
             problems.append(Problem(f"{where}hand_off.overlap", message, "Allowed: none"))

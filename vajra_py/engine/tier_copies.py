@@ -11,9 +11,12 @@ from __future__ import annotations
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.replica import EngineReplica
 from vajra_py.engine.worker import KvMoved, ReplicaKey
+from vajra_py.errors import Problem
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.runtime.records.input_log import TierEnd
 from vajra_py.runtime.serving.backend import TierCopy
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
 
 
 class TierCopies:
@@ -51,6 +54,21 @@ class TierCopies:
         """Return the input that says that a copy has ended; None if nobody waits for it any more."""
         copy = self._under_way.pop((news.replica, news.number), None)
         return None if copy is None else TierEnd(now, news.replica[0], news.number)
+
+
+def num_host_blocks(replica: Replica) -> int:
+    """Return the blocks of host memory that a replica's worker has: for swapping, and behind them its tier."""
+    tiers = replica.memory.tiers
+    return replica.limits.host_blocks + (0 if tiers is None else sum(store.num_blocks for store in tiers.stores))
+
+
+def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
+    """Return the tiers of a replicaset whose requests move with their KV: blocks are taken between steps for them."""
+    if replicaset.tiers is None:
+        return []
+    message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"
+    advice = "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
+    return [Problem(f"{where}replica.memory.tiers", message, advice)]
 
 
 def _key(copy: TierCopy[EngineReplica]) -> tuple[ReplicaKey, int]:
