@@ -263,9 +263,8 @@ class Engine:
 
     def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
         one = self.replicas[replica].replica
-        deliver: Deliver = loop.inbox.put
-        if self.watch is not None:
-            deliver = self.watch.watched(replica, worker, deliver)
+        put: Deliver = loop.inbox.put
+        deliver = put if self.watch is None else self.watch.watched(replica, worker, put)
         worker.start(one.limits.num_blocks, num_host_blocks(one), deliver)
 
     def prompt_limits(self) -> PromptLimits:
