@@ -198,6 +198,10 @@ class FakeRunner:
         self._move(copies)
         self._device[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
 
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        """See `KvRunner`."""
+        self._move(copies)
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -280,6 +284,14 @@ class _DiesImporting(FakeRunner):
         super().import_kv(block_ids, buffer, copies)
 
 
+class _DiesMoving(FakeRunner):
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        if self._num_steps > 20:
+            super().move_kv(copies[:1])
+            _die_once(self._options, "moving")
+        super().move_kv(copies)
+
+
 def _die_once(options: RunnerOptions, what: str) -> None:
     """Kill this process, unless another one of the same model's folder has been killed for this."""
     try:
@@ -297,6 +309,11 @@ def runner_that_dies_exporting(options: RunnerOptions) -> FakeRunner:
 def runner_that_dies_importing(options: RunnerOptions) -> FakeRunner:
     """Load a runner whose process is killed while KV is copied into its memory, the first time."""
     return _DiesImporting(options)
+
+
+def runner_that_dies_moving(options: RunnerOptions) -> FakeRunner:
+    """Load a runner whose process is killed while it copies KV to its host memory or back, the first time after 20 steps."""
+    return _DiesMoving(options)
 
 
 class _Paced(FakeRunner):

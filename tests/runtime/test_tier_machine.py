@@ -62,7 +62,9 @@ class Machine(RuleBasedStateMachine):
         self.given_up = 0
 
     def store(self, name: str, num_blocks: int) -> TierStore:
-        return TierStore(name, num_blocks, Retention(built(self.policy, {}, num_blocks), self.policy))
+        store = TierStore(name, num_blocks, Retention(built(self.policy, {}, num_blocks), self.policy))
+        store.number_slots()
+        return store
 
     def tiers(self, memory: PagedKvMemory) -> KvTiers:
         assert memory.tiers is not None
@@ -278,7 +280,7 @@ def test_uses_are_counted_on_the_way_up_and_down_again() -> None:
     uses = []
     for _ in range(3):
         tiers.cached("a", None, None)
-        tiers.while_evicting(lambda taken, count: tiers.gone("a"), [], 1)
+        tiers.while_evicting(lambda taken, count: tiers.gone("a", 0), [], 1)
         ((_, one),) = tiers.take_writes()
         tiers.written(0, one)
         uses.append(one.num_uses)

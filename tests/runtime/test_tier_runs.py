@@ -27,13 +27,14 @@ from vajra_py.contract import (
     SchedulerTraits,
 )
 from vajra_py.contract.observer import EndReason, Observer, TierTransfer
-from vajra_py.engine.config import check_replica
+from vajra_py.engine.config import check_tiers
 from vajra_py.errors import ConfigError, PolicyError
 from vajra_py.runtime.records.input_log import CacheReset, Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.testing.simulated import simulated_system
+from vajra_py.vllm.config import problems_of
 from vajra_py.workload import PromptContent, RequestSpec
 
 BLOCK = 16
@@ -633,11 +634,13 @@ def test_results_say_where_prompts_were_found_and_are_the_same_again(tmp_path: P
     assert section["load_s"]["count"] == ((hits["host"] + hits["store"]) > 0).sum()
 
 
-def test_the_engine_refuses_tiers_by_name() -> None:
+def test_the_engine_and_vllm_refuse_tiers_by_name() -> None:
     replica = config_from_mapping(TIERED).replica
-    (problem,) = check_replica("replica", replica)
+    problems = [str(one) for one in check_tiers("replica", replica, "cpu")]
+    assert problems[0].startswith("replica.memory.tiers.levels: the engine has one tier")
+    assert "host, store" in problems[0]
+    (problem,) = problems_of("replica", replica)
     assert str(problem).startswith("replica.memory.tiers: cached content stays on the device")
-    assert "host, store" in str(problem)
 
 
 @pytest.mark.parametrize(

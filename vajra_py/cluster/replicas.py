@@ -7,7 +7,7 @@ their restart elsewhere, follow the engine's `recovery`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.rank import WATCH, Rank
-from vajra_py.config import SystemConfig
+from vajra_py.config import ReplicaConfig, SystemConfig
 from vajra_py.engine.compute import LoadAdapter, LoadRunner, LookaheadStep, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
-from vajra_py.engine.kv_copy import KvExport, KvImport, RankCopy
+from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, said
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run
 from vajra_py.experiment.runs.backends import make_backend
@@ -42,8 +42,11 @@ def engine_on(cluster: RayCluster) -> MakeBackend:
 
 
 def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
-    """Return a factory of workers of the experiment's replicas on the cluster."""
+    """Return a factory of workers of the experiment's replicas on the cluster. Raises `ConfigError` for replicas with a memory tier."""
     settings: ModelBackendConfig = config.backend.settings
+    if any(one.memory.tiers is not None for one in _replica_settings(config)):
+        message = "content does not go to a host tier where replicas run on a cluster"
+        raise ConfigError(Problem("replica.memory.tiers", message, "Allowed: null, or a run without --on"))
 
     def make(replica: ReplicaKey, options: RunnerOptions) -> Worker:
         if options.adapters:
@@ -54,6 +57,11 @@ def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
         return RayWorker(cluster, replica, replace(options, num_threads=num_threads), own.placement, settings.load)
 
     return make
+
+
+def _replica_settings(config: SystemConfig) -> Iterator[ReplicaConfig]:
+    for one in config.effective_replicasets.values():
+        yield from (pool.replica for pool in one.effective_pools.values())
 
 
 class RayWorker:
@@ -150,12 +158,14 @@ class RayWorker:
         """See `Worker`; adapters are refused before workers are made on a cluster."""
         raise ExecutorError("a worker on a cluster has no slots for adapters")
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
+    def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: KV goes from rank to rank through the cluster's memory for objects, not by way of this process."""
         for rank, one in enumerate(self._actors):
             if isinstance(copy, KvExport):
                 done, content = one.export_kv.remote(copy.number, copy.block_ids)
                 self._exported[rank, copy.number] = content
+            elif isinstance(copy, KvMove):  # refused by `workers_on`
+                raise ExecutorError("a rank on a cluster has no memory tier")
             else:
                 done = one.import_kv.remote(copy.number, copy.block_ids, copy.copies, [copy.content[rank]])
             self._expect(rank, done)

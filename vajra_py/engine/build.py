@@ -30,6 +30,7 @@ from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.replica import EngineReplica, LoopOptions
 from vajra_py.engine.step_watch import LoadLimit, StepWatch
 from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
+from vajra_py.engine.tier_copies import num_host_blocks
 from vajra_py.engine.worker import Deliver, ReplicaKey, Worker, checked_facts, close_all, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
@@ -170,7 +171,7 @@ class Engine:
         problems = [*settings.problems(replicasets), *lacking]
         if problems:
             raise ConfigError(problems)
-        unknown = mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
+        unknown = mechanism.ModelFacts(lambda block_size, fraction: _DRY_RUN_BLOCKS, kv_bytes_per_token=1)
         dry = {name: dict.fromkeys(one.effective_pools, unknown) for name, one in replicasets.items()}
         controller = _dry_controller(config, services, dry)
         check_transfers(controller, settings)
@@ -272,11 +273,10 @@ class Engine:
         return loop
 
     def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
-        limits = self.replicas[replica].replica.limits
-        deliver: Deliver = loop.inbox.put
-        if self.watch is not None:
-            deliver = self.watch.watched(replica, worker, deliver)
-        worker.start(limits.num_blocks, limits.host_blocks, deliver)
+        one = self.replicas[replica].replica
+        put: Deliver = loop.inbox.put
+        deliver = put if self.watch is None else self.watch.watched(replica, worker, put)
+        worker.start(one.limits.num_blocks, num_host_blocks(one), deliver)
 
     def prompt_limits(self) -> PromptLimits:
         """Return the limits of a prompt on the replicaset that takes the shortest ones."""

@@ -339,6 +339,7 @@ class EngineConfig(ModelBackendConfig):
             own = self.of(name)
             for where, replica in _places(name, replicasets).items():
                 found += check_replica(where, replica, has_adapters=True)
+                found += check_tiers(where, replica, own.device)
                 if replica.adapters is not None:
                     found += own.check_adapters(f"{where}.adapters", replica, replica.adapters)
         return found
@@ -463,7 +464,10 @@ def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> li
 
 
 def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
-    """Return the settings of a replica that the engine cannot carry out; `has_adapters`: whether its workers compute adapters."""
+    """Return the settings of a replica that no backend carries out that computes with a model.
+
+    `has_adapters`: its workers compute adapters.
+    """
     problems = []
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
         message = "would let requests read KV blocks that were never computed ('keep')"
@@ -472,13 +476,37 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
         number = "any" if replica.adapters.models is None else len(replica.adapters.models)
         message = f"steps are computed with the base model alone (got {number} adapters)"
         problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
-    if replica.memory.tiers is not None:
-        names = ", ".join(level.name for level in replica.memory.tiers.levels)
-        message = f"cached content stays on the device where steps are computed (got tiers {names})"
-        problems.append(Problem(f"{where}.memory.tiers", message, "Allowed: null; simulate them with `simulator`"))
     if replica.memory.swap_link is not None:
         message = "swapped blocks are copied between two steps"
         problems.append(Problem(f"{where}.memory.swap_link", message, "Allowed: null; simulate it with `simulator`"))
+    return problems
+
+
+def check_tiers(where: str, replica: ReplicaConfig, device: str) -> list[Problem]:
+    """Return the memory tiers of a replica that the engine cannot carry out: it has one on the host, of each replica's own."""
+    tiers = replica.memory.tiers
+    if tiers is None:
+        return []
+    place, problems, simulate = f"{where}.memory.tiers", [], "; simulate it with `simulator`"
+    if len(tiers.levels) > 1:
+        names = ", ".join(level.name for level in tiers.levels)
+        message = f"the engine has one tier, in host memory (got {names})"
+        problems.append(Problem(f"{place}.levels", message, f"Allowed: one level{simulate}"))
+    for index, level in enumerate(tiers.levels[:1]):
+        for key, is_set, what in (
+            ("shared", level.shared, "replicas of the engine share no tier"),
+            ("exclusive", level.exclusive, "content that is loaded stays in the engine's tier"),
+        ):
+            if is_set:
+                problems.append(Problem(f"{place}.levels.{index}.{key}", what, f"Allowed: false{simulate}"))
+    for what, is_so in (
+        (f"on {device}: the engine has a tier on the CPU alone", device != "cpu"),
+        (f"with {replica.pipeline_stages} pipeline stages", (replica.pipeline_stages or 1) > 1),
+        (f"with {replica.kv_parallel.groups} KV-parallel groups", replica.kv_parallel.groups > 1),
+    ):
+        if is_so:
+            message = f"content does not go to a host tier {what}"
+            problems.append(Problem(place, message, f"Allowed: null{simulate}"))
     return problems
 
 

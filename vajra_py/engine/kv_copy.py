@@ -53,6 +53,21 @@ class KvImport:
 
 
 @dataclass(frozen=True, slots=True)
+class KvMove:
+    """Copies of KV blocks between a worker's device and its own host memory, in this order; `number` names them."""
+
+    number: int
+    copies: Sequence[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMove:
+    """A rank's part of a `KvMove` is done."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankCopy:
     """A rank's part of a copy is done.
 

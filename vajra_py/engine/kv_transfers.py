@@ -9,6 +9,7 @@ from vajra_py.contract import Layer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.kv_copy import KvExport, KvImport
 from vajra_py.engine.replica import EngineReplica
+from vajra_py.engine.tier_copies import tiers_beside_moves
 from vajra_py.engine.worker import KvExported, KvImported
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.records.input_log import TransferEnd
@@ -87,6 +88,7 @@ def check_transfers(controller: Controller, settings: ModelBackendConfig) -> Non
         if replicaset.hand_off is None:
             continue
         where = "" if len(controller.replicasets) == 1 else f"replicasets.{name}."
+        problems += tiers_beside_moves(where, replicaset)
         if not settings.can_move_kv:
             message = f"moves requests with their KV, which the backend `{settings.kind}` does not"
             message = f"{replicaset.scheduler_name} {message}"

@@ -1,7 +1,7 @@
 """The engine's loop: a driver's backend that computes steps with workers, on the wall clock.
 
 One thread, in turns. A turn reads the clock once, and everything that has become known happens at that tick, in the driver's
-order: at most one step that came back (or one transfer of KV that ended, or one replica that was lost or restarted), then
+order: at most one step that came back (or one transfer or copy of KV that ended, or one replica that was lost or restarted), then
 arrivals, expiries, aborts and policy changes, then the forming of steps. Each turn's tick is above the last one's. So a simulator that is given the same
 events at the same ticks decides the same.
 """
@@ -34,13 +34,23 @@ from vajra_py.engine.replica import (
     Timed,
 )
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.worker import AdapterLoaded, Finished, KvExported, KvImported, LeftFirstStage, ReplicaKey, lost
+from vajra_py.engine.tier_copies import TierCopies
+from vajra_py.engine.worker import (
+    AdapterLoaded,
+    Finished,
+    KvExported,
+    KvImported,
+    KvMoved,
+    LeftFirstStage,
+    ReplicaKey,
+    lost,
+)
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import Abandonment, AdapterEnd, Failure, Input, PolicyChange, Restart, StageEnd
 from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.backend import Backend, Transfer
+from vajra_py.runtime.serving.backend import Backend, TierCopy, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
@@ -52,7 +62,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
-WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | AdapterLoaded | Restarted | GivenUp
+WorkerMessage: TypeAlias = LeftFirstStage | Finished | KvImported | KvMoved | AdapterLoaded | Restarted | GivenUp
 
 
 class EngineLoop(Backend[EngineReplica]):
@@ -97,6 +107,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._events = self._driver.events
         self._finished: deque[WorkerMessage] = deque()
         self._transfers = KvTransfers(self.inbox.put)
+        self._tier_copies = TierCopies()
         self._suspects: dict[Request, int] = {}
         """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
         self._num_suspected: dict[Request, int] = {}
@@ -187,7 +198,8 @@ class EngineLoop(Backend[EngineReplica]):
                 return False
             if due <= self._clock.now():
                 return True
-            is_busy = self._num_in_flight or len(self._transfers) or self._awaits_restart or self._is_loading
+            is_loading = self._is_loading or self._awaits_tiers
+            is_busy = self._num_in_flight or len(self._transfers) or self._awaits_restart or is_loading
             if due == NEVER and not (is_busy or self._waits_for_others()):
                 return False
             message = self._clock.wait(self.inbox, due)
@@ -209,6 +221,11 @@ class EngineLoop(Backend[EngineReplica]):
         return any(one is not None and one.is_loading() for one in adapters)
 
     @property
+    def _awaits_tiers(self) -> bool:
+        """Return whether a copy between memory tiers is under way on which a request may wait."""
+        return len(self._tier_copies) > 0 and self.controller.num_alive > 0
+
+    @property
     def _num_in_flight(self) -> int:
         return sum(len(one.under_way) for one in self._replicas.values())
 
@@ -223,7 +240,7 @@ class EngineLoop(Backend[EngineReplica]):
         """Make a message an event of the next turn; of what workers answer, one a turn."""
         if isinstance(message, KvExported):
             self._transfers.exported(message)
-        elif isinstance(message, LeftFirstStage | Finished | KvImported | AdapterLoaded | Restarted | GivenUp):
+        elif isinstance(message, WorkerMessage):
             self._finished.append(message)
         elif isinstance(message, Submission):
             self._events.push(self.now, Phase.ARRIVAL, message)
@@ -260,6 +277,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._abandon(name, f"no replica of {name} came up again within {self._options.wait_s:g} s")
         self._events.bring_forward(now)
         driver.run_until(now)
+        self._tier_copies.load()
         self._report_progress()
 
     def _report_progress(self) -> None:
@@ -281,6 +299,10 @@ class EngineLoop(Backend[EngineReplica]):
             end = self._transfers.imported(message, self.now)
             if end is not None:
                 self._events.push(self.now, Phase.TRANSFER, end)
+        elif isinstance(message, KvMoved):
+            copied = self._tier_copies.moved(message, self.now)
+            if copied is not None:
+                self._events.push(self.now, Phase.TIER, copied)
         elif isinstance(message, Restarted):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
@@ -339,6 +361,14 @@ class EngineLoop(Backend[EngineReplica]):
     def on_adapter_load(self, replica: EngineReplica, load: AdapterLoad) -> None:
         """See `Backend`; its worker's answer is a message."""
         replica.load_adapter(LoadAdapter(load.number, load.name, load.slot))
+
+    def on_tier_copy(self, copy: TierCopy[EngineReplica]) -> None:
+        """See `Backend`."""
+        self._tier_copies.begin(copy)
+
+    def on_tier_copy_cancelled(self, copy: TierCopy[EngineReplica]) -> None:
+        """See `Backend`."""
+        self._tier_copies.cancel(copy)
 
     def on_arrival(self, payload: Submission | Timed) -> None:
         """See `Backend`."""

@@ -36,9 +36,9 @@ from vajra_py.engine.compute import (
     StepInput,
     load_runner,
 )
-from vajra_py.engine.kv_copy import KvExport, KvImport, RankCopy, SharedBuffer
+from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy, RankMove, SharedBuffer
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, placed, said, set_passive_omp_wait
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, placed, said, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
@@ -115,9 +115,16 @@ def _load_adapter(pipe: Connection, runner: AdapterRunner, load: LoadAdapter) ->
     pipe.send(load)
 
 
+def _move(pipe: Connection, runner: KvRunner, number: int, copies: Sequence[BlockCopy]) -> None:
+    """Copy KV blocks between the device and the host memory of this rank."""
+    runner.move_kv(copies)
+    pipe.send(RankMove(number))
+
+
 _OTHERS: Mapping[str, Callable[..., None]] = {
     "export_kv": _export,
     "import_kv": _import,
+    "move_kv": _move,
     "load_adapter": _load_adapter,
 }
 """What a rank is asked for beside steps."""
@@ -213,12 +220,14 @@ class ProcessWorker:
             except OSError:
                 return  # the process died; the receiver finds that out and says so
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
+    def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: each rank copies its part, through memory that processes share by its descriptor."""
         for rank, pipe in enumerate(self._pipes):
             try:
                 if isinstance(copy, KvExport):
                     pipe.send(("export_kv", (copy.number, copy.block_ids)))
+                elif isinstance(copy, KvMove):
+                    pipe.send(("move_kv", (copy.number, copy.copies)))
                 else:
                     pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
                     copy.content[rank].send(pipe)

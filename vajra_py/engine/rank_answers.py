@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vajra_py.engine.compute import LoadAdapter, RunnerOptions, StepOutput
 from vajra_py.engine.executor import joined
-from vajra_py.engine.kv_copy import RankCopy
+from vajra_py.engine.kv_copy import RankCopy, RankMove
 from vajra_py.engine.worker import (
     AdapterLoaded,
     Finished,
     KvExported,
     KvImported,
+    KvMoved,
     LeftFirstStage,
     ReplicaKey,
     WorkerNews,
@@ -37,14 +38,22 @@ class RankAnswers:
         self._num_left = 0
         self._copies: dict[tuple[int, bool], dict[int, RankCopy]] = {}
         """Parts of copies that are not complete, by (number, is an export) and rank."""
+        self._moved: Counter[int] = Counter()
+        """Ranks that have done their part of each `KvMove` that is not complete."""
 
-    def take(self, rank: int, answer: StepOutput | RankCopy | LoadAdapter) -> Iterator[WorkerNews]:
+    def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
         """Return the answers that are complete with one more, to be delivered in this order."""
         if isinstance(answer, LoadAdapter):  # there is a single rank
             yield AdapterLoaded(self._replica, answer.number)
             return
         if isinstance(answer, RankCopy):
             yield from self._copied(rank, answer)
+            return
+        if isinstance(answer, RankMove):
+            self._moved[answer.number] += 1
+            if self._moved[answer.number] == self._options.num_ranks:
+                del self._moved[answer.number]
+                yield KvMoved(self._replica, answer.number)
             return
         self._answers[rank].append(answer)
         self._num_answers[rank] += 1

@@ -10,11 +10,11 @@ from typing import TypeAlias
 from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.compute import LoadAdapter, LookaheadStep, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
-from vajra_py.engine.kv_copy import KvExport, KvImport
+from vajra_py.engine.kv_copy import KvExport, KvImport, KvMove
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.step_watch import StepWatch
 from vajra_py.engine.supervision import GivenUp, Restarted
-from vajra_py.engine.worker import Worker, WorkerNews
+from vajra_py.engine.worker import KvTask, Worker, WorkerNews
 from vajra_py.errors import VajraError
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.serving.backend import BackendReplica
@@ -120,6 +120,10 @@ class EngineReplica(BackendReplica):
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.load_adapter(load)
 
+    def move_kv(self, copy: KvMove) -> None:
+        """Let its worker copy KV between its device and its host memory, after what it was told before."""
+        self._copy_kv(copy)
+
     def start_again(self, worker: Worker) -> None:
         """Compute with another worker, which knows nothing."""
         self.worker, self.is_lost = worker, False
@@ -128,7 +132,7 @@ class EngineReplica(BackendReplica):
         if self.ahead is not None:
             self.ahead.forget()
 
-    def _copy_kv(self, copy: KvExport | KvImport) -> None:
+    def _copy_kv(self, copy: KvTask) -> None:
         if self.watch is not None:
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.copy_kv(copy)

@@ -21,6 +21,7 @@ from vajra_py.engine.worker import (
     Finished,
     KvExported,
     KvImported,
+    KvMoved,
     LeftFirstStage,
     ReplicaKey,
     Worker,
@@ -155,7 +156,7 @@ class StepWatch:
                 self._note(timer, news)
             timer.deliver(news)
 
-    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported | AdapterLoaded) -> None:
+    def _note(self, timer: _Timer, news: Finished | KvExported | KvImported | KvMoved | AdapterLoaded) -> None:
         now = time.monotonic()
         timer.is_over = isinstance(news, Finished) and news.output is None
         if timer.num_tokens:

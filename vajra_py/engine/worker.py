@@ -32,7 +32,7 @@ from vajra_py.engine.compute import (
     StepOutput,
     load_runner,
 )
-from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, exported
+from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, KvMove, exported
 from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,16 @@ class AdapterLoaded:
     number: int
 
 
-WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported | AdapterLoaded
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """A worker has copied KV blocks between its device and its host memory."""
+
+    replica: ReplicaKey
+    number: int
+
+
+WorkerNews: TypeAlias = Finished | LeftFirstStage | KvExported | KvImported | KvMoved | AdapterLoaded
+KvTask: TypeAlias = KvExport | KvImport | KvMove
 Deliver: TypeAlias = Callable[[WorkerNews], None]
 
 
@@ -107,8 +116,8 @@ class Worker(Protocol):
     def submit(self, step: StepInput | LookaheadStep) -> None:
         """Compute a step; its result is delivered. A `LookaheadStep` needs a `LookaheadRunner`."""
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
-        """Copy KV blocks after the steps submitted before; `KvExported` or `KvImported` is delivered. Needs a `KvRunner`."""
+    def copy_kv(self, copy: KvTask) -> None:
+        """Copy KV blocks after the steps submitted before; `KvExported`, `KvImported` or `KvMoved` is delivered. Needs a `KvRunner`."""
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """Copy an adapter into a slot after the steps submitted before; `AdapterLoaded` is delivered. Needs an `AdapterRunner`."""
@@ -163,7 +172,10 @@ def _run(runner: ModelRunner, step: StepInput | LookaheadStep) -> tuple[StepOutp
         return None, said(error)
 
 
-def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) -> WorkerNews:
+def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvTask) -> WorkerNews:
+    if isinstance(copy, KvMove):
+        runner.move_kv(copy.copies)
+        return KvMoved(replica, copy.number)
     if isinstance(copy, KvExport):
         return KvExported(replica, copy.number, [exported(runner, copy.block_ids)])
     (buffer,) = copy.content
@@ -207,7 +219,7 @@ class InlineWorker:
         assert self._deliver is not None
         self._deliver(Finished(self._replica, *_run(self._runner, step)))
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
+    def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`."""
         assert self._deliver is not None
         try:
@@ -242,7 +254,7 @@ class ThreadWorker(InlineWorker):
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
-        self._steps: SimpleQueue[StepInput | LookaheadStep | KvExport | KvImport | LoadAdapter | None] = SimpleQueue()
+        self._steps: SimpleQueue[StepInput | LookaheadStep | KvTask | LoadAdapter | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
@@ -254,7 +266,7 @@ class ThreadWorker(InlineWorker):
         """See `Worker`."""
         self._steps.put(step)
 
-    def copy_kv(self, copy: KvExport | KvImport) -> None:
+    def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`."""
         self._steps.put(copy)
 
@@ -264,7 +276,7 @@ class ThreadWorker(InlineWorker):
 
     def _work(self) -> None:
         while (work := self._steps.get()) is not None:
-            if isinstance(work, KvExport | KvImport):
+            if isinstance(work, KvTask):
                 super().copy_kv(work)
             elif isinstance(work, LoadAdapter):
                 super().load_adapter(work)

@@ -22,12 +22,13 @@ from vajra_py.runtime.records.input_log import (
     ReplicaChange,
     Restart,
     Retry,
+    TierEnd,
     TransferEnd,
     WakeUp,
 )
 from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import Backend, Transfer
+from vajra_py.runtime.serving.backend import Backend, TierCopy, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
@@ -102,6 +103,7 @@ Injected: TypeAlias = (
     | ReplicaChange
     | TransferEnd
     | AdapterEnd
+    | TierEnd
     | Retry
     | str
 )
@@ -269,6 +271,12 @@ class Simulator(Backend[SimReplica]):
 
     def on_adapter_load(self, replica: SimReplica, load: AdapterLoad) -> None:
         """See `Backend`; its end is an event of a recorded run."""
+
+    def on_tier_copy(self, copy: TierCopy[SimReplica]) -> None:
+        """See `Backend`; its end is an event of a recorded run."""
+
+    def on_tier_copy_cancelled(self, copy: TierCopy[SimReplica]) -> None:
+        """See `Backend`."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; a request whose last parent was among them arrives after its think time."""

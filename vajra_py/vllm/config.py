@@ -149,6 +149,11 @@ class VllmBackendConfig(ModelBackendConfig):
 def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
     """Return the settings of a replica that no vLLM supports."""
     found = check_replica(where, replica)
+    if replica.memory.tiers is not None:
+        names = ", ".join(level.name for level in replica.memory.tiers.levels)
+        message = f"cached content stays on the device with vLLM's workers (got tiers {names})"
+        advice = "Allowed: null; `engine` has one on the host, `simulator` any"
+        found.append(Problem(f"{where}.memory.tiers", message, advice))
     if replica.memory.host_blocks:
         message = f"vLLM's workers do not copy KV blocks to host memory (got {replica.memory.host_blocks})"
         found.append(Problem(f"{where}.memory.host_blocks", message, "Allowed: 0 (preemption recomputes)"))

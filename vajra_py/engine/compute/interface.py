@@ -471,6 +471,9 @@ class KvRunner(ModelRunner, Protocol):
         `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
         """
 
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy KV blocks between device and host, in this order, after all steps submitted before. Raises `ExecutorError`."""
+
 
 class AdapterRunner(ModelRunner, Protocol):
     """A runner with slots for LoRA adapters."""

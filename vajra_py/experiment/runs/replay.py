@@ -29,7 +29,7 @@ from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog, read_draft
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
-from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TransferEnd, WakeUp, read_inputs
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.requests.request import Request
@@ -274,11 +274,12 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
     controller, executor = _controller(recording, registry)
     controller.watch(logs)
     memories = [one.replica.memory for one in recording.config.effective_replicasets.values()]
+    repeats = not recording.knows_tokens and all(one.tiers is None for one in memories)
     options = SimulationOptions(
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=not recording.knows_tokens,  # known tokens let every step publish blocks
+        fast_forward=repeats,  # known tokens let every step publish blocks, and tiers copy what a step has published
         expires=False,
         times_transfers=False,
         wakes=False,
@@ -310,7 +311,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.SCALING, one)
         elif isinstance(one, TransferEnd | Retry):
             simulator.inject(one.tick, Phase.TRANSFER, one)
-        elif isinstance(one, AdapterEnd):
+        elif isinstance(one, AdapterEnd | TierEnd):
             simulator.inject(one.tick, Phase.TIER, one)
         elif not isinstance(one, PolicyViolation | StageEnd | Answer | ServerReport):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)

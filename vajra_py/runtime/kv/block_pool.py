@@ -230,7 +230,7 @@ class BlockPool:
             self.release(blocks[num_filled:])
         self._idle[run[0]] = run
         if self.lower is not None:
-            self.lower.retired(run[0], num_filled, request)
+            self.lower.retired(run[0], blocks[:num_filled], request)
         self.num_free += num_filled
         if not self._is_tail_first:
             self.release(blocks[num_filled:])
@@ -307,6 +307,11 @@ class BlockPool:
             found.append(entry if isinstance(entry, int) else next(iter(entry)))
         return found
 
+    def block_of(self, block_hash: Hashable) -> int | None:
+        """Return the block that a lookup of this content finds; None if there is none."""
+        found = self.match((block_hash,))
+        return found[0] if found else None
+
     def num_idle(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks (found by `match`) are free."""
         return sum(map(self._idle.__contains__, blocks))
@@ -341,7 +346,7 @@ class BlockPool:
             if self.events is not None:
                 self.events.removed(block_hash)
             if self.lower is not None:
-                self.lower.gone(block_hash)
+                self.lower.gone(block_hash, block)
             return
         if self.events is not None:
             self.events.copy_left(block_hash)

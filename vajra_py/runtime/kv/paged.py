@@ -253,6 +253,10 @@ class PagedKvMemory:
 
     # Prefix cache
 
+    def block_of(self, block_hash: Hashable) -> int | None:
+        """Return the device block that a lookup of this content finds; None if there is none."""
+        return self._pool.block_of(block_hash)
+
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
         """Leading tokens of some content by the nearest memory that holds them; empty without lower tiers. Nothing changes."""
         if self.tiers is None:

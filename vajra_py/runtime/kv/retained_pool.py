@@ -140,7 +140,7 @@ class RetainedBlockPool(BlockPool):
             entry.is_idle = True
             self._idle[run[0]] = run
             if self.lower is not None:
-                self.lower.retired(run[0], num_filled, request)
+                self.lower.retired(run[0], blocks[:num_filled], request)
             self._tell("on_stored", [entry], now)
             self.order.number(entry)
             self.order.add(entry, now)

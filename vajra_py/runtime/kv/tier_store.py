@@ -4,7 +4,7 @@ A block is a candidate when nobody reads or writes it and nothing in the tier co
 comes before it in its chain, which another tier holds; as soon as that comes, the chain is whole again.
 
 Invariants (`check`): no more blocks than the tier has; a block that is being written is not found; a block that is read or
-written is not given up.
+written is not given up; where places have numbers, each is free or holds one block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder
 class TierBlock(CachedEntry):
     """One block of content in a tier."""
 
-    __slots__ = ("continuations", "is_here", "num_locks", "parent_hash")
+    __slots__ = ("continuations", "is_here", "num_locks", "parent_hash", "slot", "source")
 
     def __init__(self, block_hash: Hashable, parent_hash: Hashable, depth: int, request: Any, now: float) -> None:
         super().__init__(-1, block_hash, None, request, now)
@@ -34,6 +34,10 @@ class TierBlock(CachedEntry):
         """True once it is written."""
         self.num_locks = 1
         """Transfers that read or write it."""
+        self.slot = -1
+        """Place of the tier that holds it, where places have numbers."""
+        self.source = -1
+        """Device block that its content is copied from, where that is about to be overwritten."""
 
 
 class TierStore:
@@ -49,6 +53,8 @@ class TierStore:
         self._blocks: dict[Hashable, TierBlock] = {}
         self._without_parent: dict[Hashable, dict[TierBlock, None]] = {}
         """Blocks that continue what is not here, by the hash of that."""
+        self._free_slots: list[int] | None = None
+        """Places that hold nothing; None: they have no numbers."""
         names = ("on_stored", "on_used", "on_evicted", "on_withdrawn", "on_cleared")
         self._told: dict[str, Callable[..., Any] | None] = {name: getattr(self._policy, name, None) for name in names}
 
@@ -64,6 +70,10 @@ class TierStore:
     def policy_error(self) -> PolicyError | None:
         """Violation of the contract by the tier's retention policy; None: there was none."""
         return self.order.error
+
+    def number_slots(self) -> None:
+        """Give each block a place of its own from now on, 0 to `num_blocks` - 1, while it is in the tier, which is empty."""
+        self._free_slots = list(range(self.num_blocks - 1, -1, -1))
 
     # What is here
 
@@ -98,6 +108,8 @@ class TierStore:
                 return None
             evicted.append(one)
         self._blocks[new.block_hash] = new
+        if self._free_slots is not None:
+            new.slot = self._free_slots.pop()
         for child in self._without_parent.pop(new.block_hash, ()):
             self._join(child, new)
         self._tell("on_stored", [new], now)
@@ -145,6 +157,8 @@ class TierStore:
             one.is_here = False
         self.order = RetentionOrder(self._policy, self.order.name)
         self._blocks, self._without_parent = {}, {}
+        if self._free_slots is not None:
+            self.number_slots()
         on_cleared = self._told["on_cleared"]
         if on_cleared is not None:
             self.order.ask(on_cleared, now)
@@ -205,6 +219,8 @@ class TierStore:
 
     def _remove(self, one: TierBlock, now: float) -> None:
         del self._blocks[one.block_hash]
+        if self._free_slots is not None:
+            self._free_slots.append(one.slot)
         self._unlink(one, now)
         one.is_here = False
         if one.num_children:
@@ -223,6 +239,9 @@ class TierStore:
     def check(self) -> None:
         """Raise AssertionError if the accounts disagree."""
         require(len(self._blocks) <= self.num_blocks, f"tier {self.name} holds more blocks than it has")
+        if self._free_slots is not None:
+            slots = [*self._free_slots, *(one.slot for one in self._blocks.values())]
+            require(sorted(slots) == list(range(self.num_blocks)), f"tier {self.name}: a place is lost, or taken twice")
         children = dict.fromkeys(self._blocks.values(), 0)
         for block_hash, one in self._blocks.items():
             require(one.block_hash == block_hash, f"tier {self.name}: a block stands elsewhere")

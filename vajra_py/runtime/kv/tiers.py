@@ -108,8 +108,8 @@ class KvTiers:
         self._device: dict[Hashable, _OnDevice] = {}
         self._loaded: dict[Hashable, int] = {}
         """Uses of content that is on its way to the device, from an exclusive tier."""
-        self._runs: dict[int, tuple[int, int, Any]] = {}
-        """Idle device content that nobody can name, by its first block: (name, blocks, request)."""
+        self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
+        """Idle device content that nobody can name, by its first block: (name, blocks in order of content, request)."""
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
@@ -192,7 +192,7 @@ class KvTiers:
         """Write what a tier has got, or used again, to the one below it, if that wants it."""
         below = level + 1
         if below < len(self.stores) and self.rules[below].writes_at(one.num_uses):
-            self._write(below, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+            self._write(below, one.block_hash, one)
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
         """Call `reuse`: what leaves the device's cache meanwhile is given up for other content; else it has expired, or was never computed."""
@@ -200,20 +200,20 @@ class KvTiers:
         reuse(taken, count)
         self._is_evicting = False
 
-    def gone(self, block_hash: Hashable) -> None:
-        """Content has left the device's cache."""
+    def gone(self, block_hash: Hashable, block: int) -> None:
+        """Content has left the device's cache, where this block held it."""
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
             if copy is not None:  # it was never computed
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
-            self._write(0, block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+            self._write(0, block_hash, one, block)
 
-    def retired(self, first_block: int, num_blocks: int, request: Any) -> None:
-        """Blocks of content that nobody can name again became idle. It takes room and bandwidth like any other."""
+    def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
+        """Blocks (in order of content) of content that nobody can name again became idle. It takes room and bandwidth like any other."""
         self._num_runs += 1
-        run = self._num_runs, num_blocks, request
+        run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":
             self._runs[first_block] = run
         elif self.rules[0].writes_at(1):
@@ -225,26 +225,25 @@ class KvTiers:
         if run is not None:
             self._write_run(run)
 
-    def _write_run(self, run: tuple[int, int, Any]) -> None:
-        number, num_blocks, request = run
+    def _write_run(self, run: tuple[int, Sequence[int], Any]) -> None:
+        number, blocks, request = run
         parent: Hashable = None
-        for depth in range(num_blocks):
+        for depth, block in enumerate(blocks):
             if not self._is_kept(depth, request):
                 return
             name = "private", self._replica_id, number, depth
-            self._write(0, name, parent, depth, request, 1)
+            self._write(0, name, _OnDevice(parent, depth, request, 1), block)
             parent = name
 
     # Writing
 
-    def _write(
-        self, level: int, block_hash: Hashable, parent_hash: Hashable, depth: int, request: Any, num_uses: int
-    ) -> None:
-        store = self.stores[level]
-        if store.get(block_hash) is not None:
+    def _write(self, level: int, block_hash: Hashable, above: _OnDevice | TierBlock, source: int = -1) -> None:
+        """Copy what is above a tier to it. `source`: the device block that holds it, where that is about to be overwritten."""
+        if self.stores[level].get(block_hash) is not None:
             return
-        new = TierBlock(block_hash, parent_hash, depth, request, self._clock())
-        new.num_uses = num_uses
+        new = TierBlock(block_hash, above.parent_hash, above.depth, above.request, self._clock())
+        new.num_uses = above.num_uses
+        new.source = source
         if self._add(level, new):
             self._writes.append((level, new))
 
@@ -256,7 +255,7 @@ class KvTiers:
         for one in evicted:
             self._tell_removed(level, one)
             if level + 1 < len(self.stores) and self.rules[level + 1].write == "write_back":
-                self._write(level + 1, one.block_hash, one.parent_hash, one.depth, one.request, one.num_uses)
+                self._write(level + 1, one.block_hash, one)
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:

@@ -1,6 +1,6 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV or of a load of an adapter, and step that left the
+One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy, end of a transfer of KV, of a copy between memory tiers or of a load of an adapter, and step that left the
 first of several pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was flushed.
@@ -268,6 +268,19 @@ class AdapterEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class TierEnd:
+    """KV has arrived in a lower memory tier of a replica, or on its device.
+
+    Attributes:
+        number: of the copy among those of its replicaset, from 0.
+    """
+
+    tick: int
+    replicaset: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """Requests whose target was full looked at it again (`hand_off.when_full: retry`)."""
 
@@ -330,6 +343,7 @@ _Unrequested: TypeAlias = (
     | ReplicaChange
     | TransferEnd
     | AdapterEnd
+    | TierEnd
     | Retry
     | Answer
     | ServerReport
@@ -352,6 +366,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "replica": ReplicaChange,
     "transfer": TransferEnd,
     "adapter": AdapterEnd,
+    "tier": TierEnd,
     "retry": Retry,
     "answer": Answer,
     "report": ServerReport,

@@ -63,6 +63,22 @@ class Transfer(Generic[R]):
     end: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class TierCopy(Generic[R]):
+    """KV blocks that go from a replica's device to places of its first memory tier, or back.
+
+    Attributes:
+        number: position among the transfers between tiers of its replicaset.
+        is_upward: from the tier to the device.
+        pairs: (device block, place in the tier) of each block.
+    """
+
+    number: int
+    replica: R
+    is_upward: bool
+    pairs: Sequence[tuple[int, int]]
+
+
 class Backend(Protocol[S]):
     """Executes the plans of a driver's replicas."""
 
@@ -112,6 +128,18 @@ class Backend(Protocol[S]):
         Called unless the driver times loads (`DriverOptions.times_transfers`); the end is an event of a later tick: `Phase.TIER` with an
         `AdapterEnd`.
         """
+
+    def on_tier_copy(self, copy: TierCopy[Any]) -> None:
+        """Begin to copy KV between memory tiers; its replica is the backend's. Not called if the driver models the links.
+
+        A copy downwards reads what the blocks hold before the replica's next step. A copy upwards writes blocks that no step uses until
+        its end, which is an event of a later tick: `Phase.TIER` with a `TierEnd`.
+        """
+        raise RuntimeError(f"{type(self).__name__} copies no KV between memory tiers")
+
+    def on_tier_copy_cancelled(self, copy: TierCopy[Any]) -> None:
+        """Note that nobody waits for this copy any more: its blocks may hold something else from the replica's next step on."""
+        return
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Note that these requests have left for good."""

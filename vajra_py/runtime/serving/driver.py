@@ -39,6 +39,7 @@ from vajra_py.runtime.records.input_log import (
     Retry,
     Stall,
     Swap,
+    TierEnd,
     TransferEnd,
 )
 from vajra_py.runtime.requests.adapters import Adapters
@@ -48,7 +49,7 @@ from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.admission import MAX_FRUITLESS, Deferral
 from vajra_py.runtime.serving.alarms import Alarm
-from vajra_py.runtime.serving.backend import Backend, FastForward, R, Transfer
+from vajra_py.runtime.serving.backend import Backend, FastForward, R, TierCopy, Transfer
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.elastic import Elasticity
 from vajra_py.runtime.serving.events import EventQueue, Phase
@@ -83,7 +84,8 @@ class DriverOptions:
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
         expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
-        times_transfers: whether transfers of KV take the time that a model of the links says, and loads of adapters that of the settings; False: each ends with a `TransferEnd` or an `AdapterEnd`.
+        times_transfers: whether transfers of KV take the time that a model of the links says, and loads of adapters that of the settings;
+            False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an `AdapterEnd`.
         wakes: whether policies are woken when they asked to be, scalers are asked, and full targets of untimed transfers looked at again; False: only what they decided is done, when told.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
@@ -109,7 +111,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TIER` the name of a replicaset, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is asked, `TIER` the name of a replicaset, a `TierEnd`, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -163,7 +165,7 @@ class Driver(Generic[R]):
             if one.hand_off is not None
         }
         self._tiers: dict[str, TierMoves[R]] = {
-            name: TierMoves(one, one.tiers, self)
+            name: TierMoves(one, one.tiers, self, is_timed=options.times_transfers)
             for name, one in controller.replicasets.items()
             if one.tiers is not None
         }
@@ -259,7 +261,7 @@ class Driver(Generic[R]):
         elif phase is Phase.SCALING:
             self._elasticity.happen(payload)
         elif phase is Phase.TIER:
-            if isinstance(payload, str | SwapMoves):
+            if isinstance(payload, str | SwapMoves | TierEnd):
                 self._tiers_due(payload)
             else:
                 self._adapter_due(payload)
@@ -639,7 +641,13 @@ class Driver(Generic[R]):
         if self._draining:
             self._elasticity.end_drains(name)
 
-    def _tiers_due(self, what: str | SwapMoves[R]) -> None:
+    def _tiers_due(self, what: str | TierEnd | SwapMoves[R]) -> None:
+        if isinstance(what, TierEnd):
+            tiers = self._tiers[what.replicaset]
+            if not tiers.take_end(what.number):
+                return
+            self.record(what)
+            what = what.replicaset
         moves = what if isinstance(what, SwapMoves) else self._tiers[what]
         try:
             moves.due()
@@ -893,6 +901,14 @@ class Driver(Generic[R]):
     def cancel_transfer(self, transfer: Transfer[R]) -> None:
         """See `DriverServices`."""
         self._backend.on_transfer_cancelled(transfer)
+
+    def copy_tier(self, copy: TierCopy[R]) -> None:
+        """See `DriverServices`."""
+        self._backend.on_tier_copy(copy)
+
+    def cancel_tier_copy(self, copy: TierCopy[R]) -> None:
+        """See `DriverServices`."""
+        self._backend.on_tier_copy_cancelled(copy)
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `DriverServices`."""

@@ -9,7 +9,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.records.input_log import Input
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.backend import R, Transfer
+from vajra_py.runtime.serving.backend import R, TierCopy, Transfer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import EventQueue
 from vajra_py.runtime.serving.replica import Replica
@@ -80,6 +80,12 @@ class DriverServices(Protocol[R]):
 
     def cancel_transfer(self, transfer: Transfer[R]) -> None:
         """Notify the backend of KV that nobody wants any more."""
+
+    def copy_tier(self, copy: TierCopy[R]) -> None:
+        """Have the backend copy KV between memory tiers of a replica."""
+
+    def cancel_tier_copy(self, copy: TierCopy[R]) -> None:
+        """Notify the backend of a copy between memory tiers that nobody waits for any more."""
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """Count requests that have ended, and notify the policies that listen."""

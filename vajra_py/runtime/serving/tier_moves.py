@@ -5,6 +5,9 @@ from the request's arrival or from the first look at it; blocks of the first tie
 admitted: it gets its device blocks, waits for the transfer, and then runs on from there. What leaves a tier, or is written
 through, is copied down. Each tier has a link of its own for each replica, one way down and one way up, and a shared tier may have
 a limit for all together.
+
+Where a backend copies instead of a model of the links, copies end when it says so. It copies what the step that was just formed overwrites
+before that step, and looks for other content of the device when the content has been computed.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from typing import Generic, cast
 
 from vajra_py.contract.observer import TierTransfer
 from vajra_py.runtime.kv.block_hashes import reads_cache
+from vajra_py.runtime.kv.paged import PagedKvMemory
 from vajra_py.runtime.kv.tier_store import TierBlock
 from vajra_py.runtime.kv.tiers import DEVICE, KvTiers, TierFetch, TierLoad
 from vajra_py.runtime.movement.links import Network
+from vajra_py.runtime.movement.reported import ReportedCopies
 from vajra_py.runtime.movement.tier_rules import TierMovesRules
 from vajra_py.runtime.requests.connector import ConnectorRules, KvReport, Match
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.backend import R
+from vajra_py.runtime.serving.backend import R, TierCopy
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
@@ -41,6 +46,10 @@ class _Transfer(Generic[R]):
     arrived: Callable[[], None]
     lost: Callable[[], None]
     """Called instead when the replica has lost its memory."""
+    pairs: Sequence[tuple[int, int]] = ()
+    """(device block, place in the tier) of each block, where a backend copies."""
+    copy: TierCopy[R] | None = None
+    """What the backend was told; None: the links are modelled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +86,16 @@ class _Load(Generic[R]):
 class TierMoves(Generic[R]):
     """Transfers between the tiers of one replicaset."""
 
-    def __init__(self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R]) -> None:
+    def __init__(
+        self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
+    ) -> None:
+        """`is_timed`: the links are modelled; otherwise the backend copies, between the device and one tier of each replica."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
         self._driver = driver
-        self._networks = [Network(links) for links in rules.links]
+        self._is_timed = is_timed
+        self._networks = [Network(links) if is_timed else ReportedCopies() for links in rules.links]
         self._num_replicas = len(replicaset.replicas)
         self._num_started = 0
         self._names: Sequence[str] = ()
@@ -99,6 +112,8 @@ class TierMoves(Generic[R]):
         for one in driver.replicas_of(replicaset.name):
             tiers = one.replica.memory.tiers
             if tiers is not None:
+                if not is_timed:
+                    tiers.stores[0].number_slots()
                 self._names = tiers.names
                 finds = ReplicaTiers(self, one, tiers)
                 if rules.loads == "reserved":
@@ -124,7 +139,11 @@ class TierMoves(Generic[R]):
     def before_step(self, one: R) -> None:
         """Copy down what the last step has computed, before the next one is formed."""
         tiers = one.replica.memory.tiers
-        if tiers is not None and (computed := tiers.take_computed()):
+        if tiers is None or not (computed := tiers.take_computed()):
+            return
+        if not self._is_timed:
+            computed = self._on_device(one, tiers, computed)
+        if computed:
             self._write(one, tiers, 0, list(computed))
             self._schedule()
 
@@ -158,7 +177,30 @@ class TierMoves(Generic[R]):
                 self._resume(prefetch)
         self._schedule()
 
+    def take_end(self, number: int) -> bool:
+        """Note that the backend has ended a copy, which `due` then handles; False if nobody waits for it any more."""
+        transfer = self._sent.get(number)
+        network = None if transfer is None else self._networks[transfer.level]
+        if not isinstance(network, ReportedCopies):
+            return False
+        network.report(number)
+        return True
+
     # Copies downwards
+
+    @staticmethod
+    def _on_device(one: R, tiers: KvTiers, computed: Sequence[TierBlock]) -> Sequence[TierBlock]:
+        """Name the device block of each copy; those whose content has gone meanwhile are called off."""
+        memory = cast(PagedKvMemory, one.replica.memory)  # no other has tiers
+        found = []
+        for block in computed:
+            source = memory.block_of(block.block_hash)
+            if source is None:
+                tiers.called_off(0, block)
+            else:
+                block.source = source
+                found.append(block)
+        return found
 
     def _flush(self, one: R) -> None:
         tiers = one.replica.memory.tiers
@@ -181,7 +223,8 @@ class TierMoves(Generic[R]):
             for block in blocks:
                 tiers.called_off(level, block)
 
-        self._start(_Transfer(one, level, False, len(blocks), self._driver.now, arrived, lost))
+        pairs = () if self._is_timed else [(block.source, block.slot) for block in blocks]
+        self._start(_Transfer(one, level, False, len(blocks), self._driver.now, arrived, lost, pairs))
 
     # Prefetches
 
@@ -299,7 +342,13 @@ class TierMoves(Generic[R]):
         assert tiers is not None
         arrived, lost = partial(self._loaded, load), partial(tiers.end_load, load.content)
         num_blocks, now = len(load.content.blocks), self._driver.now
-        return self._start(_Transfer(load.one, 0, True, num_blocks, now, arrived, lost))
+        pairs: Sequence[tuple[int, int]] = ()
+        if not self._is_timed:
+            memory = load.one.replica.memory
+            end = load.num_tokens // memory.block_size
+            table = memory.block_table(load.request)[end - num_blocks : end]
+            pairs = [(block, source.slot) for block, source in zip(table, load.content.blocks, strict=True)]
+        return self._start(_Transfer(load.one, 0, True, num_blocks, now, arrived, lost, pairs))
 
     def _loaded(self, load: _Load[R]) -> None:
         request, one = load.request, load.one
@@ -357,6 +406,8 @@ class TierMoves(Generic[R]):
             del self._ended[number]
         else:
             self._networks[transfer.level].cancel(number, self._driver.now)
+            if transfer.copy is not None:
+                self._driver.cancel_tier_copy(transfer.copy)
         transfer.num_blocks = 0
         self._tell(transfer)
         return transfer
@@ -372,6 +423,9 @@ class TierMoves(Generic[R]):
         self._sent[number] = transfer
         num_bytes = transfer.num_blocks * self._rules.bytes_per_block
         self._networks[transfer.level].start(number, *ends, num_bytes, transfer.started_at)
+        if not self._is_timed:
+            transfer.copy = TierCopy(number, transfer.one, transfer.is_upward, transfer.pairs)
+            self._driver.copy_tier(transfer.copy)
         return number
 
     def _tell(self, transfer: _Transfer[R]) -> None:

@@ -258,6 +258,13 @@ class TorchRunner:
             raise ExecutorError(f"adapter {name!r}: this runner has no slots for adapters.")
         self._adapters.load(name, slot)
 
+    @torch.inference_mode()
+    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        """See `KvRunner`."""
+        memory = self._allocated("KV copy")
+        with _as_errors(self._model.device), current(self._model.device):
+            self._copy(copies, memory)
+
     def _allocated(self, what: str) -> KvMemory:
         if self._memory is None:
             raise ExecutorError(f"{what}: there is no KV memory yet. Call `allocate` first.")

@@ -1,0 +1,84 @@
+"""Copies between the device and the host tier of an engine's replicas: which are under way, and what their workers are told.
+
+A tier lies behind the host blocks for swapping, in the same memory. Workers take copies in turn with their steps:
+    - A copy downwards is asked for before the step that overwrites its blocks is.
+    - A copy upwards is asked for after the steps of its turn are: these may still copy from its blocks what was swapped out. No step
+      names its blocks before it has ended, and a step that uses them otherwise, since nobody waits for it any more, comes later.
+"""
+
+from __future__ import annotations
+
+from vajra_py.engine.kv_copy import KvMove
+from vajra_py.engine.replica import EngineReplica
+from vajra_py.engine.worker import KvMoved, ReplicaKey
+from vajra_py.errors import Problem
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+from vajra_py.runtime.records.input_log import TierEnd
+from vajra_py.runtime.serving.backend import TierCopy
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
+
+
+class TierCopies:
+    """Copies under way, by replica and number."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[tuple[ReplicaKey, int], TierCopy[EngineReplica]] = {}
+        self._to_load: list[TierCopy[EngineReplica]] = []
+        """Copies upwards that their workers have not been asked for."""
+
+    def __len__(self) -> int:
+        """Copies under way."""
+        return len(self._under_way)
+
+    def begin(self, copy: TierCopy[EngineReplica]) -> None:
+        """Have a copy made: one downwards at once, one upwards with the next `load`."""
+        self._under_way[_key(copy)] = copy
+        if copy.is_upward:
+            self._to_load.append(copy)
+        else:
+            copy.replica.move_kv(_move(copy))
+
+    def cancel(self, copy: TierCopy[EngineReplica]) -> None:
+        """Forget a copy; what its worker was told already it does before any later step."""
+        self._under_way.pop(_key(copy), None)  # it may have ended in this turn
+
+    def load(self) -> None:
+        """Ask for the copies upwards that were begun since the last call, now that the steps of this turn are asked for."""
+        copies, self._to_load = self._to_load, []
+        for copy in copies:
+            if _key(copy) in self._under_way:
+                copy.replica.move_kv(_move(copy))
+
+    def moved(self, news: KvMoved, now: int) -> TierEnd | None:
+        """Return the input that says that a copy has ended; None if nobody waits for it any more."""
+        copy = self._under_way.pop((news.replica, news.number), None)
+        return None if copy is None else TierEnd(now, news.replica[0], news.number)
+
+
+def num_host_blocks(replica: Replica) -> int:
+    """Return the blocks of host memory that a replica's worker has: for swapping, and behind them its tier."""
+    tiers = replica.memory.tiers
+    return replica.limits.host_blocks + (0 if tiers is None else sum(store.num_blocks for store in tiers.stores))
+
+
+def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
+    """Return the tiers of a replicaset whose requests move with their KV: blocks are taken between steps for them."""
+    if replicaset.tiers is None:
+        return []
+    message = f"requests that move with their KV ({replicaset.scheduler_name}) do not go with a host tier there"
+    advice = "Allowed: null, or one pool and a scheduler that lets requests stay; simulate both with `simulator`"
+    return [Problem(f"{where}replica.memory.tiers", message, advice)]
+
+
+def _key(copy: TierCopy[EngineReplica]) -> tuple[ReplicaKey, int]:
+    replica = copy.replica.replica
+    return (replica.replicaset, replica.replica_id), copy.number
+
+
+def _move(copy: TierCopy[EngineReplica]) -> KvMove:
+    memory, first = copy.replica.replica.memory, copy.replica.replica.limits.host_blocks
+    if not copy.is_upward:
+        return KvMove(copy.number, [BlockCopy(one, first + slot, CopyDirection.TO_HOST) for one, slot in copy.pairs])
+    loads = [BlockCopy(first + slot, one, CopyDirection.TO_DEVICE) for one, slot in copy.pairs]
+    return KvMove(copy.number, [*memory.take_copies(), *loads])

@@ -1,0 +1,35 @@
+"""Copies whose ends are reported by who carries them out, in the place of a network that times them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+
+class ReportedCopies:
+    """Copies under way whose duration nobody predicts; see `Network`, whose place it takes."""
+
+    def __init__(self) -> None:
+        self._ended: list[Hashable] = []
+
+    def start(self, key: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
+        """Do nothing: whoever copies is told apart."""
+
+    def cancel(self, key: Hashable, now: int) -> None:
+        """Do nothing: an end is reported only for a copy that somebody waits for."""
+
+    def report(self, key: Hashable) -> None:
+        """Take the end of a copy, which the next call of `ended` returns."""
+        self._ended.append(key)
+
+    def ended(self, now: int) -> list[Hashable]:
+        """Return the copies that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def next_change(self) -> int | None:
+        """Return None: ends are events of their own."""
+        return None
+
+    def remaining_bytes(self, key: Hashable, now: int) -> int:
+        """Return 0: a copy arrives as a whole, and is not cut."""
+        return 0
