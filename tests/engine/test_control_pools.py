@@ -34,10 +34,11 @@ from vajra_py.contract import (
     ReplicaLoadView,
     RequestView,
 )
-from vajra_py.engine.build import _check_transfers, _dry_controller
+from vajra_py.engine.build import _dry_controller
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.kv_copy import SharedBuffer
+from vajra_py.engine.kv_transfers import check_transfers
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.worker import ReplicaKey
 from vajra_py.errors import ConfigError
@@ -400,7 +401,7 @@ def test_a_backend_that_keeps_its_kv_refuses_schedulers_that_move_it(hollow_mode
     services = engine_services(config, registry(), {})
     controller = _dry_controller(config, services, {"default": {"default": ModelFacts(lambda size, fraction: 40)}})
     with pytest.raises(ConfigError) as error:
-        _check_transfers(controller, Stays(**config.backend.settings.model_dump()))
+        check_transfers(controller, Stays(**config.backend.settings.model_dump()))
     assert "scheduling.replicaset_scheduler: wanderer moves requests with their KV" in str(error.value)
 
 
@@ -412,7 +413,7 @@ def test_kv_that_is_sent_beside_computing_is_refused(hollow_model: Path) -> None
     with pytest.raises(
         ConfigError, match=r"hand_off\.overlap: the engine sends KV when its prompt is computed .got by_chunk"
     ):
-        _check_transfers(controller, config.backend.settings)
+        check_transfers(controller, config.backend.settings)
 
 
 class Stays(EngineConfig):

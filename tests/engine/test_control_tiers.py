@@ -14,9 +14,11 @@ from tests.engine.test_control_pools import RARELY, RECOVERS, check, on_processe
 from tests.engine.test_control_replay import SESSIONS, layers, settings
 from vajra_py.config import config_from_mapping
 from vajra_py.config.replica import ReplicaConfig
-from vajra_py.engine.build import _check_transfers, _dry_controller
-from vajra_py.engine.config import EngineConfig, check_tiers
+from vajra_py.engine.build import _dry_controller
+from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.kv_copy import KvMove
+from vajra_py.engine.kv_transfers import check_transfers
+from vajra_py.engine.refusals import check_tiers
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tier_copies import TierCopies
 from vajra_py.engine.worker import KvMoved
@@ -206,4 +208,4 @@ def test_requests_do_not_move_beside_a_tier(hollow_model: Path) -> None:
     services = engine_services(config, load_registry(), {})
     sizes = ModelFacts(lambda block_size, fraction: 64, 200, kv_bytes_per_token=1)
     with pytest.raises(ConfigError, match=r"replica\.memory\.tiers: requests that move with their KV \(llumnix\)"):
-        _check_transfers(_dry_controller(config, services, {"default": {"default": sizes}}), EngineConfig(model="m"))
+        check_transfers(_dry_controller(config, services, {"default": {"default": sizes}}), EngineConfig(model="m"))

@@ -28,6 +28,7 @@ LONG_FILES: dict[str, str] = {
     "vajra_py/runtime/step/builder.py": "every verb of a plan, since nobody else writes one",
     "vajra_py/runtime/serving/driver.py": "what it does in one order for every backend; its parts are in files of their own",
     "vajra_py/runtime/serving/replica.py": "one step, from the policy's plan to its end",
+    "vajra_py/vllm/mechanism.py": "everything that a vLLM's scheduler takes from the mechanism, so that nothing else does",
     "vajra_py/vllm/scheduler.py": "every method of vLLM's scheduler interface",
     "vajra_py/runtime/serving/replicaset.py": "states of replicas and every question to their scheduler; loads and bounds are in files of their own",
 }

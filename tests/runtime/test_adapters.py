@@ -20,7 +20,7 @@ from vajra_py.contract import (
     RetentionSpec,
 )
 from vajra_py.contract.observer import EndReason, Observer, StepRecord
-from vajra_py.engine.config import check_replica
+from vajra_py.engine.refusals import check_replica
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.testing.simulated import simulated_system

@@ -21,7 +21,7 @@ from vajra_py.contract import (
     SchedulerTraits,
 )
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.engine.config import check_replica
+from vajra_py.engine.refusals import check_replica
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.records.input_log import CacheReset, Failure, Restart
 from vajra_py.runtime.serving.controller import Controller

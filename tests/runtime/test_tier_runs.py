@@ -27,7 +27,7 @@ from vajra_py.contract import (
     SchedulerTraits,
 )
 from vajra_py.contract.observer import EndReason, Observer, TierTransfer
-from vajra_py.engine.config import check_tiers
+from vajra_py.engine.refusals import check_tiers
 from vajra_py.errors import ConfigError, PolicyError
 from vajra_py.runtime.records.input_log import CacheReset, Failure, Restart
 from vajra_py.runtime.serving.controller import Controller

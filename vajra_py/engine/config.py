@@ -18,8 +18,8 @@ from vajra_py.engine.compute import AdapterSource, LoadRunner, RunnerOptions, in
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.compute.model.adapter_files import inspect_adapter
 from vajra_py.engine.params import check_sampling
+from vajra_py.engine.refusals import check_replica, check_scaling, check_tiers, replicas_by_place
 from vajra_py.errors import ConfigError, Problem, did_you_mean
-from vajra_py.plugins import SCALER
 
 Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
@@ -337,7 +337,7 @@ class EngineConfig(ModelBackendConfig):
         found += check_scaling(self.kind, replicasets)
         for name in replicasets:
             own = self.of(name)
-            for where, replica in _places(name, replicasets).items():
+            for where, replica in replicas_by_place(name, replicasets).items():
                 found += check_replica(where, replica, has_adapters=True)
                 found += check_tiers(where, replica, own.device)
                 if replica.adapters is not None:
@@ -353,7 +353,7 @@ class EngineConfig(ModelBackendConfig):
                 inspect_model(model, random_weights)
             except ConfigError as error:
                 found += error.problems
-        for replica in (one for name in replicasets for one in _places(name, replicasets).values()):
+        for replica in (one for name in replicasets for one in replicas_by_place(name, replicasets).values()):
             for adapter in () if replica.adapters is None else replica.adapters.models or ():
                 try:
                     if adapter.path is not None:
@@ -419,95 +419,6 @@ class EngineConfig(ModelBackendConfig):
     def load(self) -> LoadRunner:
         """See `ModelBackendConfig`."""
         return load_runner
-
-
-def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
-    """The place of a replicaset's sizes in an experiment's file."""
-    return f"{section_of(replicaset, replicasets)}replica"
-
-
-def section_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
-    """The beginning of the places of a replicaset's settings in an experiment's file."""
-    return "" if len(replicasets) == 1 else f"replicasets.{replicaset}."
-
-
-def _places(name: str, replicasets: Mapping[str, ReplicasetConfig]) -> dict[str, ReplicaConfig]:
-    """Return the sizes of a replicaset's replicas by their places: its own, and those of its pools."""
-    one = replicasets[name]
-    pools = {f"{section_of(name, replicasets)}pools.{pool}.replica": one.pools[pool].replica for pool in one.pools}
-    return {where_of(name, replicasets): one.replica, **pools}
-
-
-def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return the scalers, which a backend cannot obey whose workers all run from the start."""
-    problems = []
-    for name, one in replicasets.items():
-        scaler = one.scheduling.scaling
-        if scaler is not None:
-            message = (
-                f"the backend `{backend}` neither starts nor stops replicas while it serves (got {scaler.policy!r})"
-            )
-            advice = "Allowed: null; simulate it with `simulator`"
-            problems.append(Problem(f"{section_of(name, replicasets)}scheduling.{SCALER.key}", message, advice))
-    return problems
-
-
-def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return the pools, which a backend cannot have whose replicas keep their KV."""
-    problems = []
-    for name, one in replicasets.items():
-        if one.pools:
-            message = f"the backend `{backend}` has replicas of one pool alone (got {', '.join(one.pools)})"
-            advice = "Leave it out; `engine` and `simulator` have pools"
-            problems.append(Problem(f"{section_of(name, replicasets)}pools", message, advice))
-    return problems
-
-
-def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
-    """Return the settings of a replica that no backend carries out that computes with a model.
-
-    `has_adapters`: its workers compute adapters.
-    """
-    problems = []
-    if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
-        message = "would let requests read KV blocks that were never computed ('keep')"
-        problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
-    if replica.adapters is not None and not has_adapters:
-        number = "any" if replica.adapters.models is None else len(replica.adapters.models)
-        message = f"steps are computed with the base model alone (got {number} adapters)"
-        problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
-    if replica.memory.swap_link is not None:
-        message = "swapped blocks are copied between two steps"
-        problems.append(Problem(f"{where}.memory.swap_link", message, "Allowed: null; simulate it with `simulator`"))
-    return problems
-
-
-def check_tiers(where: str, replica: ReplicaConfig, device: str) -> list[Problem]:
-    """Return the memory tiers of a replica that the engine cannot carry out: it has one on the host, of each replica's own."""
-    tiers = replica.memory.tiers
-    if tiers is None:
-        return []
-    place, problems, simulate = f"{where}.memory.tiers", [], "; simulate it with `simulator`"
-    if len(tiers.levels) > 1:
-        names = ", ".join(level.name for level in tiers.levels)
-        message = f"the engine has one tier, in host memory (got {names})"
-        problems.append(Problem(f"{place}.levels", message, f"Allowed: one level{simulate}"))
-    for index, level in enumerate(tiers.levels[:1]):
-        for key, is_set, what in (
-            ("shared", level.shared, "replicas of the engine share no tier"),
-            ("exclusive", level.exclusive, "content that is loaded stays in the engine's tier"),
-        ):
-            if is_set:
-                problems.append(Problem(f"{place}.levels.{index}.{key}", what, f"Allowed: false{simulate}"))
-    for what, is_so in (
-        (f"on {device}: the engine has a tier on the CPU alone", device != "cpu"),
-        (f"with {replica.pipeline_stages} pipeline stages", (replica.pipeline_stages or 1) > 1),
-        (f"with {replica.kv_parallel.groups} KV-parallel groups", replica.kv_parallel.groups > 1),
-    ):
-        if is_so:
-            message = f"content does not go to a host tier {what}"
-            problems.append(Problem(place, message, f"Allowed: null{simulate}"))
-    return problems
 
 
 register_backend("engine", EngineConfig)

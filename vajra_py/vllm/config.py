@@ -14,15 +14,8 @@ from vajra_py.config import ReplicaConfig, ReplicasetConfig, register_backend
 from vajra_py.config.sections import Text
 from vajra_py.engine.compute import LoadRunner
 from vajra_py.engine.compute.model.inspect import read_model_config
-from vajra_py.engine.config import (
-    MAX_STEP_TOKENS,
-    SLOTS_PER_BATCH_ENTRY,
-    ModelBackendConfig,
-    check_pools,
-    check_replica,
-    check_scaling,
-    where_of,
-)
+from vajra_py.engine.config import MAX_STEP_TOKENS, SLOTS_PER_BATCH_ENTRY, ModelBackendConfig
+from vajra_py.engine.refusals import check_pools, check_replica, check_scaling, where_of
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.support import check_version, installed_version

@@ -21,7 +21,7 @@ from vajra_py.config import PolicyChoice, ReplicaConfig, SystemConfig
 from vajra_py.contract import Layer, ReplicaLimits
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
-from vajra_py.engine.config import check_pools, check_scaling
+from vajra_py.engine.refusals import check_pools, check_scaling
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.latency.services.output_length import refuse_oracle

@@ -34,7 +34,7 @@ from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.connecting import check_connector, connector_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
-from vajra_py.vllm.kv_events import kv_events_of
+from vajra_py.vllm.kv_events import KvEvents, kv_events_of
 from vajra_py.vllm.lora import AdapterNames
 from vajra_py.vllm.managed_kv import managed_memory
 from vajra_py.vllm.mechanism import EndReason, MakeMemory, Mechanism, Request, StepPlan, make_mechanism
@@ -102,15 +102,8 @@ class Scheduler(WithoutExtras):
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
-        memory = only_replicaset(self.config).replica.memory
-        arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
-        self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
-        if vllm_config.lora_config is not None:
-            self._rules = replace(self._rules, adapters=AdapterNames())
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
-        if kv_events is not None:
-            self._rules = replace(self._rules, hashes_for=kv_events.hashes_for)
-            kv_events.follow(self.mechanism.replica.memory)
+        self._rules = self._record_rules(vllm_config, kv_events)
         self._records: dict[str, Record] = {}
         self._messages = Messages(
             self.mechanism.replica,
@@ -145,6 +138,17 @@ class Scheduler(WithoutExtras):
         if self._fallback is not None:
             mechanism.check_policies(self._fallback)
         return mechanism
+
+    def _record_rules(self, vllm_config: Any, kv_events: KvEvents | None) -> RecordRules:
+        memory = only_replicaset(self.config).replica.memory
+        arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
+        rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
+        if vllm_config.lora_config is not None:
+            rules = replace(rules, adapters=AdapterNames())
+        if kv_events is not None:
+            rules = replace(rules, hashes_for=kv_events.hashes_for)
+            kv_events.follow(self.mechanism.replica.memory)
+        return rules
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -255,8 +255,7 @@ class StepOutput:
     faults: Mapping[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
+class AdapterSource(NamedTuple):
     """A LoRA adapter: its name, and the folder that `peft` wrote."""
 
     name: str
