@@ -173,8 +173,7 @@ class StepInput:
     copies: Sequence[BlockCopy] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
+class LoadAdapter(NamedTuple):
     """Copy of an adapter into a slot, in turn with steps: one before it may use what the slot held, one behind it what it holds.
 
     Attributes:
