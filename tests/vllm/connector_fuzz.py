@@ -106,7 +106,7 @@ class ConnectedPlay(Play):
         return Script(**found.transfer or {})
 
     def _write(self, name: str, blocks: list[int], start: int, end: int) -> None:
-        self.worker.slots.write(name, self.worker.expected[name], blocks, start, end)
+        self.worker.slots.write(name, self.worker.expected[name], (blocks,), start, end)
 
     def _compile(self) -> None:
         self.scheduler.connector.turn = self.turn
