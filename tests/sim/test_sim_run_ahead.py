@@ -69,8 +69,8 @@ def combinations() -> list[tuple[Scenario, tuple[str, ...], int]]:
         if chosen[2] == "space_sharing" and chosen[0] not in ("lrs", "edf"):
             chosen = ("lrs", *chosen[1:])  # it needs slack
         situation = SITUATIONS[number % len(SITUATIONS)]
-        if chosen[2] == "minivllm" and situation.name == "far more requests than fit into a batch":
-            situation = SITUATIONS[(number + 1) % len(SITUATIONS)]  # it refuses every one of these
+        if chosen[2] == "minivllm" and situation in (OVERLOADED, LONG_AND_SHORT):
+            situation = STARVED  # it refuses every one of these, or has no step twice
         drawn.append((situation, chosen, 1 + number % 3))
     return drawn
 

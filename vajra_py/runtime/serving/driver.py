@@ -458,13 +458,11 @@ class Driver(Generic[R]):
             self._completing = one.rank
         name = replica.replicaset
         others = self.fast_forward if name in self._looks_at_departures else None
-        if others is not None and name not in self._looks_if_waiting:
+        if others is not None and (name not in self._looks_if_waiting or replica.may_end(plan, result)):
             others.sync_before(one)
         try:
             ended = replica.complete_step(plan, result, self.now)
             if ended:
-                if others is not None and name in self._looks_if_waiting:
-                    others.sync_before(one)
                 self.controller.settle(ended, self.now)
             if movements and (movement := movements.get(replica.replicaset)) is not None:
                 movement.step_ended(one, ended, has_freed=bool(ended or plan.preempted))

@@ -535,6 +535,14 @@ class Replica:
             if request.in_flight and request.num_remaining_tokens > 0 and request not in self._to_abort:
                 self._land(request)
 
+    def may_end(self, plan: StepPlan, result: StepResult) -> bool:
+        """Return False if surely no request ends with this step, whose result has not been applied."""
+        if result.stopped or result.failed or result.report is not None or self._to_abort or plan.drafts:
+            return True
+        if plan.pool is not None and plan.pool.ending_in_flight():
+            return True
+        return any(self._output_limit(one.request) - one.request.num_output_tokens <= 1 for one in plan.chunks)
+
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
         """Apply a step's result; returns the requests that ended, in order of admission."""
         self.num_in_flight -= 1
