@@ -63,6 +63,7 @@ class HeldPolicies:
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
         self.shared = SharedState()
+        self.asks_listeners_each_step = False
 
     def new_queue(self) -> Any:
         return make_queue(self._harness.prioritizer)

@@ -63,9 +63,7 @@ def test_a_plain_model_is_taken() -> None:
     ("given", "option"),
     [
         ({"speculative_config": object()}, "--speculative-config"),
-        ({"lora_config": object()}, "--enable-lora"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
-        ({"ec_transfer_config": object()}, "--kv-transfer-config"),
+        ({"ec_transfer_config": object()}, "--ec-transfer-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),
         ({"model_config__is_hybrid": True}, "model"),
@@ -92,11 +90,20 @@ def test_what_cannot_be_scheduled_is_one_line_with_a_way_out(given: dict[str, An
     assert "\n" not in said
 
 
-def test_sliding_windows_are_taken_by_the_scheduler_alone() -> None:
-    given = options(model_config__get_sliding_window=lambda: 64)
-    check_options(given)
-    with pytest.raises(ConfigError, match="model: has a sliding window of 64 tokens"):
-        check_options(given, has_windows=False)
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"model_config__get_sliding_window": lambda: 64}, "model: has a sliding window of 64 tokens"),
+        ({"lora_config": object()}, "--enable-lora: "),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config: "),
+    ],
+)
+def test_what_the_scheduler_alone_takes_is_refused_where_only_workers_are_used(
+    given: dict[str, Any], refusal: str
+) -> None:
+    check_options(options(**given))
+    with pytest.raises(ConfigError, match=refusal):
+        check_options(options(**given), has_core=False)
 
 
 def test_parallelism_over_tensors_and_layers_of_full_attention_are_taken() -> None:

@@ -55,7 +55,7 @@ class VllmWorkers:
         self.is_cpu = current_platform.is_cpu()
         self._options = options
         self._config = _engine_config(options, self.is_cpu)
-        check_options(self._config, has_windows=False)
+        check_options(self._config, has_core=False)
         if self.is_cpu and options.num_threads is not None and options.shards == 1:
             import torch
 

@@ -37,13 +37,23 @@ def check_version(version: str) -> tuple[int, int]:
     return minor
 
 
-def check_options(config: Any, *, has_windows: bool = True) -> None:
-    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled, without `has_windows` also for sliding windows."""
+def check_options(config: Any, *, has_core: bool = True) -> None:
+    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled.
+
+    Without `has_core` vLLM's workers alone are used, and neither its block tables nor what its engine core keeps of adapters and connectors.
+    """
     problems = [Problem(where, why, _OTHERWISE) for where, why in _unsupported(config)]
-    window = config.model_config.get_sliding_window()
-    if window is not None and not has_windows:
-        message = f"has a sliding window of {window} tokens, and one table of blocks is kept for each request here"
-        problems.append(Problem("model", message, "Schedule it with vLLM's own command and --scheduler-cls"))
+    if not has_core:
+        otherwise = "Schedule it with vLLM's own command and --scheduler-cls"
+        window = config.model_config.get_sliding_window()
+        if window is not None:
+            message = f"has a sliding window of {window} tokens, and one table of blocks is kept for each request here"
+            problems.append(Problem("model", message, otherwise))
+        if config.lora_config is not None:
+            problems.append(Problem("--enable-lora", "steps are computed with the base model alone here", otherwise))
+        if config.kv_transfer_config is not None:
+            message = "workers here are told nothing of what a connector loads and sends"
+            problems.append(Problem("--kv-transfer-config", message, otherwise))
     if problems:
         raise ConfigError(problems)
 
