@@ -128,7 +128,7 @@ def test_a_backend_refuses_windows_and_a_scheduler_does_not(tiny_model: str) -> 
     windowed = Changed(config, model_config=Changed(config.model_config, get_sliding_window=lambda: 64))
     check_options(windowed)
     with pytest.raises(ConfigError, match="model: has a sliding window of 64 tokens"):
-        check_options(windowed, has_windows=False)
+        check_options(windowed, has_core=False)
 
 
 def test_an_encoder_connector_is_refused(tiny_model: str) -> None:
