@@ -95,7 +95,16 @@ def two_prioritizers(chooser: str, batcher: str) -> list[str]:
     return [every[first % len(every)], every[(first + 1) % len(every)]]
 
 
-@pytest.mark.parametrize("batcher", BATCHERS)
+ALWAYS = {
+    *("fixed_chunk", "dynamic_chunk", "space_sharing", "preemptive"),
+    *("vllm_v1", "nano_vllm", "nano_vllm_rs", "minivllm", "orca"),
+}
+"""Vajra's replica schedulers and those of systems; the library's others take minutes together."""
+
+
+@pytest.mark.parametrize(
+    "batcher", [pytest.param(one, marks=[] if one in ALWAYS else [pytest.mark.long]) for one in BATCHERS]
+)
 def test_every_pair_is_replayed(batcher: str, workers: SharedWorkers, tiny_model: str, tmp_path: Path) -> None:
     happened: Counter[str] = Counter()
     for chooser in CHOOSERS:

@@ -210,7 +210,6 @@ def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_mo
 @pytest.mark.parametrize(
     ("option", "change", "words"),
     [
-        (["--enable-lora"], {}, ("--enable-lora", "vLLM's own scheduler")),
         (["--pipeline-parallel-size", "2"], {}, ("--pipeline-parallel-size", "vLLM's own scheduler")),
         (["--additional-config", '{"vajra": {"experiment": "absent.yaml"}}'], {}, ("absent.yaml",)),
     ],
