@@ -195,12 +195,12 @@ class SegmentBlockHashes:
         block_end = (start + 1) * size
         last_end = stop * size
         run = bisect_left(ends, block_end)
+        self._make_bases(bisect_left(ends, last_end))
         while block_end <= last_end:
             begin = ends[run - 1] if run else 0
             within = min(last_end, ends[run]) - begin
             ends_in_run = range(block_end - begin, within + 1, size)
-            base = bases[run + 1] if run + 1 < len(bases) else self._base(run)
-            hashes.extend(zip(repeat(base), ends_in_run))
+            hashes.extend(zip(repeat(bases[run + 1]), ends_in_run))
             block_end += len(ends_in_run) * size
             run += 1
         return hashes
@@ -209,15 +209,12 @@ class SegmentBlockHashes:
         """The hashes of the prompt's full blocks."""
         return self.block_hashes(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
 
-    def _base(self, run: int) -> bytes:
-        """Return the hash of all runs before this one and of this one's name."""
-        bases = self._bases
-        while len(bases) < run + 2:
-            this = len(bases) - 1
-            before = self._ends[this - 1] if this else 0
-            name = _encoded(self._names[this])
-            bases.append(xxh3_128_digest(bases[-1] + before.to_bytes(8, "little") + name))
-        return bases[run + 1]
+    def _make_bases(self, run: int) -> None:
+        """Hash the runs up to this one: each run's base is the hash of all before it and of its own name."""
+        bases, ends, names = self._bases, self._ends, self._names
+        for this in range(len(bases) - 1, run + 1):
+            before = ends[this - 1] if this else 0
+            bases.append(xxh3_128_digest(bases[-1] + before.to_bytes(8, "little") + _encoded(names[this])))
 
 
 class PrivateBlockHashes:

@@ -298,10 +298,8 @@ class BlockPool:
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """Return the blocks of the leading hashes that are found."""
-        get = self._entries.get
         found: list[int] = []
-        for block_hash in hashes:
-            entry = get(block_hash)
+        for entry in map(self._entries.get, hashes):
             if entry is None:
                 break
             found.append(entry if isinstance(entry, int) else next(iter(entry)))
