@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.vllm.test_vllm_real import OPTIONS, greedy, prompts, scheduler_of
@@ -18,9 +20,20 @@ from vajra_py.vllm.managed_kv import ManagedKv
 pytestmark = pytest.mark.long
 
 
+def tie_embeddings(model: Path) -> None:
+    """Let the output layer be the embedding, as in every Gemma 2: vLLM has no other."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(("family", "num_groups"), [("mistral", 1), ("gemma2", 2), ("gemma3_text", 2)])
 def test_greedy_tokens_and_prefix_hits_are_vllms(tmp_path: Path, family: str, num_groups: int) -> None:
     write_tiny_model(tmp_path / "model", family)
+    if family == "gemma2":
+        tie_embeddings(tmp_path / "model")
     rng = random.Random(family)
     wanted = prompts(40, 3)
     params: list[SamplingParams] = [greedy(rng, ignore_eos=rng.random() < 0.5) for _ in wanted]
