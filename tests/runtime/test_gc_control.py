@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from vajra_py.runtime.support.gc_control import existing_objects_frozen, infrequent_collections
+from vajra_py.runtime.support.gc_control import existing_objects_frozen, infrequent_collections, put_off_collections
 
 
 class Node:
@@ -72,5 +72,19 @@ def test_a_collector_that_never_runs_is_left_so() -> None:
     try:
         with infrequent_collections():
             assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_a_loop_after_a_start_collects_as_rarely_as_any() -> None:
+    before = gc.get_threshold()
+    put_off_collections()
+    put_off_collections()  # a second time changes nothing
+    try:
+        assert gc.get_threshold()[0] > 100 * before[0]
+        with infrequent_collections():
+            during = gc.get_threshold()[0]
+        assert before[0] < during < 100_000
+        assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*before)

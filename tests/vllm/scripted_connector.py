@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 
 @dataclass(frozen=True)
 class Script:
-    """What a connector does for a request.
+    """Behaviour of the connector for one request.
 
     Attributes:
         remote: leading tokens that can be loaded.
@@ -53,7 +53,7 @@ class Load:
 
 @dataclass
 class ScriptedMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What workers are told with a step."""
+    """Message to the workers with a step."""
 
     loads: list[Load] = field(default_factory=list)
     sends: dict[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 
 @dataclass
 class BesideSteps(ExampleConnectorMetadata):  # type: ignore[misc]
-    """What workers are told with a step."""
+    """Message to the workers with a step."""
 
     loads: dict[str, ReqMeta] = field(default_factory=dict)
 

@@ -127,7 +127,7 @@ _OTHERS: Mapping[str, Callable[..., None]] = {
     "move_kv": _move,
     "load_adapter": _load_adapter,
 }
-"""What a rank is asked for beside steps."""
+"""Tasks of a rank beside steps, by name."""
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:

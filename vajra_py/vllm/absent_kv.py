@@ -11,7 +11,7 @@ from vajra_py.vllm.mechanism import BlockHashes, ContentEvents, KvRequest
 
 
 class WithoutKvExtras:
-    """What this memory has none of: KV-parallel groups, swap space, lower tiers, pins, retention and reserved blocks."""
+    """Absent parts of a KV memory: KV-parallel groups, swap space, lower tiers, pins, retention and reserved blocks."""
 
     num_groups = 1
     free_host_blocks = 0

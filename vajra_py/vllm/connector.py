@@ -113,10 +113,7 @@ class Connector:
 
     def _look_at(self, record: Record, request: Request) -> VllmRequest:
         """Return vLLM's request with its tokens as far as they are known."""
-        vllms, output = record.request, record.output
-        num_there = vllms.num_output_tokens
-        if num_there < len(output):
-            vllms.append_output_token_ids(output[num_there:])
+        vllms = _with_tokens(record)
         vllms.num_preemptions = request.num_preemptions
         return vllms
 
@@ -226,12 +223,7 @@ class Connector:
         output.kv_connector_block_state = None
 
     def _bring_up(self, name: str, num_computed: int) -> None:
-        record = self._known[name]
-        vllms, output = record.request, record.output
-        num_there = vllms.num_output_tokens
-        if num_there < len(output):
-            vllms.append_output_token_ids(output[num_there:])
-        vllms.num_computed_tokens = num_computed
+        _with_tokens(self._known[name]).num_computed_tokens = num_computed
 
     def _table_of(self, name: str) -> tuple[list[int], ...]:
         own = self._known[name].own
@@ -332,3 +324,12 @@ class Connector:
                 counts[stage] += 1
             stats.num_kv_fetch_reqs_by_stage = counts
         stats.kv_connector_stats = self._figures.to_dict() if self._figures else None
+
+
+def _with_tokens(record: Record) -> VllmRequest:
+    """Return vLLM's request with its output so far."""
+    vllms, output = record.request, record.output
+    num_there = vllms.num_output_tokens
+    if num_there < len(output):
+        vllms.append_output_token_ids(output[num_there:])
+    return vllms

@@ -84,7 +84,7 @@ class _Held:
         self.num_tokens = request.num_known_tokens
         self.shared_prefix_boundary = 0
         self.found: tuple[Any, int, int] | None = None
-        """What the prefix cache holds of it, by vLLM's `get_computed_blocks`; None: not looked up."""
+        """Its content in the prefix cache, by vLLM's `get_computed_blocks`; None: not looked up."""
         self.found_at: tuple[int, int] = (-1, -1)
         """State of the memory and length of the request at that time."""
 

@@ -62,7 +62,7 @@ class SkipJoinMlfq:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """Of one that waits, it changes by promotion alone."""
+    """The key of a request that waits changes by promotion alone."""
 
     def __init__(self, config: SkipJoinMlfqConfig, prefill_time: PrefillTime) -> None:
         self._config = config

@@ -46,7 +46,7 @@ class AdaServeConfig(FixedChunkConfig):
 
 
 class Wish(NamedTuple):
-    """What a decode needs of a step, and how its drafts fare."""
+    """Need of a decode for tokens of a step, and the chance of its drafts."""
 
     needed: float
     """A(r): tokens that it needs of this step to be in time."""
@@ -82,7 +82,7 @@ def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed:
 
 
 class _Drafted:
-    """What is known of a request that decodes."""
+    """Begin of a request's decoding, and its verified drafts so far."""
 
     __slots__ = ("begun_at", "num_accepted", "num_tried", "seen")
 

@@ -123,7 +123,7 @@ class SlidingServe:
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
-        """Of the first prompts with a promised first token, those that are given up for the others; none where all can be in time."""
+        """Return the prompts, of the first ones with a promised first token, that are given up for the others; none if all can be in time."""
         heads = [*replica.partial_prefills()]
         for request in replica.waiting():
             if len(heads) >= self._config.candidates:

@@ -176,7 +176,7 @@ def test_models_whose_adapters_cannot_be_computed_are_refused(
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_tokens_are_those_of_peft(compute_kit: Any, small_models: Callable[[str], str], tmp_path: Path) -> None:
-    """Of adapters that `peft` made and wrote itself."""
+    """Greedy tokens of adapters that `peft` made and wrote itself."""
     peft = pytest.importorskip("peft")
     directory = small_models("llama")
     written = {}

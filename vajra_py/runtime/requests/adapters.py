@@ -51,7 +51,7 @@ class Adapters:
         self._is_timed = True
         self._num_loads = 0
         self._slots: dict[str, AdapterLoad] = {}
-        """What each slot holds, the least recently used first."""
+        """Content of each slot by adapter, the least recently used first."""
         self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}

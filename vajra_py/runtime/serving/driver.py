@@ -465,9 +465,7 @@ class Driver(Generic[R]):
             if ended:
                 self.controller.settle(ended, self.now)
             if movements and (movement := movements.get(replica.replicaset)) is not None:
-                movement.step_ended(one, ended, has_freed=bool(ended or plan.preempted))
-                if self._draining:
-                    self._elasticity.end_drains(replica.replicaset)
+                self._look_after(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self.isolate(replica.replicaset, error)
             return
@@ -670,9 +668,11 @@ class Driver(Generic[R]):
         adapters.end_load(what.number)
         self._wake(one)
 
-    def _look_after(self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """Let requests move that waited for a replica, some of whose blocks may be free now. Raises `PolicyError`."""
-        movement.step_ended(one, ended)
+    def _look_after(
+        self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
+    ) -> None:
+        """Let requests move that waited for a replica's step, or for its memory. Raises `PolicyError`."""
+        movement.step_ended(one, ended, has_freed=has_freed)
         if self._draining:
             self._elasticity.end_drains(one.replica.replicaset)
 
@@ -857,17 +857,21 @@ class Driver(Generic[R]):
     def touch(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt(one, up_to_now=not 0 <= self._completing < one.rank)
+            self.fast_forward.interrupt(one, up_to_now=not self._ends_later(one))
 
     def catch_up(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.catch_up(one, up_to_now=not 0 <= self._completing < one.rank)
+            self.fast_forward.catch_up(one, up_to_now=not self._ends_later(one))
 
     def blocks_taken(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.shorten(one)
+
+    def _ends_later(self, one: R) -> bool:
+        """Return True if a step of this replica that ends in this tick comes after the one that is being completed."""
+        return 0 <= self._completing < one.rank
 
     def replica(self, replicaset: str, replica_id: int) -> R:
         """See `DriverServices`."""
@@ -932,7 +936,7 @@ class Driver(Generic[R]):
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Those of them in which nobody who listens is asked while a step is formed for which nothing waits."""
+        """Replicasets among them in which nobody who listens is asked while a step is formed for which nothing waits."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]

@@ -49,7 +49,7 @@ class _Transfer(Generic[R]):
     pairs: Sequence[tuple[int, int]] = ()
     """(device block, place in the tier) of each block, where a backend copies."""
     copy: TierCopy[R] | None = None
-    """What the backend was told; None: the links are modelled."""
+    """The copy as the backend knows it; None: the links are modelled."""
 
 
 @dataclass(eq=False, slots=True)

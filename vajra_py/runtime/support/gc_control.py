@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 _ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
 _ALLOCATIONS_OF_A_START = 1_000_000
-_thresholds_before_start: list[tuple[int, int, int]] = []
-"""Settings of the collector to go back to once a command has started."""
+"""Allocations added to the collector's threshold while a command starts."""
 
 
 def put_off_collections() -> None:
@@ -17,9 +16,9 @@ def put_off_collections() -> None:
 
     The first loop that freezes what exists goes back to the settings before.
     """
-    if not _thresholds_before_start and gc.get_threshold()[0] > 0:
-        _thresholds_before_start.append(gc.get_threshold())
-        gc.set_threshold(_ALLOCATIONS_OF_A_START, *gc.get_threshold()[1:])
+    first, *others = gc.get_threshold()
+    if 0 < first < _ALLOCATIONS_OF_A_START:
+        gc.set_threshold(first + _ALLOCATIONS_OF_A_START, *others)
 
 
 @contextmanager
@@ -31,8 +30,9 @@ def existing_objects_frozen() -> Iterator[None]:
     freezes = gc.isenabled() and not gc.get_freeze_count()  # objects that the caller froze stay frozen
     if freezes:
         gc.freeze()
-        while _thresholds_before_start:
-            gc.set_threshold(*_thresholds_before_start.pop())
+        first, *others = gc.get_threshold()
+        if first > _ALLOCATIONS_OF_A_START:  # put off until now
+            gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
         gc.collect()  # cheap now; the next full collection waits for new objects, a quarter of those that this one examined
     try:
         yield
@@ -47,11 +47,11 @@ def infrequent_collections() -> Iterator[None]:
 
     The simulator's event loop makes no cycles of its own; those that policies and observers make are still found.
     """
-    thresholds = gc.get_threshold()
-    is_changed = (
-        0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
-    )  # 0: never. Another run beside this one may have done it
     with existing_objects_frozen():
+        thresholds = gc.get_threshold()
+        is_changed = (
+            0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
+        )  # 0: never. Another run beside this one may have done it
         if is_changed:
             gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *thresholds[1:])
         try:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 KNOWN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"})
 """Architectures with this shape of decoder; others run on transformers' modules."""
 ADAPTED_TYPES = KNOWN_TYPES - {"phi3"}
-"""Those whose modules adapters know; Phi 3 has merged ones."""
+"""Architectures with modules that adapters know; Phi 3 has merged ones."""
 
 
 @dataclass(slots=True)
