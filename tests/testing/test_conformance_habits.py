@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from vajra_py.contract import EndReason, KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ConformanceWarning, Harness, HarnessOptions, check_policy, conformance_checks
+from vajra_py.testing.hash_seeds import HASH_SEEDS
 from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks
 from vajra_py.workload import RequestSpec
 
@@ -51,6 +55,16 @@ class Sorted(FirstOfASet):
     def assign(self, request: Any, replicas: Any, now: float) -> int | None:
         names = {f"replica-{one.replica_id}" for one in replicas if one.is_up}
         return int(min(names).removeprefix("replica-")) if names else None
+
+
+@pytest.mark.parametrize("form", ["replica-{}", "tenant{}", "program{}", "{}"])
+@pytest.mark.parametrize("size", range(2, 6))
+def test_the_hash_seeds_begin_small_sets_of_names_with_different_members(form: str, size: int) -> None:
+    names = [form.format(number) for number in range(size)]
+    command = [sys.executable, "-c", "import sys; print(next(iter(set(sys.argv[1:]))))", *names]
+    environments = [{**os.environ, "PYTHONHASHSEED": str(seed)} for seed in HASH_SEEDS]
+    firsts = {subprocess.run(command, env=one, capture_output=True, check=True).stdout for one in environments}
+    assert len(firsts) == len(HASH_SEEDS)
 
 
 @pytest.mark.parametrize(("layer", "build"), [(ROUTER, FirstOfASet), (PRIORITIZER, RanksByASet)])

@@ -19,8 +19,11 @@ from vajra_py.contract import Layer, PolicySpec
 from vajra_py.testing import scenarios
 from vajra_py.testing.subject import UNCOUNTED, Subject
 
-HASH_SEEDS = (0, 1)
-"""Hash seeds of the processes that are started; this process has one of its own, drawn by Python unless the environment sets it."""
+HASH_SEEDS = (3, 6)
+"""Hash seeds of the processes that are started; this process has one of its own, drawn by Python unless the environment sets it.
+
+Under these two, sets of two to five replicas, tenants, programs or numbers as strings begin with different members.
+"""
 
 TIMEOUT_S = 300.0
 """Real time after which a process is given up."""
