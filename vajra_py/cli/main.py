@@ -13,6 +13,7 @@ import click
 
 from vajra_py import __version__
 from vajra_py.errors import VajraError
+from vajra_py.runtime.support.gc_control import skip_collection_at_exit
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("vajra_py.cli.run", "Run an experiment, or every point of its sweep."),
@@ -83,6 +84,7 @@ def vajra(traceback: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong input, 3 a policy broke the contract, 130 interrupted."""
+    skip_collection_at_exit()
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -107,16 +107,14 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
     Requests rejected by a bounded queue or an admission policy do not count: rejection is their purpose. Equal messages of several
     runs are printed once.
     """
-    import pyarrow.compute as pc
-
-    from vajra_py.runtime.records.arrow_arrays import arrow_array
+    from vajra_py.runtime.records.arrow_arrays import rows_with
     from vajra_py.runtime.requests.rejections import TURNED_AWAY
 
     named: dict[str, list[str]] = {}
     is_served = True
     for run in runs:
         requests = run.requests("request_id", "reason", "detail")
-        rejected = requests.filter(pc.equal(requests.column("reason"), arrow_array(["rejected"])[0])).to_pylist()
+        rejected = rows_with(requests, "reason", "rejected").to_pylist()
         found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
         if found:
             first = f"{found[0]['request_id']}: {found[0]['detail']}"

@@ -12,7 +12,7 @@ from vajra_py.latency.hardware.device_costs import DeviceCosts
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.rates import steady_window
 from vajra_py.metrics.tables.replicas import ActiveTimes
-from vajra_py.runtime.records.arrow_arrays import arrow_array, numpy_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call, numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -154,16 +154,14 @@ def _said(one: ReplicasetDevices, window: Window) -> dict[str, Any]:
 
 
 def _of(steps: ArrowTable, replicaset: str, replica_ids: range | None) -> ArrowTable:
-    import pyarrow.compute as pc
-
     if not steps.num_rows:
         return steps
     read = steps.select(["formed_at", "duration_s", "prefill_tokens", "decode_tokens"])
     if replica_ids is not None:
-        return read.filter(of_pool(steps, replicaset, replica_ids))
-    if pc.unique(steps.column("replicaset")).to_pylist() == [replicaset]:
+        return call("filter", read, of_pool(steps, replicaset, replica_ids))
+    if call("unique", steps.column("replicaset")).to_pylist() == [replicaset]:
         return read
-    return read.filter(pc.equal(steps.column("replicaset"), arrow_array([replicaset])[0]))
+    return call("filter", read, call("equal", steps.column("replicaset"), arrow_array([replicaset])[0]))
 
 
 def of_pool(steps: ArrowTable, replicaset: str, replica_ids: range) -> Any:

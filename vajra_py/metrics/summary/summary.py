@@ -42,7 +42,7 @@ from vajra_py.metrics.summary.stability import Lifetimes, Stability, StabilityLa
 from vajra_py.metrics.summary.warnings import warnings_of
 from vajra_py.metrics.tables.columns import floats_of, group_codes, ints_of
 from vajra_py.metrics.tables.requests import reason_masks
-from vajra_py.runtime.records.arrow_arrays import arrow_array
+from vajra_py.runtime.records.arrow_arrays import rows_with
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -361,9 +361,7 @@ def _slo_section(status: NDArray[np.int8]) -> Section:
 
 def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
     """Return the distribution of the gaps between tokens; `only` is a column and the value that it must have."""
-    import pyarrow.compute as pc
-
-    chosen = tbt if only is None else tbt.filter(pc.equal(tbt.column(only[0]), arrow_array([only[1]])[0]))
+    chosen = tbt if only is None else rows_with(tbt, *only)
     gaps, weights = floats_of(chosen, "gap_s"), ints_of(chosen, "weight")
     count = int(weights.sum())
     section: Section = {"count": count, "mean": float(np.dot(gaps, weights)) / count if count else None}

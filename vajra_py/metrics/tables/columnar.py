@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.runtime.records.arrow_arrays import arrow_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 # Gaps are merged when this many new ones have come since the last merge, and half as many as were left by it.
@@ -54,7 +54,7 @@ class NameColumn:
         import pyarrow as pa
 
         kind = pa.list_(pa.string()) if self._of_lists else pa.string()
-        return arrow_array(list(self._codes), kind).take(arrow_array(codes))
+        return call("take", arrow_array(list(self._codes), kind), arrow_array(codes))
 
 
 class TextColumn:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from vajra_py.metrics.definitions import Floats, Ints
-from vajra_py.runtime.records.arrow_arrays import numpy_array
+from vajra_py.runtime.records.arrow_arrays import call, numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,7 +24,7 @@ def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
 
     values = table.column(column).combine_chunks()
     if not pa.types.is_dictionary(values.type):
-        values = values.dictionary_encode()
+        values = call("dictionary_encode", values)
     names = [name or "" for name in values.dictionary.to_pylist()]
     order = sorted(range(len(names)), key=names.__getitem__)
     if order == sorted(order):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from vajra_py.runtime.records.arrow_arrays import arrow_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.records.emitted import EmittedFigures
 
 if TYPE_CHECKING:
@@ -31,14 +31,15 @@ def emitted_table(figures: EmittedFigures) -> ArrowTable:
 
     number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
     texts = list(zip(*figures.series, strict=True)) or [(), (), ()]
-    names = [arrow_array(column, pa.string()).take(arrow_array(number)) for column in texts]
+    names = [call("take", arrow_array(column, pa.string()), arrow_array(number)) for column in texts]
     columns = [
         arrow_array(np.array(figures.at)),
         *names,
         arrow_array(np.array(figures.values)),
         arrow_array(index, is_null=index < 0),
     ]
-    return pa.table(dict(zip(EMITTED_COLUMNS, columns, strict=True))).sort_by(_ORDER)
+    table = pa.table(dict(zip(EMITTED_COLUMNS, columns, strict=True)))
+    return table.sort_by(_ORDER) if figures.at else table
 
 
 def combined(tables: list[ArrowTable]) -> ArrowTable:

@@ -40,7 +40,7 @@ from vajra_py.metrics.tables.further_columns import (
 )
 from vajra_py.metrics.tables.tier_log import LOAD_TIME
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, movement_columns, movement_types
-from vajra_py.runtime.records.arrow_arrays import arrow_array, numpy_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call, cast, is_among, numpy_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -284,7 +284,9 @@ class RequestsBuilder:
         for start in range(0, len(order), num_rows):
             chosen = order[start : start + num_rows]
             columns = self._numbers(self._rows.rows(chosen), until)
-            columns |= {name: text.take(arrow_array(chosen)).cast(pa.string()) for name, text in texts.items()}
+            columns |= {
+                name: cast(call("take", text, arrow_array(chosen)), pa.string()) for name, text in texts.items()
+            }
             if transfers is not None:
                 columns |= movement_columns(transfers, columns["index"])
             if self._tiers is not None:
@@ -406,13 +408,7 @@ class TbtBuilder:
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Masks of an Arrow column's requests: completed, and dropped (rejected, expired, failed)."""
-    import pyarrow.compute as pc
-
-    def among(names: tuple[str, ...]) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = numpy_array(pc.is_in(reasons, value_set=arrow_array(names)))
-        return found
-
-    return among(COMPLETED_REASONS), among(("rejected", "expired", "failed"))
+    return is_among(reasons, COMPLETED_REASONS), is_among(reasons, ("rejected", "expired", "failed"))
 
 
 def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vajra_py.latency.models.packed_times import PackedTimes, seconds_of
 from vajra_py.metrics.tables.columnar import NameColumn, PackedRows
-from vajra_py.runtime.records.arrow_arrays import arrow_array, list_array, numpy_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call, cast, list_array, numpy_array
 from vajra_py.runtime.records.record_lists import reordered
 from vajra_py.runtime.records.step_log import CAME_BACK, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
@@ -212,9 +212,8 @@ class StepsBuilder:
 
 def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
     """(values, how many each row has) of a column of lists."""
-    import pyarrow.compute as pc
-
-    return numpy_array(pc.list_flatten(column)), numpy_array(pc.list_value_length(column)).astype(np.int64)
+    counts = numpy_array(call("list_value_length", column)).astype(np.int64)
+    return numpy_array(call("list_flatten", column)), counts
 
 
 def step_schema() -> ArrowSchema:
@@ -270,7 +269,7 @@ class _Expansion:
         """One column."""
         if name == "replicaset":
             names = self._replicasets()
-            return names if encoded else names.cast(names.type.value_type)
+            return names if encoded else cast(names, names.type.value_type)
         if name == "formed_at":
             return self._formed_at
         if name == "duration_s":
@@ -294,7 +293,7 @@ class _Expansion:
         """By number, since taking a million strings takes a while."""
         import pyarrow as pa
 
-        found = self._records.column("replicaset").combine_chunks().dictionary_encode()
+        found = call("dictionary_encode", self._records.column("replicaset").combine_chunks())
         numbers = numpy_array(found.indices)[self._record]
         return pa.DictionaryArray.from_arrays(arrow_array(numbers), found.dictionary)
 

@@ -1,6 +1,8 @@
-"""Arrow arrays of numbers, flags, texts and lists of texts, made without pandas.
+"""Arrow arrays of numbers, flags, texts and lists of texts, made without pandas, and what is computed of them.
 
 `pyarrow.array` imports pandas at its first call, whatever it is given: on a small run as much time as all else together.
+`pyarrow.compute` wraps and documents 300 functions, and methods such as `take` import it: a tenth of a small run. `call` takes
+them from the module below it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None
         made = _texts(values)
     else:
         made = _numbers(np.array(values, dtype=kind.to_pandas_dtype()), is_null)
-    return made if kind is None or made.type.equals(kind) else made.cast(kind)
+    return made if kind is None or made.type.equals(kind) else cast(made, kind)
 
 
 def list_array(values: Any, counts: NDArray[Any]) -> Any:
@@ -62,7 +64,7 @@ def _texts(texts: Sequence[str | None]) -> Any:
     is_null = np.array([text is None for text in texts], dtype=np.bool_)
     known = pa.py_buffer(np.packbits(~is_null, bitorder="little")) if is_null.any() else None
     buffers = [known, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers).cast(pa.string())
+    return cast(pa.Array.from_buffers(pa.large_string(), len(encoded), buffers), pa.string())
 
 
 def numpy_array(column: Any) -> NDArray[Any]:
@@ -87,3 +89,33 @@ def numpy_array(column: Any) -> NDArray[Any]:
         bits = np.frombuffer(array.buffers()[1], dtype=np.uint8)
         return np.unpackbits(bits, count=end, bitorder="little")[array.offset :].view(np.bool_)
     return np.frombuffer(array.buffers()[1], dtype=kind.to_pandas_dtype(), count=end)[array.offset :]
+
+
+def call(function: str, *values: Any, options: Any = None) -> Any:
+    """Return what one of Arrow's functions makes of these arrays or tables, as `pyarrow.compute.call_function` does."""
+    return _compute().call_function(function, list(values), options)
+
+
+def cast(values: Any, kind: Any) -> Any:
+    """Return an Arrow array in another type. Raises `ArrowInvalid` for a value that the type cannot hold."""
+    return call("cast", values, options=_compute().CastOptions.safe(kind))
+
+
+def is_among(values: Any, texts: Sequence[str]) -> NDArray[np.bool_]:
+    """Return a mask of the entries of an Arrow column that are one of these texts."""
+    found = call("is_in", values, options=_compute().SetLookupOptions(arrow_array(texts)))
+    mask: NDArray[np.bool_] = numpy_array(found)
+    return mask
+
+
+def rows_with(table: Any, column: str, text: str) -> Any:
+    """Return the rows of an Arrow table that have this text in a column."""
+    return call("filter", table, call("equal", table.column(column), arrow_array([text])[0]))
+
+
+def _compute() -> Any:
+    try:
+        import pyarrow._compute as compute
+    except ImportError:  # its place is not promised
+        import pyarrow.compute as compute
+    return compute

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency.models.packed_times import PackedTimes
-from vajra_py.runtime.records.arrow_arrays import arrow_array, list_array
+from vajra_py.runtime.records.arrow_arrays import arrow_array, call, list_array
 from vajra_py.runtime.records.record_lists import reordered
 from vajra_py.runtime.records.step_log import FIELDS, LISTS, ONLY_PREEMPTED, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
@@ -157,7 +157,7 @@ class Records:
         order = np.lexsort((is_step, self.field("step"), self.field("replica_id"), ranks))
         records = self.take(order, np.argsort(self.arrivals.indices, kind="stable"))
         columns: dict[str, Any] = {name: records.field(name) for name in SCALARS}
-        columns["replicaset"] = arrow_array(names).take(arrow_array(ranks[order]))
+        columns["replicaset"] = call("take", arrow_array(names), arrow_array(ranks[order]))
         columns["notes"] = arrow_array(records.notes)
         num_steps = records.field("num_steps")
         times = PackedTimes.pack(records.field("formed"), num_steps, records.ends)
