@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vajra_policies.systems import PRESETS
+from vajra_policies.systems.presets import PRESETS
 from vajra_py.config import config_from_mapping
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import NoLengths

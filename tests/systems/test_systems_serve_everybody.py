@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vajra_policies.systems import POLICIES
+from vajra_policies.systems import minivllm, nano_vllm, nano_vllm_rs, orca, vllm_v1
 from vajra_py.contract import PolicySpec
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
@@ -17,6 +17,7 @@ from vajra_py.testing.conformance import check_policy
 from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec
 
+POLICIES: list[PolicySpec] = [vllm_v1.SPEC, nano_vllm.SPEC, minivllm.SPEC, nano_vllm_rs.SPEC, orca.SPEC]
 BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("vllm_v1", {}),
     ("vllm_v1", {"victim": "lowest_priority", "long_prefill_threshold_tokens": 9, "reserve_full_prompt": False}),

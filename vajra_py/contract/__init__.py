@@ -22,6 +22,7 @@ from vajra_py.contract.groups import FallenGroups, FallenRequests
 from vajra_py.contract.hookspecs import (
     AdmissionSpec,
     AnyPolicySpec,
+    PolicyAt,
     PolicySpec,
     RetentionSpec,
     RoutingPartSpec,
@@ -145,6 +146,7 @@ __all__ = [
     "PickerChoice",
     "PinsContent",
     "PlacesAfterPrompt",
+    "PolicyAt",
     "PolicyConfig",
     "PolicyContext",
     "PolicySpec",

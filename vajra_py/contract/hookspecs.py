@@ -15,6 +15,7 @@ and in that module::
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -49,6 +50,22 @@ class PolicySpec:
     aliases: tuple[str, ...] = ()
     advice: str = ""
     """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAt:
+    """Policy that is imported when it is used, in place of its `PolicySpec`: a run that uses three policies imports no others."""
+
+    name: str
+    layer: Layer
+    place: str
+    """Module of the `PolicySpec` and the variable that has it, as `package.module:VARIABLE`; without a variable `SPEC`."""
+    aliases: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        """Import the module, and return what the variable has."""
+        module, _, variable = self.place.partition(":")
+        return getattr(importlib.import_module(module), variable or "SPEC")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +188,7 @@ class ObserverSpec:
 
 
 @hookspec
-def vajra_policies() -> Iterable[PolicySpec]:  # type: ignore[empty-body]
+def vajra_policies() -> Iterable[PolicySpec | PolicyAt]:  # type: ignore[empty-body]
     """Policies that this package offers. Called once; may not build anything heavy."""
 
 

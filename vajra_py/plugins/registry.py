@@ -1,13 +1,13 @@
 """Registry of installed policies, routing parts, presets, models and observers.
 
-A registry is read-only. Policies and presets are checked when it is built; routing parts, latency models, output-length
-predictors and observers on first use, so that listing policies does not import their dependencies.
+A registry is read-only. Policies and presets are checked when it is built; policies that are imported when they are used
+(`PolicyAt`), routing parts, latency models, output-length predictors and observers then.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from vajra_py.contract.hookspecs import (
     LatencyModelSpec,
     ObserverSpec,
     OutputLengthSpec,
+    PolicyAt,
     Preset,
     RetentionSpec,
     ScalerSpec,
@@ -31,6 +32,7 @@ from vajra_py.errors import PluginError, UnknownNameError
 SpecT = TypeVar(
     "SpecT",
     PolicySpec,
+    PolicyAt,
     AdmissionSpec,
     ScalerSpec,
     RetentionSpec,
@@ -113,6 +115,7 @@ OffersBeside: TypeAlias = (
 """Policies of one kind beside the layers, by name."""
 AnyOffer: TypeAlias = Offer[PolicySpec] | OfferBeside | Offer[RoutingPartSpec]
 """Policy, of a layer or beside the layers, or a part of one."""
+OfferOfPolicy: TypeAlias = Offer[PolicySpec] | Offer[PolicyAt]
 Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
 """Return values of hooks: the plug-in, and one returned value."""
 
@@ -149,18 +152,14 @@ class Registry:
         )
 
     @cached_property
-    def _policies(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
-        offers = [_checked(source, claim, PolicySpec, "policy") for source, claim in self.policy_claims]
-        for offer in offers:
-            _check_policy(offer)
-        return {
-            layer: _by_name((offer for offer in offers if offer.spec.layer is layer), kind_of(layer)) for layer in Layer
-        }
+    def _policies(self) -> Mapping[Layer, _Policies]:
+        offers = [_policy_offer(source, claim) for source, claim in self.policy_claims]
+        return {layer: _Policies(layer, [offer for offer in offers if offer.spec.layer is layer]) for layer in Layer}
 
     @cached_property
-    def _names(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
+    def _names(self) -> Mapping[Layer, Mapping[str, OfferOfPolicy]]:
         """Policies by layer and by name or alias."""
-        return {layer: _with_aliases(self._policies[layer], kind_of(layer)) for layer in Layer}
+        return {layer: self._policies[layer].with_aliases() for layer in Layer}
 
     def policies(self, layer: Layer) -> Mapping[str, Offer[PolicySpec]]:
         """Return the layer's policies by name, sorted; aliases are not listed."""
@@ -171,7 +170,7 @@ class Registry:
         found = self._names[layer].get(name)
         if found is None:
             raise UnknownNameError(kind_of(layer), name, self.policy_names(layer))
-        return found
+        return self._policies[layer][found.spec.name]
 
     def policy_names(self, layer: Layer) -> tuple[str, ...]:
         """Return every name that `policy` accepts in this layer, including aliases, sorted."""
@@ -179,7 +178,7 @@ class Registry:
 
     def find_policies(self, name: str) -> tuple[Offer[PolicySpec], ...]:
         """Return the policies of this name or alias in any layer, in layer order; raises `UnknownNameError`."""
-        found = tuple(self._names[layer][name] for layer in Layer if name in self._names[layer])
+        found = tuple(self.policy(layer, name) for layer in Layer if name in self._names[layer])
         if not found:
             names = {known for layer in Layer for known in self.policy_names(layer)}
             raise UnknownNameError("policy", name, names)
@@ -292,6 +291,66 @@ class Registry:
         return _by_name([_checked(source, claim, kind, noun) for source, claim in self.lazy(hook)], noun)
 
 
+class _Policies(Mapping[str, Offer[PolicySpec]]):
+    """Policies of a layer by name, sorted; a `PolicyAt` is imported and checked when its name is looked up."""
+
+    def __init__(self, layer: Layer, offers: Iterable[OfferOfPolicy]) -> None:
+        self._kind = kind_of(layer)
+        self._given: dict[str, OfferOfPolicy] = {}
+        for offer in offers:
+            _claim(self._given, offer.spec.name, offer, self._kind)
+        self._loaded: dict[str, Offer[PolicySpec]] = {}
+
+    def __getitem__(self, name: str) -> Offer[PolicySpec]:
+        """Return the offer of this name."""
+        if name not in self._loaded:
+            self._loaded[name] = _loaded(self._given[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(sorted(self._given))
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def with_aliases(self) -> Mapping[str, OfferOfPolicy]:
+        """Return what was offered, by name or alias."""
+        named = dict(self._given)
+        for offer in self._given.values():
+            for alias in offer.spec.aliases:
+                _claim(named, alias, offer, self._kind)
+        return named
+
+
+def _policy_offer(source: PluginSource, claim: object) -> OfferOfPolicy:
+    """Return the claim as an offer if it is a well-formed policy, or the place of one; raises `PluginError` otherwise."""
+    if isinstance(claim, PolicyAt):
+        _check_name(source, claim.name, "policy")
+        offer = Offer(claim, source)
+        _check_layer_and_aliases(offer)
+        return offer
+    return _checked_policy(source, claim)
+
+
+def _loaded(offer: OfferOfPolicy) -> Offer[PolicySpec]:
+    """Return the offer with its policy imported; raises `PluginError` if there is none, or another one."""
+    given, source = offer.spec, offer.source
+    if isinstance(given, PolicySpec):
+        return Offer(given, source)
+    try:
+        spec = given.load()
+    except Exception as error:
+        reason = f"offers the policy {given.name!r}, but {given.place!r} raised {type(error).__name__} ({error})"
+        raise PluginError(str(source), reason) from error
+    found = _checked_policy(source, spec)
+    stated, own = ((one.name, one.layer, one.aliases) for one in (given, found.spec))
+    if stated != own:
+        reason = f"offers {stated!r} as name, layer and aliases of a policy; {given.place!r} says {own!r}"
+        raise PluginError(str(source), reason)
+    return found
+
+
 def _module_of(spec: object) -> str:
     """Return the module that defines a policy, as the name of its source."""
     return str(getattr(getattr(spec, "config", None), "__module__", None) or type(spec).__module__)
@@ -314,14 +373,18 @@ def _checked(source: PluginSource, claim: object, kind: type[SpecT], noun: str) 
     if not isinstance(claim, kind):
         raise PluginError(str(source), f"offers {claim!r} as {_a(noun)}; expected {_a(kind.__name__)}")
     given: Any = claim  # annotations do not guarantee the type that a plug-in passes
-    if not isinstance(given.name, str) or not NAME_PATTERN.fullmatch(given.name):
-        allowed = "lower-case letters, digits, '_', '-' and '.'"
-        raise PluginError(str(source), f"offers {_a(noun)} named {claim.name!r}; a name is made of {allowed}")
+    _check_name(source, given.name, noun)
     if not isinstance(given.summary, str) or not given.summary.strip():
         raise PluginError(str(source), f"offers the {noun} {claim.name!r} without a summary; one sentence is needed")
     if not isinstance(claim, Preset):
         _check_config(source, f"the {noun} {claim.name!r}", given.config, given.build)
     return Offer(claim, source)
+
+
+def _check_name(source: PluginSource, name: object, noun: str) -> None:
+    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
+        allowed = "lower-case letters, digits, '_', '-' and '.'"
+        raise PluginError(str(source), f"offers {_a(noun)} named {name!r}; a name is made of {allowed}")
 
 
 def _a(noun: str) -> str:
@@ -348,13 +411,19 @@ def _check_part_kind(offer: Offer[RoutingPartSpec]) -> None:
         raise PluginError(str(offer.source), f"offers {what} of kind {spec.kind!r}; expected one of {choices}")
 
 
-def _check_policy(offer: Offer[PolicySpec]) -> None:
+def _checked_policy(source: PluginSource, claim: object) -> Offer[PolicySpec]:
+    offer = _checked(source, claim, PolicySpec, "policy")
+    _check_layer_and_aliases(offer)
+    _check_parameters(offer, "policy")
+    return offer
+
+
+def _check_layer_and_aliases(offer: OfferOfPolicy) -> None:
     spec: Any = offer.spec
     what = f"the policy {spec.name!r}"
     if not isinstance(spec.layer, Layer):
         choices = ", ".join(f"Layer.{layer.name}" for layer in Layer)
         raise PluginError(str(offer.source), f"offers {what} in layer {spec.layer!r}; expected one of {choices}")
-    _check_parameters(offer, "policy")
     if not isinstance(spec.aliases, tuple) or not all(
         isinstance(alias, str) and NAME_PATTERN.fullmatch(alias) for alias in spec.aliases
     ):
@@ -374,14 +443,6 @@ def _by_name(offers: Iterable[Offer[SpecT]], kind: str) -> Mapping[str, Offer[Sp
     for offer in offers:
         _claim(named, offer.spec.name, offer, kind)
     return MappingProxyType(dict(sorted(named.items())))
-
-
-def _with_aliases(policies: Mapping[str, Offer[PolicySpec]], kind: str) -> Mapping[str, Offer[PolicySpec]]:
-    named = dict(policies)
-    for offer in policies.values():
-        for alias in offer.spec.aliases:
-            _claim(named, alias, offer, kind)
-    return named
 
 
 def _claim(named: dict[str, Offer[SpecT]], name: str, offer: Offer[SpecT], kind: str) -> None:

@@ -5,37 +5,7 @@ Modules with policies have their parameters alone, and import what computes when
 
 from __future__ import annotations
 
-from vajra_policies.routers import (
-    ascendra,
-    consistent_hashing,
-    dynamo_kv_router,
-    dynaserve,
-    endpoint_picker,
-    llumnix,
-    lmetric,
-    mooncake_conductor,
-    preble_e2,
-    sglang_cache_aware,
-    splitwise_mixed_pool,
-    thunderagent,
-)
-from vajra_py.contract import PolicySpec, RoutingPartSpec
-
-POLICIES: tuple[PolicySpec, ...] = (
-    endpoint_picker.SPEC,
-    dynamo_kv_router.SPEC,
-    sglang_cache_aware.SPEC,
-    preble_e2.SPEC,
-    lmetric.SPEC,
-    mooncake_conductor.SPEC,
-    consistent_hashing.SPEC,
-    thunderagent.SPEC,
-    llumnix.SPEC,
-    splitwise_mixed_pool.SPEC,
-    dynaserve.SPEC,
-    dynaserve.REPLICA_SPEC,
-    ascendra.SPEC,
-)
+from vajra_py.contract import RoutingPartSpec
 
 
 def parts() -> list[RoutingPartSpec]:
