@@ -129,9 +129,10 @@ class StepsBuilder:
     def _num_blocks(self, names: Sequence[str], replicasets: Any, replica_ids: Any) -> Any:
         """KV blocks of the replica of each record; `replicasets` are positions in `names`."""
         assert self._num_blocks_of is not None
-        found, positions = np.unique(np.stack([replicasets, replica_ids]), axis=1, return_inverse=True)
-        num_blocks = [self._num_blocks_of(names[code], replica_id) for code, replica_id in found.T.tolist()]
-        return np.array(num_blocks, dtype=np.int64)[positions.reshape(-1)]
+        found, positions = np.unique(replica_ids * len(names) + replicasets, return_inverse=True)
+        of_each = [divmod(one, len(names)) for one in found.tolist()]
+        num_blocks = [self._num_blocks_of(names[code], replica_id) for replica_id, code in of_each]
+        return np.array(num_blocks, dtype=np.int64)[positions]
 
     def extend(self, records: ArrowTable) -> None:
         """Append the records of another such table."""

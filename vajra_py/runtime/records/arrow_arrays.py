@@ -58,13 +58,18 @@ def _numbers(values: NDArray[Any], is_null: NDArray[np.bool_] | None) -> Any:
 def _texts(texts: Sequence[str | None]) -> Any:
     import pyarrow as pa
 
-    encoded = [(text or "").encode() for text in texts]
-    offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
-    np.cumsum([len(text) for text in encoded], out=offsets[1:])
-    is_null = np.array([text is None for text in texts], dtype=np.bool_)
-    known = pa.py_buffer(np.packbits(~is_null, bitorder="little")) if is_null.any() else None
-    buffers = [known, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
-    return cast(pa.Array.from_buffers(pa.large_string(), len(encoded), buffers), pa.string())
+    known, given = None, texts
+    if None in texts:
+        is_null = np.array([text is None for text in texts], dtype=np.bool_)
+        known, given = pa.py_buffer(np.packbits(~is_null, bitorder="little")), [text or "" for text in texts]
+    joined = "".join(given)  # type: ignore[arg-type]
+    lengths = map(len, given if joined.isascii() else [text.encode() for text in given])  # type: ignore
+    offsets = np.zeros(len(given) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(lengths, dtype=np.int64, count=len(given)), out=offsets[1:])
+    data = pa.py_buffer(joined.encode())
+    if len(data) < 1 << 31:
+        return pa.Array.from_buffers(pa.string(), len(given), [known, pa.py_buffer(offsets.astype(np.int32)), data])
+    return cast(pa.Array.from_buffers(pa.large_string(), len(given), [known, pa.py_buffer(offsets), data]), pa.string())
 
 
 def numpy_array(column: Any) -> NDArray[Any]:
