@@ -27,7 +27,8 @@ from vajra_py.contract import (
     ScorerChoice,
 )
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError
-from vajra_py.plugins import load_registry, routing_part_builder, write_plugin
+from vajra_py.plugins import load_registry, routing_part_builder
+from vajra_py.plugins.scaffold import write_plugin
 from vajra_py.testing import Harness, HarnessOptions, check_routing_part
 
 

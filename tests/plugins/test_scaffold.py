@@ -11,8 +11,8 @@ import pytest
 
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, UnknownNameError
-from vajra_py.plugins import load_registry, write_plugin
-from vajra_py.plugins.scaffold import KINDS, plugin_names, render_copy, render_plugin
+from vajra_py.plugins import load_registry
+from vajra_py.plugins.scaffold import KINDS, plugin_names, render_copy, render_plugin, write_plugin
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin_template"

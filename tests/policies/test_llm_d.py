@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.config import config_from_mapping, read_llm_d
+from vajra_py.config import config_from_mapping
+from vajra_py.config.llm_d import read_llm_d
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
 

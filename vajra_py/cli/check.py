@@ -78,7 +78,8 @@ def _problems_of_route(config: SystemConfig, where: str) -> Iterator[Problem]:
 
 def _print_llm_d(files: tuple[Path, ...]) -> None:
     """Print each `EndpointPickerConfig` of llm-d as a preset and a scheduling section, with what has no meaning here as comments."""
-    from vajra_py.config import dump_yaml, read_llm_d
+    from vajra_py.config import dump_yaml
+    from vajra_py.config.llm_d import read_llm_d
     from vajra_py.errors import ConfigError
     from vajra_py.plugins import load_registry
 

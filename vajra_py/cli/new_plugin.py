@@ -22,7 +22,7 @@ def new_plugin(name: str, directory: Path, kind: str | None, original: str | Non
 
     Install it with `pip install -e NAME`; what it offers can then be selected by name in YAML.
     """
-    from vajra_py.plugins import write_plugin
+    from vajra_py.plugins.scaffold import write_plugin
 
     path = write_plugin(name, directory, kind, original)
     click.echo(f"package: {path}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
 from vajra_py.config.links import LinksConfig
-from vajra_py.config.llm_d import LlmDConfig, read_llm_d
 from vajra_py.config.load import (
     config_from_mapping,
     dump_effective,
@@ -45,7 +44,6 @@ __all__ = [
     "ExperimentConfig",
     "KvParallelConfig",
     "LinksConfig",
-    "LlmDConfig",
     "MemoryConfig",
     "OutputConfig",
     "PolicyChoice",
@@ -67,7 +65,6 @@ __all__ = [
     "load_config",
     "load_either",
     "load_system",
-    "read_llm_d",
     "register_backend",
     "run_manifest",
     "system_from_mapping",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
@@ -20,12 +20,13 @@ from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceConfig, DeviceSpec, load_device
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.constant import AffineModel, ConstantModel
-from vajra_py.latency.models.fitting import is_steps_table, profile_of_steps
 from vajra_py.latency.models.overlapped import Overlap, OverlappedRooflineModel
-from vajra_py.latency.models.profiled import ProfiledModel, read_profile
-from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.models.roofline import RooflineModel
 from vajra_py.latency.services.output_length import ConstantLengths, HistoryLengths, NoLengths, QuantileLengths
+
+if TYPE_CHECKING:
+    from vajra_py.latency.models.profiled import ProfiledModel
+    from vajra_py.latency.models.recorded import RecordedModel
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8"]
 _Seconds = Annotated[float, Field(ge=0)]
@@ -153,6 +154,9 @@ class ProfiledConfig(SettingsModel):
         Raises:
             ConfigError: the file is missing or broken.
         """
+        from vajra_py.latency.models.fitting import is_steps_table, profile_of_steps
+        from vajra_py.latency.models.profiled import ProfiledModel, read_profile
+
         profile = profile_of_steps(self.path) if is_steps_table(self.path) else read_profile(self.path)
         return ProfiledModel(profile, varies=self.variation)
 
@@ -216,6 +220,8 @@ class RecordedConfig(SettingsModel):
         Raises:
             ConfigError: the table is missing or broken.
         """
+        from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
+
         return RecordedModel(RecordedDurations.from_steps_table(self.steps))
 
 

@@ -28,7 +28,6 @@ from vajra_py.plugins.registry import (
     Registry,
     kind_of,
 )
-from vajra_py.plugins.scaffold import write_plugin
 from vajra_py.plugins.shapes import (
     check_admission_shape,
     check_part_shape,
@@ -67,5 +66,4 @@ __all__ = [
     "parameters_of",
     "routing_part_builder",
     "validated_params",
-    "write_plugin",
 ]

@@ -101,6 +101,8 @@ class Kind(Generic[SpecT]):
         return _a(self.noun)
 
 
+OfferT = TypeVar("OfferT", bound=Offer[Any])
+
 ADMISSION = Kind("admission", "admission policy", "vajra_admission_policies", AdmissionSpec)
 SCALER = Kind("scaling", "scaler", "vajra_scalers", ScalerSpec)
 RETENTION = Kind("retention", "retention policy", "vajra_retention_policies", RetentionSpec)
@@ -445,7 +447,7 @@ def _by_name(offers: Iterable[Offer[SpecT]], kind: str) -> Mapping[str, Offer[Sp
     return MappingProxyType(dict(sorted(named.items())))
 
 
-def _claim(named: dict[str, Offer[SpecT]], name: str, offer: Offer[SpecT], kind: str) -> None:
+def _claim(named: dict[str, OfferT], name: str, offer: OfferT, kind: str) -> None:
     other = named.setdefault(name, offer)
     if other is not offer:
         remedy = f"Uninstall one of them, or leave one out with {DISABLE_VARIABLE}"

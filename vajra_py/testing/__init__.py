@@ -5,8 +5,9 @@ Names are loaded when they are first used: importing this package alone costs no
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vajra_py.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vajra_py.testing.admission import admission_policies_under_test, check_admission_policy
@@ -80,11 +81,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module when it is first asked for (PEP 562)."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

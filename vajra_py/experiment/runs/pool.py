@@ -18,16 +18,18 @@ from multiprocessing import get_context
 from multiprocessing.queues import Queue as ProcessQueue
 from pathlib import Path
 from queue import Empty
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import RunError, RunInterrupted, VajraError
 from vajra_py.experiment.runs.backend import MakeBackend, Progress
 from vajra_py.experiment.runs.backends import make_backend
-from vajra_py.experiment.runs.divided import Part, PartOfRun
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry
+
+if TYPE_CHECKING:
+    from vajra_py.experiment.runs.divided import Part
 
 _POLL_S = 0.2
 _REPORT_EVERY = 50
@@ -228,7 +230,11 @@ def execute_task(
 
 def backend_of(part: Part | None, whole: MakeBackend = make_backend) -> MakeBackend:
     """Return the backend factory of a part of a run; `whole` for an undivided run."""
-    return whole if part is None else lambda run: PartOfRun(run, part)
+    if part is None:
+        return whole
+    from vajra_py.experiment.runs.divided import PartOfRun
+
+    return lambda run: PartOfRun(run, part)
 
 
 def local_pool(num_workers: int | None, num_tasks: int, registry: Registry, progress: TaskProgress | None) -> RunPool:

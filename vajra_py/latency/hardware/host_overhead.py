@@ -7,6 +7,9 @@ from types import MappingProxyType
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
+CAPTURE_LIMIT = 512
+"""Largest batch for which vLLM captures a CUDA graph, in tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:

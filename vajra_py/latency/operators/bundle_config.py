@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -12,11 +12,13 @@ from vajra_py.errors import ConfigError
 from vajra_py.latency.hardware.catalog import load_model, model_names
 from vajra_py.latency.hardware.devices import DeviceSpec, load_device
 from vajra_py.latency.hardware.model_spec import ModelSpec
-from vajra_py.latency.operators.bundle_files import Bundle, bundle_hardware, read_bundle
-from vajra_py.latency.operators.collectives import Link
-from vajra_py.latency.operators.expert_times import Routing
 from vajra_py.latency.operators.operator_settings import MeasuredOperatorsConfig, Micros
-from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
+
+if TYPE_CHECKING:
+    from vajra_py.latency.operators.bundle_files import Bundle
+    from vajra_py.latency.operators.collectives import Link
+    from vajra_py.latency.operators.expert_times import Routing
+    from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
 
 _TUNED = re.compile(r"(?i)-(instruct|chat|base|thinking|it|hf)(-.*)?$")
 
@@ -55,6 +57,9 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         Raises:
             ConfigError: the bundle is missing or broken, does not have this model or parallelism, or nothing describes the link.
         """
+        from vajra_py.latency.operators.bundle_files import read_bundle
+        from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
+
         bundle = read_bundle(self.path, self.tensor_parallel, whole_experts=self.expert_parallel)
         model = self.model_spec(bundle)
         device = self.device_spec(bundle)
@@ -64,10 +69,14 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
     @property
     def device_name(self) -> str | None:
         """The device named here, else the bundle's."""
+        from vajra_py.latency.operators.bundle_files import bundle_hardware
+
         return self.device or bundle_hardware(self.path)
 
     def model_spec(self, bundle: Bundle | None = None) -> ModelSpec:
         """The model in the bundle's precision: the one named here, else the bundle's, whose tuned variants have its shape."""
+        from vajra_py.latency.operators.bundle_files import read_bundle
+
         bundle = bundle or read_bundle(self.path, self.tensor_parallel)
         name = self.model
         if name is None:
@@ -92,6 +101,8 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
             return None
 
     def _link(self, device: DeviceSpec | None) -> Link | None:
+        from vajra_py.latency.operators.collectives import Link
+
         bandwidth = None if device is None else device.attainable_link_bandwidth
         latency = None if device is None else device.link_latency_s
         if self.link_bandwidth_gb_s is not None:
@@ -101,6 +112,8 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         return None if bandwidth is None or latency is None else Link(bandwidth, latency)
 
     def _routing(self, bundle: Bundle) -> Routing:
+        from vajra_py.latency.operators.expert_times import Routing
+
         gpus = self.data_parallel * self.tensor_parallel
         ranks, cut = (gpus, 1) if self.expert_parallel else (1, gpus // bundle.experts_cut)
         return Routing(self.expert_routing, ranks, self.expert_imbalance, cut)

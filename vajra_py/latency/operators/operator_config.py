@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -11,11 +11,11 @@ from vajra_py.errors import ConfigError
 from vajra_py.latency.hardware.catalog import load_model
 from vajra_py.latency.hardware.devices import DeviceSpec, load_device
 from vajra_py.latency.hardware.model_spec import ModelSpec
-from vajra_py.latency.operators.collectives import Link
-from vajra_py.latency.operators.operator_bundle import Precision, Split, operators
-from vajra_py.latency.operators.operator_model import OperatorTablesModel
 from vajra_py.latency.operators.operator_settings import MeasuredOperatorsConfig
-from vajra_py.latency.operators.operator_tables import OperatorTables, tables_folder
+
+if TYPE_CHECKING:
+    from vajra_py.latency.operators.operator_bundle import Precision
+    from vajra_py.latency.operators.operator_model import OperatorTablesModel
 
 DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
 """Described devices whose names are not the system's with dashes."""
@@ -59,6 +59,11 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
         Raises:
             ConfigError: the tables are missing, or do not hold this system, engine, model, precision or parallelism.
         """
+        from vajra_py.latency.operators.collectives import Link
+        from vajra_py.latency.operators.operator_bundle import Split, operators
+        from vajra_py.latency.operators.operator_model import OperatorTablesModel
+        from vajra_py.latency.operators.operator_tables import OperatorTables, tables_folder
+
         tables = OperatorTables(tables_folder(self.path), self.system, self.engine, self.version)
         model, device = self.model_spec(), self.device_spec()
         split = Split(self.tensor_parallel, self.data_parallel, self.expert_parallel)
@@ -85,4 +90,6 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
         return DEVICES.get(self.system, self.system.replace("_", "-"))
 
     def _precision(self) -> Precision:
+        from vajra_py.latency.operators.operator_bundle import Precision
+
         return Precision(self.precision, self.kv_dtype, self.moe_precision, self.conversion, self.fused_norms)

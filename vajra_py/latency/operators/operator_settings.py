@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -10,14 +10,16 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.config import SettingsModel, complain_as_value_error, resolved_path
 from vajra_py.latency.hardware.deployment import Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
-from vajra_py.latency.hardware.host_overhead import HOST_OVERHEADS, HostOverhead, host_overhead
+from vajra_py.latency.hardware.host_overhead import CAPTURE_LIMIT, HOST_OVERHEADS, HostOverhead, host_overhead
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.roofline import RooflineModel
-from vajra_py.latency.operators.bundle_files import Bundle
-from vajra_py.latency.operators.calibration_file import Calibration, read_calibration
-from vajra_py.latency.operators.collectives import Link
-from vajra_py.latency.operators.expert_times import Routing
-from vajra_py.latency.operators.profile_bundle import CAPTURE_LIMIT, BundleOptions
+
+if TYPE_CHECKING:
+    from vajra_py.latency.operators.bundle_files import Bundle
+    from vajra_py.latency.operators.calibration_file import Calibration
+    from vajra_py.latency.operators.collectives import Link
+    from vajra_py.latency.operators.expert_times import Routing
+    from vajra_py.latency.operators.profile_bundle import BundleOptions
 
 Micros = Annotated[float, Field(ge=0)]
 Degree = Annotated[int, Field(ge=1)]
@@ -88,6 +90,10 @@ class MeasuredOperatorsConfig(SettingsModel):
         routing: Routing | None = None,
     ) -> BundleOptions:
         """Return the model's options besides the operator times. Raises `ConfigError` where something of it is missing."""
+        from vajra_py.latency.operators.calibration_file import read_calibration
+        from vajra_py.latency.operators.expert_times import Routing
+        from vajra_py.latency.operators.profile_bundle import BundleOptions
+
         calibration = read_calibration(self.calibration) if self.calibration else None
         if calibration is not None:
             calibration.check_fits(bundle)

@@ -20,7 +20,7 @@ from vajra_py.contract.latency import BatchFeatures, ModelDescription, Origin
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
-from vajra_py.latency.hardware.host_overhead import HostOverhead
+from vajra_py.latency.hardware.host_overhead import CAPTURE_LIMIT, HostOverhead
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.roofline import RooflineModel
 from vajra_py.latency.operators.attention_grid import AttentionGrid, DecodeRow
@@ -32,8 +32,6 @@ from vajra_py.latency.operators.expert_times import ExpertTimes, Routing
 from vajra_py.latency.operators.flash_decoding import DecodeKernel, UnequalContexts, fitted_peak_share
 from vajra_py.latency.operators.measured_skew import skew_factors
 
-CAPTURE_LIMIT = 512
-"""Largest batch for which vLLM captures a CUDA graph, in tokens."""
 FEW_STEPS = 48
 """Up to here plain numbers are faster than arrays."""
 

@@ -58,12 +58,13 @@ def _numbers(values: NDArray[Any], is_null: NDArray[np.bool_] | None) -> Any:
 def _texts(texts: Sequence[str | None]) -> Any:
     import pyarrow as pa
 
-    known, given = None, texts
+    known: Any = None
+    given: Sequence[Any] = texts
     if None in texts:
         is_null = np.array([text is None for text in texts], dtype=np.bool_)
         known, given = pa.py_buffer(np.packbits(~is_null, bitorder="little")), [text or "" for text in texts]
-    joined = "".join(given)  # type: ignore[arg-type]
-    lengths = map(len, given if joined.isascii() else [text.encode() for text in given])  # type: ignore
+    joined = "".join(given)
+    lengths = map(len, given if joined.isascii() else [text.encode() for text in given])
     offsets = np.zeros(len(given) + 1, dtype=np.int64)
     np.cumsum(np.fromiter(lengths, dtype=np.int64, count=len(given)), out=offsets[1:])
     data = pa.py_buffer(joined.encode())
