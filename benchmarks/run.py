@@ -48,6 +48,7 @@ TARGETS: Mapping[str, tuple[float, str]] = {
     "startup_help_s": (0.3, "vajra --help, seconds"),
     "startup_import_s": (0.2, "import vajra_py, seconds"),
     "startup_first_event_s": (1.0, "first event of a small simulation, seconds"),
+    "startup_run_cpu_x_python": (22.5, "CPU time of `vajra run` of ten requests, over that of `python -c pass`"),
 }
 """Upper bound of each figure, and its description."""
 

@@ -31,6 +31,55 @@ def test_a_package_offers_its_policies_under_name_and_alias(site: Any, policy_so
     assert not registry.policies(Layer.REPLICA_SCHEDULER)
 
 
+LATE = (
+    HEADER
+    + "@hookimpl\ndef vajra_policies(): return [PolicyAt('late', Layer.REQUEST_PRIORITIZER, {place!r}, {aliases})]"
+)
+
+
+def test_a_policy_given_by_its_place_is_imported_when_it_is_used(site: Any) -> None:
+    policy = 'LATE = PolicySpec("late", Layer.REQUEST_PRIORITIZER, Config, print, "Late.", aliases=("tardy",))'
+    (site.folder / "late_home.py").write_text(HEADER + policy)
+    site.install("lab-policies", LATE.format(place="late_home:LATE", aliases=("tardy",)))
+    registry = site.registry()
+    assert registry.policy_names(PRIORITIZER) == ("late", "tardy")
+    assert list(registry.policies(PRIORITIZER)) == ["late"]
+    assert "late_home" not in sys.modules
+    offer = registry.policy(PRIORITIZER, "tardy")
+    assert (offer.spec.summary, offer.package) == ("Late.", "lab-policies")
+    assert registry.policy(PRIORITIZER, "late") is offer
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "complaint"),
+    [
+        ("no_such_home", "", r"'late', but 'no_such_home' raised ModuleNotFoundError"),
+        ("late_home", "", r"'late', but 'late_home' raised AttributeError"),
+        ("late_home", "SPEC = 3", r"offers 3 as a policy; expected a PolicySpec"),
+        (
+            "late_home",
+            'SPEC = PolicySpec("later", Layer.REQUEST_PRIORITIZER, Config, print, "Late.")',
+            r"'late'.*as name, layer and aliases of a policy; 'late_home' says.*'later'",
+        ),
+    ],
+)
+def test_a_place_without_its_policy_is_named_with_its_package(
+    site: Any, place: str, source: str, complaint: str
+) -> None:
+    (site.folder / "late_home.py").write_text(HEADER + source)
+    site.install("lab-policies", LATE.format(place=place, aliases=()), version="2.3")
+    registry = site.registry()
+    with pytest.raises(PluginError, match=rf"lab-policies 2\.3.*{complaint}"):
+        registry.policy(PRIORITIZER, "late")
+
+
+def test_a_name_given_by_its_place_clashes_like_any(site: Any, policy_source: Callable[..., str]) -> None:
+    site.install("lab-policies", LATE.format(place="nowhere", aliases=()))
+    site.install("other", policy_source("late"))
+    with pytest.raises(PluginError, match=r"named 'late', and so does plug-in"):
+        site.registry()
+
+
 def test_an_unknown_name_gets_the_nearest_and_all_names(site: Any, policy_source: Callable[..., str]) -> None:
     site.install("lab-policies", policy_source("slowest_first"))
     site.install("other", policy_source("edf"))
