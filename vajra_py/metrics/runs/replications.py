@@ -81,7 +81,10 @@ def workload_differences(runs: Sequence[RunData]) -> str:
 
 
 def seed_of(run: RunData) -> str:
-    """Return the run's seed as text; a dash when its configuration names none."""
+    """Return the run's seed as text; a dash when neither its manifest nor its configuration names one."""
+    seed = run.manifest.get("seed")  # reading YAML takes much longer
+    if isinstance(seed, int):
+        return str(seed)
     return flatten(run.config).get(SEED_PATH, ABSENT)
 
 
