@@ -83,7 +83,7 @@ class TokenBlockHashes:
         self._output = output
         self._num_before = len(self._tokens) - len(output)
         self._block_size = _checked_block_size(block_size)
-        self._root = xxh3_128_digest(salt.encode())
+        self._root = root_digest(salt)
         self._digests: list[bytes] = []
 
     @property
@@ -134,12 +134,24 @@ class TokenBlockHashes:
             )
         digests = self._digests
         digest = digests[-1] if digests else self._root
-        for begin in range(len(digests) * size, num_blocks * size, size):
-            ids = self._tokens[begin : begin + size]
-            if sys.byteorder == "big":
-                ids.byteswap()
-            digest = xxh3_128_digest(digest + ids.tobytes())
-            digests.append(digest)
+        digests += token_digests(digest, self._tokens[len(digests) * size : num_blocks * size], size)
+
+
+def root_digest(salt: str) -> bytes:
+    """Return what the first block of content with this salt follows."""
+    return xxh3_128_digest(salt.encode())
+
+
+def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
+    """Return the hashes of full blocks of token ids (type code q) that follow the block with the hash `before`, or a root."""
+    digests, digest = [], before
+    for begin in range(0, len(tokens), block_size):
+        ids = tokens[begin : begin + block_size]
+        if sys.byteorder == "big":
+            ids.byteswap()
+        digest = xxh3_128_digest(digest + ids.tobytes())
+        digests.append(digest)
+    return digests
 
 
 class SegmentBlockHashes:
@@ -182,7 +194,7 @@ class SegmentBlockHashes:
             ends.append(UNBOUNDED_TOKENS)
         self._names = names
         self._ends = ends
-        self._bases = [xxh3_128_digest(salt.encode())]
+        self._bases = [root_digest(salt)]
 
     def block_hash(self, block_index: int) -> Hashable:
         """The hash of one block."""
