@@ -59,6 +59,8 @@ def test_prompts_go_to_the_vllm_that_holds_them(tiny_model: str, tmp_path: Path)
                 assert answer.headers["x-vajra-server"] == "default/1"
                 assert answer.status_code == 200, answer.text
             assert httpx.post(f"{vllm.url}/reset_prefix_cache").status_code == 200
+            short = {"model": "tiny", "prompt": "Less than a block", "max_tokens": 2}  # events come with steps
+            assert httpx.post(f"{vllm.url}/v1/completions", json=short, timeout=DEADLINE_S).status_code == 200
             until(lambda: memory.told == {})
         finally:
             router.close()
