@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.route.body import RouteBody, prompt_tokens, tokenizer_of
-from vajra_py.route.client import ServerFault
+from vajra_py.route.connections import ServerFault
 from vajra_py.route.exchange import Exchange
 from vajra_py.route.session import RouteSession
 from vajra_py.runtime.kv.block_hashes import adapter_salt

@@ -17,8 +17,9 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.plugins import Registry
 from vajra_py.route.build import build_router, description, route_settings, servers_of
-from vajra_py.route.client import ServerClient, ServerFault
+from vajra_py.route.client import ServerClient
 from vajra_py.route.config import RouteConfig
+from vajra_py.route.connections import ServerFault
 from vajra_py.route.core import AGAIN, NEVER, RouteCore, Submitted
 from vajra_py.route.kv_events import ServerBlocks
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
