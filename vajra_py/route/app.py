@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from secrets import token_hex
 from typing import Any
-from uuid import uuid4
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -157,7 +157,7 @@ class RouteService:
         tokens = prompt_tokens(body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
         metadata = {"model": body.model, **_plain(body.metadata)} if body.model else _plain(body.metadata)
-        facts = RequestFacts(f"route-{uuid4().hex}", len(tokens), limit, metadata, **stated_in(headers, body))
+        facts = RequestFacts(f"route-{token_hex(16)}", len(tokens), limit, metadata, **stated_in(headers, body))
         salt = body.cache_salt
         if body.model in self._adapters:
             own = facts.tenant if self.session.has_tenant_salt else ""

@@ -114,7 +114,8 @@ class Exchange:
                 self._session.abort(self.routed)
 
     async def _answer(self) -> None:
-        routed = self.routed
+        routed, current = self.routed, asyncio.current_task()
+        assert current is not None
         while True:
             while routed.place is None and routed.end is None:
                 self._news.clear()
@@ -125,13 +126,12 @@ class Exchange:
                 return
             self._task = asyncio.ensure_future(self._at(place))
             try:
-                await asyncio.wait((self._task,))
+                await self._task  # cancelled with this one
             except asyncio.CancelledError:
-                self._task.cancel()
-                raise
-            task, self._task = self._task, None
-            if not task.cancelled():
-                task.result()
+                if current.cancelling():
+                    raise
+            finally:
+                self._task = None
             if routed.has_begun:
                 return
 
