@@ -201,7 +201,8 @@ class Connection(asyncio.Protocol):
         self._has_length = False
         """True if the end of the body is known by something else than the end of the connection."""
         self._is_kept = True
-        self._is_paused = False
+        self.is_paused = False
+        """True while it is not read."""
         self._is_ended = False
         """True if it is to be closed, perhaps before it has been made."""
         self._ending: asyncio.TimerHandle | None = None
@@ -232,7 +233,7 @@ class Connection(asyncio.Protocol):
 
     def release(self, is_complete: bool, *, is_at_end: bool) -> None:
         """Take the next request, now or when the rest of the answer has come, or close."""
-        if self._is_paused:
+        if self.is_paused:
             self.resume()
         if is_complete:
             self._rest()
@@ -261,14 +262,14 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for the time being."""
-        if self._transport is not None and not self._is_paused and self.is_open:
-            self._is_paused = True
+        if self._transport is not None and not self.is_paused and self.is_open:
+            self.is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
-        if self._transport is not None and self._is_paused:
-            self._is_paused = False
+        if self._transport is not None and self.is_paused:
+            self.is_paused = False
             if self.is_open:
                 self._transport.resume_reading()
 
@@ -418,6 +419,11 @@ class ConnectionPool:
     def put(self, address: Address, connection: Connection) -> None:
         """Keep a connection that is idle."""
         self._idle.setdefault(address, []).append(connection)
+
+    @property
+    def num_idle(self) -> int:
+        """Connections that wait for a request."""
+        return sum(map(len, self._idle.values()))
 
     def forget(self, address: Address, connection: Connection) -> None:
         """Forget a connection that is lost."""
