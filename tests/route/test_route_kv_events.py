@@ -147,7 +147,9 @@ def tokenizer(tmp_path: Path) -> str:
 
 
 @contextmanager
-def routing(tokenizer: str, publishers: Sequence[Publisher | None], save_run: Path | None = None) -> Iterator[Router]:
+def routing(
+    tokenizer: str, publishers: Sequence[Publisher | None], save_run: Path | None = None, **route: Any
+) -> Iterator[Router]:
     """A router in front of as many fakes, by a router that asks what they hold."""
     with ExitStack() as stack:
         thread = LoopThread()
@@ -158,7 +160,7 @@ def routing(tokenizer: str, publishers: Sequence[Publisher | None], save_run: Pa
             stack.callback(fake.kill)
             if publisher is not None:
                 server["kv_events"] = publisher.settings()
-        router = Router(system(servers, {"tokenizer": tokenizer}, scheduling=PRECISE), save_run)
+        router = Router(system(servers, {"tokenizer": tokenizer, **route}, scheduling=PRECISE), save_run)
         stack.callback(router.close)
         yield router
 
@@ -168,8 +170,8 @@ def told(router: Router, replica_id: int) -> list[str] | None:
     return None if memory.told is None else [one.hex() for one in list(memory.told)]
 
 
-def place(router: Router, prompt: Any) -> str:
-    answer = ask(router, prompt)
+def place(router: Router, prompt: Any, **more: Any) -> str:
+    answer = ask(router, prompt, **more)
     assert answer.status_code == 200
     return str(answer.headers["x-vajra-server"])
 
@@ -198,6 +200,18 @@ def test_prompts_go_where_their_prefix_is(tmp_path: Path, tokenizer: str, two: l
     assert report.is_equal, report.difference
     kinds = [type(one) for one in read_inputs(tmp_path / "run" / INPUTS_FILE)]
     assert kinds.count(KvReport) >= 4
+
+
+def test_prompts_of_an_adapter_go_where_its_own_content_is(
+    tmp_path: Path, tokenizer: str, two: list[Publisher]
+) -> None:
+    two[0].publish(chain(FIRST))
+    two[1].publish(chain(FIRST, lora_name="sql", extra_keys=[("sql",)] * 4))
+    with routing(tokenizer, two, tmp_path / "run", adapters=["sql"]) as router:
+        until(lambda: told(router, 0) and told(router, 1))
+        placed = [place(router, FIRST, model=model) for model in ("sql", "m", "sql", "m")]
+        assert placed == ["default/1", "default/0"] * 2
+    assert replayed(tmp_path / "run").is_equal
 
 
 def test_missed_batches_are_replayed(tokenizer: str, two: list[Publisher]) -> None:
