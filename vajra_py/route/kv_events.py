@@ -21,7 +21,7 @@ _ORDER: Mapping[str, Sequence[str]] = {
     _REMOVED: ("block_hashes", "medium", "group_idx"),
     _CLEARED: (),
 }
-"""Fields of each kind of event, where events are arrays: SGLang's, and those of a vLLM before 0.12."""
+"""Fields of each kind of event, where events are arrays: SGLang's, and those of older vLLMs."""
 _DEVICE = (None, "GPU")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of KV groups whose blocks are needed from the first token on; of others, a part serves."""
