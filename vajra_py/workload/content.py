@@ -76,9 +76,12 @@ class ContentStore:
     def prompt(self, node: int, num_prompt_tokens: int) -> PromptContent:
         """The content that ends at `node`, cut to the prompt's length."""
         segments: list[tuple[SegmentId, int]] = []
+        # Elements of memoryviews are Python's integers, and read faster than those of arrays.
+        spaces, parent, space = self.spaces, self.parent.data, self.space.data
+        number, tokens = self.number.data, self.tokens.data
         while node != NO_NODE:
-            segments.append((self.segment_id(node), int(self.tokens[node])))
-            node = int(self.parent[node])
+            segments.append((spaces[space[node]].segment_id(number[node]), tokens[node]))
+            node = parent[node]
         segments.reverse()
         content = PromptContent(tuple(segments))
         return content if content.num_tokens == num_prompt_tokens else content.first_tokens(num_prompt_tokens)
