@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 13) or sys.exit(f"Makefile: PYTHON is {sys.version.split()[0]}. Allowed: 3.11, 3.12 (make install PYTHON=python3.11).")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==$(TORCH)
-	$(PIP) install --quiet -c constraints.txt -e '.[dev,docs,ray,serve,otel]'
+	$(PIP) install --quiet -c constraints.txt -e '.[dev,docs,kv-events,ray,serve,otel]'
 	@touch $@
 
 demo: install ## chats beside documents under three policies: a picture and a report (under 2 minutes)

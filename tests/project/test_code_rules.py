@@ -43,6 +43,7 @@ DISTRIBUTION_OF = {
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",  # which pins it exactly
     "ruamel": "ruamel.yaml",
+    "zmq": "pyzmq",
 }
 
 

@@ -19,12 +19,28 @@ from vajra_py.route.client import read_figures
 from vajra_py.route.core import AGAIN, NEVER, PROMPT, RouteCore, Submitted
 from vajra_py.route.exchange import StreamScan
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
-from vajra_py.runtime.records.input_log import Arrival, Input
+from vajra_py.runtime.kv import TokenBlockHashes
+from vajra_py.runtime.records.input_log import Arrival, Input, KvReport
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
+PROMPT_TOKENS = range(80)
+PRECISE = {
+    "replicaset_scheduler": {
+        "policy": "endpoint_picker",
+        "params": {
+            "scorers": [
+                {
+                    "scorer": "prefix-cache-scorer",
+                    "params": {"prefix_match_info_producer_name": "precise-prefix-cache-producer"},
+                }
+            ],
+        },
+    }
+}
+"""A router that asks what servers hold."""
 ROUTERS: list[dict[str, Any]] = [
     {"scheduling": {"replicaset_scheduler": {"policy": "endpoint_picker"}}},
     {"scheduling": {"replicaset_scheduler": {"policy": "pull"}}},
@@ -33,10 +49,11 @@ ROUTERS: list[dict[str, Any]] = [
         "hand_off": "vllm-pd",
     },
     {"scheduling": {"admission": {"policy": "max_load", "params": {"max_requests": 2}}}},
+    {"scheduling": PRECISE},
 ]
 SMALL = {"max_batch_size": 2, "memory": {"num_blocks": 12, "block_size": 16}}
 STEP = st.tuples(
-    st.sampled_from(["arrive", "token", "end", "again", "abort", "lose", "restore", "report", "wait"]),
+    st.sampled_from(["arrive", "token", "end", "again", "abort", "lose", "restore", "report", "kv", "wait"]),
     st.integers(0, 7),
 )
 
@@ -47,7 +64,10 @@ class World:
     def __init__(self, settings: dict[str, Any], folder: Path, inputs: list[Input] | None = None) -> None:
         pools = settings.get("pools")
         places = [{"url": "http://a", **({"pool": pool} if pools else {})} for pool in ("a", "b", "b")]
-        config = system_from_mapping(system(places, replica=SMALL, **settings), registry=REGISTRY)
+        if settings.get("scheduling") is PRECISE:
+            places = [{**one, "kv_events": {"endpoint": "tcp://127.0.0.1:1"}} for one in places]
+        route = {"tokenizer": "not read here"}
+        config = system_from_mapping(system(places, route, replica=SMALL, **settings), registry=REGISTRY)
         self.controller = build_router(config, REGISTRY)
         self.inputs: list[Input] = []
         self.core = RouteCore(self.controller, 3, self.inputs.append, is_replay=inputs is not None)
@@ -69,7 +89,7 @@ class World:
         served = list(self.at)
         one = served[number % len(served)] if served else None
         if what == "arrive":
-            tokens = tuple(range(20 * (1 + number % 4)))
+            tokens = tuple(PROMPT_TOKENS[: 20 * (1 + number % 4)])
             facts = RequestFacts(
                 f"r{self.num}", len(tokens), 10, priority=number, expires_after_s=0.05 if number == 7 else None
             )
@@ -80,6 +100,13 @@ class World:
             call(clock, "default", number % 3, *(("gone",) if what == "lose" else ()))
         elif what == "report":
             self.core.report(clock, "default", number % 3, (number, number // 2, number / 7))
+        elif what == "kv":
+            hashes = TokenBlockHashes(PROMPT_TOKENS, 16).block_hashes(0, 5)
+            named = [one.hex() for one in hashes if isinstance(one, bytes)]
+            is_change = number % 4 >= 2
+            change = (named[: 1 + number % 3], named[number % 5 :]) if is_change else ((), ())
+            report = KvReport(0, "default", number % 3, *change, begins=number % 4 == 0, ends=number % 4 == 1)
+            self.core.report_kv(clock, report)
         elif what == "wait":
             self.core.advance(min(self.core.next_due(), clock + TICKS_PER_SECOND))
         elif one is not None and what == "abort":
@@ -96,7 +123,7 @@ class World:
         self.log.close()
 
 
-@pytest.mark.parametrize("settings", ROUTERS, ids=["picker", "pull", "pools", "admission"])
+@pytest.mark.parametrize("settings", ROUTERS, ids=["picker", "pull", "pools", "admission", "precise"])
 @limits(max_examples=40)
 @given(steps=st.lists(STEP, min_size=5, max_size=60))
 def test_every_request_is_accounted_for_and_the_replay_decides_the_same(

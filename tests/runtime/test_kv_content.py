@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes, output_segment
+from vajra_py.runtime.kv.block_hashes import RecentPrompts
 
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
 NAMES: st.SearchStrategy[int | str | tuple[str, str]] = st.sampled_from([1, 2, "1", ("out", "a")])
@@ -106,6 +107,26 @@ def test_kv_segment_keys_equal_while_content_equal(
     assert equal == [i < num_equal for i in range(num_blocks)]
     assert [ours.block_hash(i) for i in range(num_blocks)] == list(ours.block_hashes(0, num_blocks))
     assert ours.num_public_tokens == sum(length for _, length in first)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), RUNS, st.booleans(), st.integers(0, 8)), max_size=8), st.integers(1, 4))
+def test_kv_segment_keys_are_the_same_beside_recent_prompts(
+    prompts: list[tuple[int, list[tuple[int | str | tuple[str, str], int]], bool, int]], block_size: int
+) -> None:
+    """Each prompt continues one of the others, by its answer and further runs, or begins anew."""
+    recent = RecentPrompts(capacity=3)
+    said: list[tuple[tuple[Any, int], ...]] = [()]
+    for number, (before, more, is_answered, num_asked) in enumerate(prompts):
+        place = before % len(said)
+        answer = ((output_segment(f"r{place}"), 3),) if is_answered and place else ()
+        segments = (*said[place], *answer, *more)
+        said.append(segments)
+        request_id, salt = f"r{number + 1}", "ab"[before % 2]
+        ours = SegmentBlockHashes(segments, request_id, block_size, salt, recent=recent)
+        alone = SegmentBlockHashes(segments, request_id, block_size, salt)
+        assert ours.num_public_tokens == alone.num_public_tokens
+        assert ours.block_hashes(0, num_asked) == alone.block_hashes(0, num_asked)
+        assert ours.block_hashes(1, 32) == alone.block_hashes(1, 32)
 
 
 def test_kv_segment_keys_do_not_depend_on_the_cut() -> None:

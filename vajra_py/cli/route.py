@@ -56,6 +56,7 @@ def route(file: Path, overrides: tuple[str, ...], **given: Any) -> None:
             raise
         message = f"its packages are not installed ({error.name})"
         raise ConfigError(Problem("route", message, 'Install the extra: pip install "vajra-py[serve]"')) from None
+    from vajra_py.runtime.support.gc_control import infrequent_collections
     from vajra_py.serve.http.logs import logging_to_stderr
     from vajra_py.serve.http.options import LOOPBACK, ServeOptions
 
@@ -71,4 +72,5 @@ def route(file: Path, overrides: tuple[str, ...], **given: Any) -> None:
         session = RouteSession(config, registry, options.save_run)
         service = RouteService(session, options)
         num_servers = len(session.settings.servers)
-        run_server(service, lambda address: _log.info("listening on %s (%d servers)", address, num_servers))
+        with infrequent_collections():
+            run_server(service, lambda address: _log.info("listening on %s (%d servers)", address, num_servers))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from secrets import token_hex
 from typing import Any
-from uuid import uuid4
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.route.body import RouteBody, prompt_tokens, tokenizer_of
-from vajra_py.route.client import ServerFault
+from vajra_py.route.connections import ServerFault
 from vajra_py.route.exchange import Exchange
 from vajra_py.route.session import RouteSession
+from vajra_py.runtime.kv.block_hashes import adapter_salt
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.api.reading import BodyReader, read_headers, with_tenant
 from vajra_py.serve.api.schema_facts import stated_in
@@ -40,11 +41,12 @@ class RouteService:
         self.num_generating = 0
         self._bodies = BodyReader(options)
         self._models = frozenset(session.settings.models)
+        self._adapters = frozenset(session.settings.adapters)
         try:
-            self._tokenize = tokenizer_of(session.settings.tokenizer)
+            self._tokenizer = tokenizer_of(session.settings.tokenizer)
         except (OSError, ValueError) as error:
-            problem = Problem("backend.route.tokenizer", f"cannot be read ({error})", "Allowed: a tokenizer.json")
-            raise ConfigError(problem) from None
+            allowed = "Allowed: a tokenizer.json, or a model's folder"
+            raise ConfigError(Problem("backend.route.tokenizer", f"cannot be read ({error})", allowed)) from None
 
     def make_app(self) -> ASGIApp:
         """Return the application, which starts and closes the session."""
@@ -152,12 +154,16 @@ class RouteService:
 
     def _submit(self, request: Request, body: Any, exchange: Exchange) -> None:
         headers = with_tenant(read_headers(request.headers), request.scope.get(TENANT))
-        tokens = prompt_tokens(body, self._tokenize)
+        tokens = prompt_tokens(body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
         metadata = {"model": body.model, **_plain(body.metadata)} if body.model else _plain(body.metadata)
-        facts = RequestFacts(f"route-{uuid4().hex}", len(tokens), limit, metadata, **stated_in(headers, body))
+        facts = RequestFacts(f"route-{token_hex(16)}", len(tokens), limit, metadata, **stated_in(headers, body))
+        salt = body.cache_salt
+        if body.model in self._adapters:
+            own = facts.tenant if self.session.has_tenant_salt else ""
+            salt = adapter_salt(own if salt is None else salt, body.model)
         try:
-            self.session.submit(facts, tuple(tokens), body.cache_salt, exchange.routed)
+            self.session.submit(facts, tuple(tokens), salt, exchange.routed)
         except ConfigError as error:
             raise of_config_error(error) from None
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
+from vajra_py.engine.tokenizer import ChatEnd, HubTokenizer
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.serve.api.schema_facts import body_fields
 
 RouteBody: Any = create_model(
@@ -21,13 +25,40 @@ RouteBody: Any = create_model(
     max_completion_tokens=(int | None, Field(None, ge=0, le=2**31 - 1)),
     metadata=(Any, None),
     cache_salt=(str | None, None),
+    add_special_tokens=(Any, None),
+    add_generation_prompt=(Any, None),
+    continue_final_message=(Any, None),
     **body_fields(),
 )
 """Fields of a body by which policies decide."""
 
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as a token where there is no tokenizer."""
-Tokenize = Callable[[str], Sequence[int]]
+
+
+class PromptTokenizer(Protocol):
+    """Gives the tokens of prompts, as far as a router knows them."""
+
+    def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
+        """Return a text's tokens, with the special tokens that a model expects around it, unless a template wrote them."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
+        """Return the text of a conversation. Raises `ConfigError` where there is no template, or it does not fit."""
+
+
+class _Counter:
+    """Tokens without chat templates."""
+
+    def __init__(self, encode: Callable[[str, bool], Sequence[int]]) -> None:
+        self._encode = encode
+
+    def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
+        """See `PromptTokenizer`."""
+        return self._encode(text, not is_rendered)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
+        """See `PromptTokenizer`; there is no template."""
+        raise ConfigError(Problem("messages", "there is no chat template", "Allowed: a model's folder"))
 
 
 def by_bytes(text: str) -> Sequence[int]:
@@ -37,30 +68,54 @@ def by_bytes(text: str) -> Sequence[int]:
     return cast("list[int]", np.frombuffer(raw, "<u4").tolist())
 
 
-def tokenizer_of(path: str | None) -> Tokenize:
-    """Return the function that counts prompts. Raises `OSError` or `ValueError` when the file is no tokenizer's."""
+def tokenizer_of(path: str | None) -> PromptTokenizer:
+    """Return what gives the tokens of prompts. Raises `OSError` or `ValueError` when the file is no tokenizer's, `ConfigError`."""
     if path is None:
-        return by_bytes
+        return _Counter(lambda text, adds_special: by_bytes(text))
+    if Path(path).expanduser().is_dir():
+        return HubTokenizer(path)
     from tokenizers import Tokenizer
 
     try:
         found = Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(str(error)) from None
-    return lambda text: found.encode(text, add_special_tokens=False).ids
+    return _Counter(lambda text, adds_special: found.encode(text, add_special_tokens=adds_special).ids)
 
 
-def prompt_tokens(body: BaseModel, tokenize: Tokenize) -> list[int]:
+def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
     """Return the tokens of a prompt, as far as a router knows them; of several prompts, one after the other."""
-    given = getattr(body, "messages", None)
-    if given is None:
-        given = getattr(body, "prompt", None)
     found: list[int] = []
-    _collect(given, tokenize, found)
+    if body.messages is None:
+        _collect(body.prompt, partial(tokenizer.encode, is_rendered=body.add_special_tokens is False), found)
+        return found or [0]
+    messages = _plain_messages(body.messages)
+    if messages is not None:
+        end = ChatEnd.NOWHERE if body.add_generation_prompt is False else ChatEnd.ANSWER
+        try:
+            text = tokenizer.render_chat(messages, ChatEnd.MESSAGE if body.continue_final_message is True else end)
+            return list(tokenizer.encode(text, is_rendered=body.add_special_tokens is not True)) or [0]
+        except ConfigError:  # the server may know better; that is its affair
+            pass
+    _collect(body.messages, partial(tokenizer.encode, is_rendered=True), found)
     return found or [0]
 
 
-def _collect(given: Any, tokenize: Tokenize, found: list[int]) -> None:
+def _plain_messages(given: Any) -> list[dict[str, Any]] | None:
+    """Return the messages of a conversation with their parts joined; None where something is in them that is no text."""
+    found = []
+    for one in given if isinstance(given, list) else [None]:
+        content = one.get("content") if isinstance(one, dict) else None
+        if isinstance(content, list):
+            texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+            content = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
+        if not isinstance(one, dict) or not isinstance(content, str):
+            return None
+        found.append({**one, "content": content})
+    return found
+
+
+def _collect(given: Any, tokenize: Callable[[str], Sequence[int]], found: list[int]) -> None:
     if isinstance(given, str):
         found += tokenize(given)
     elif isinstance(given, list):

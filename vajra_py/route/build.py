@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from vajra_py.config import SystemConfig
+from vajra_py.config.replica import ReplicaConfig
+from vajra_py.contract import ReplicaLimits
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.engine.services import length_predictor, predictions
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry
-from vajra_py.route.config import RouteConfig
+from vajra_py.route.config import RouteConfig, ServerConfig
 from vajra_py.route.mechanism import RemoteLoad, RemoteReplica
+from vajra_py.route.memory import ServerMemory
+from vajra_py.runtime.kv import KvMemory, Retention
 from vajra_py.runtime.requests.request import Request
-from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller, build_memory
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.step.plan import StepResult
 from vajra_py.runtime.support.seeds import SeedTree
@@ -50,6 +54,10 @@ def route_settings(config: SystemConfig) -> RouteConfig:
     return settings
 
 
+def _server_memory(settings: ReplicaConfig, limits: ReplicaLimits, retention: Retention | None) -> KvMemory:
+    return build_memory(settings, limits, retention=retention, kind=ServerMemory)
+
+
 def build_router(config: SystemConfig, registry: Registry) -> Controller:
     """Build the replicasets, empty. Raises `ConfigError`, and what building a policy raises."""
     settings = cast(Any, route_settings(config))
@@ -63,6 +71,7 @@ def build_router(config: SystemConfig, registry: Registry) -> Controller:
         seeds=seeds,
         facts=ModelFacts(),
         executor_of=lambda replicaset, replica_id: executor,
+        make_memory=_server_memory if settings.follows_kv_events else None,
         make_replica=RemoteReplica,
         make_load=RemoteLoad,
     )
@@ -75,13 +84,13 @@ def build_router(config: SystemConfig, registry: Registry) -> Controller:
     return controller
 
 
-def urls_of(config: SystemConfig) -> Mapping[tuple[str, int], str]:
-    """Return the address of each server, by replicaset and replica."""
+def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
+    """Return the settings of each server, by replicaset and replica."""
     settings, replicasets = route_settings(config), config.effective_replicasets
     found = {}
     for name, one in replicasets.items():
-        urls = [url for pool in one.effective_pools for url in settings.urls(name, pool, replicasets)]
-        found.update({(name, replica_id): url for replica_id, url in enumerate(urls)})
+        servers = [each for pool in one.effective_pools for each in settings.of_pool(name, pool, replicasets)]
+        found.update({(name, replica_id): each for replica_id, each in enumerate(servers)})
     return found
 
 

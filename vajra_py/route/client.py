@@ -1,19 +1,20 @@
-"""HTTP to servers: one exchange at a time, with limits on everything that a server may send."""
+"""What servers are asked: to answer requests, and how they are."""
 
 from __future__ import annotations
 
-import os
+import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-import aiohttp
 from pydantic_core import from_json
 
 from vajra_py.route.config import RouteConfig
+from vajra_py.route.connections import Address, ConnectionPool, ServerAnswer, ServerFault
 
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+"""Names and values, as they came."""
 _MOST_METRICS_BYTES = 4 * 2**20
 _POLL_S = 2.0
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -21,21 +22,6 @@ _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _KNOWN = frozenset((*_RUNNING, *_WAITING, *_KV))
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-
-
-class ServerFault(Exception):
-    """A server did not answer as it should.
-
-    Attributes:
-        is_down: True if it takes no connections.
-        status: its answer's; 0: there was none.
-    """
-
-    def __init__(self, message: str, *, is_down: bool = False, status: int = 0, body: bytes = b"") -> None:
-        self.is_down = is_down
-        self.status = status
-        self.body = body
-        super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,95 +55,80 @@ def read_figures(text: str) -> Figures | None:
     return Figures(int(sum(running)), int(sum(waiting)), min(sum(usage) / len(usage), 1.0))
 
 
-def _no_connection(error: aiohttp.ClientConnectorError) -> str:
-    """Return why a server takes no connection, without its address: clients read it."""
-    number = error.os_error.errno
-    return f"it takes no connection ({type(error.os_error).__name__ if number is None else os.strerror(number)})"
-
-
 class ServerClient:
-    """Connections to all servers."""
+    """Requests to all servers."""
 
     def __init__(self, settings: RouteConfig, key: str | None) -> None:
         self._settings = settings
-        self._key = key
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.first_token_timeout_s
-            ),
-        )
+        self._key = None if key is None else b"authorization: Bearer " + key.encode("latin-1")
+        self._pool = ConnectionPool(settings.connect_timeout_s)
+        self._addresses = {one.url: Address.of(one.url) for one in settings.servers}
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._http.close()
+        await self._pool.close()
 
-    def headers(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers of a request to a server: those given, and its key."""
-        headers = {**given, "content-type": "application/json", "accept-encoding": "identity"}
+    async def post(self, url: str, path: str, body: bytes, headers: Headers) -> ServerAnswer:
+        """Send a request; its answer is for the caller to read and to release. Raises `ServerFault`, as reading does."""
+        lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
+        lines += [name + b": " + value for name, value in headers if self._key is None or name != b"authorization"]
+        return await self._send(url, b"POST", path, lines, body)
+
+    async def _send(self, url: str, method: bytes, path: str, lines: list[bytes], body: bytes = b"") -> ServerAnswer:
+        address = self._addresses[url]
+        head = [b"%s %s%s HTTP/1.1" % (method, address.path, path.encode()), b"host: " + address.name]
+        head += [b"accept-encoding: identity", b"user-agent: vajra-py", *lines]
         if self._key is not None:
-            headers["authorization"] = f"Bearer {self._key}"
-        return headers
+            head.append(self._key)
+        return await self._pool.send(address, head, body, self._settings.first_token_timeout_s)
 
-    @asynccontextmanager
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request; the body of the answer is for the caller to read. Raises `ServerFault`, in the middle of the answer too."""
-        try:
-            async with self._http.post(url, data=body, headers=headers, allow_redirects=False) as response:
-                yield response
-        except aiohttp.ClientConnectorError as error:
-            raise ServerFault(_no_connection(error), is_down=True) from None
-        except aiohttp.ServerTimeoutError:
-            raise ServerFault("it did not answer in time") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerFault(f"its connection broke ({type(error).__name__})") from None
-
-    async def read(self, response: aiohttp.ClientResponse, most: int) -> bytes:
-        """Return the whole body of an answer. Raises `ServerFault` where it is larger."""
+    async def read(self, answer: ServerAnswer, most: int) -> bytes:
+        """Return the whole body of an answer. Raises `ServerFault`, also where it is larger."""
         body = bytearray()
-        async for piece in response.content.iter_any():
+        while piece := await answer.read():
             body += piece
             if len(body) > most:
                 raise ServerFault(f"its answer is larger than {most} bytes")
         return bytes(body)
 
-    async def prompt_params(self, url: str, body: bytes, headers: Mapping[str, str]) -> Any:
+    async def prompt_params(self, url: str, path: str, body: bytes, headers: Headers) -> Any:
         """Let a server compute a prompt; returns the `kv_transfer_params` by which another one gets its KV. Raises `ServerFault`."""
-        async with self.post(url, body, headers) as response:
-            answer = await self.read(response, self._settings.max_answer_bytes)
-            if response.status != 200:
-                raise ServerFault(f"it answered {response.status}", status=response.status, body=answer)
+        answer = await self.post(url, path, body, headers)
         try:
-            found = from_json(answer)
+            text = await self.read(answer, self._settings.max_answer_bytes)
+        finally:
+            answer.release()
+        if answer.status != 200:
+            raise ServerFault(f"it answered {answer.status}", status=answer.status, body=text)
+        try:
+            found = from_json(text)
         except ValueError:
             raise ServerFault("its answer is not JSON") from None
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
         """Return what a server says of itself; None if it says nothing. Raises `ServerFault` when it does not answer."""
-        status, text = await self._get(f"{url}/metrics")
+        status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 
     async def is_healthy(self, url: str) -> bool:
         """Return whether a server says that it is."""
         try:
-            return (await self._get(f"{url}/health"))[0] == 200
+            return (await self._get(url, "/health"))[0] == 200
         except ServerFault:
             return False
 
     async def models(self, url: str) -> bytes:
         """Return a server's list of models. Raises `ServerFault`."""
-        return (await self._get(f"{url}/v1/models"))[1].encode()
+        return (await self._get(url, "/v1/models"))[1].encode()
 
-    async def _get(self, url: str) -> tuple[int, str]:
-        timeout = aiohttp.ClientTimeout(total=_POLL_S)
+    async def _get(self, url: str, path: str) -> tuple[int, str]:
         try:
-            async with self._http.get(url, timeout=timeout, headers=self.headers({}), allow_redirects=False) as answer:
-                return answer.status, (await self.read(answer, _MOST_METRICS_BYTES)).decode("utf-8", "replace")
-        except aiohttp.ClientConnectorError as error:
-            raise ServerFault(_no_connection(error), is_down=True) from None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise ServerFault(f"it does not answer ({type(error).__name__})") from None
+            async with asyncio.timeout(_POLL_S):
+                answer = await self._send(url, b"GET", path, [])
+                try:
+                    return answer.status, (await self.read(answer, _MOST_METRICS_BYTES)).decode("utf-8", "replace")
+                finally:
+                    answer.release()
+        except TimeoutError:
+            raise ServerFault(f"it does not answer within {_POLL_S:g} s") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
@@ -14,6 +15,26 @@ from vajra_py.contract import PoolRole
 from vajra_py.errors import Problem
 
 DEFAULT_REPLICASET = "default"
+_ADDRESS = re.compile(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+")
+
+
+class KvEventsConfig(Section):
+    """Where a server publishes its KV events (`--kv-events-config` of vLLM and SGLang)."""
+
+    endpoint: Text = Field(description="ZeroMQ address of its publisher: such as tcp://10.0.0.5:5557.")
+    replay_endpoint: Text | None = Field(
+        None, description="Address where it replays what was missed; null: after a gap its content is learnt anew."
+    )
+    topic: str = Field("", max_length=255, description="Topic of its events.")
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _is_address(cls, address: str | None) -> str | None:
+        if address is not None and (not _ADDRESS.fullmatch(address) or "*" in address):
+            raise ValueError(
+                f"is not an address to connect to (got {address!r}). Allowed: such as tcp://10.0.0.5:5557, ipc://PATH"
+            )
+        return address
 
 
 class ServerConfig(Section):
@@ -22,6 +43,9 @@ class ServerConfig(Section):
     url: Text = Field(description="Where its OpenAI API is, without the path: such as http://10.0.0.5:8000.")
     pool: Text | None = Field(None, description="Pool that it belongs to; null: the only one.")
     replicaset: Text | None = Field(None, description="Replicaset that it belongs to; null: the only one.")
+    kv_events: KvEventsConfig | None = Field(
+        None, description="Its KV events, by which prefix hits are what it holds; null: what was sent there counts."
+    )
 
     @field_validator("url")
     @classmethod
@@ -41,8 +65,15 @@ class RouteConfig(Section):
     models: list[Text] = Field(
         default_factory=list, description="Names of the model that requests may use; empty: any, and servers decide."
     )
+    adapters: list[Text] = Field(
+        default_factory=list, description="Models of requests that are LoRA adapters, whose KV is theirs alone."
+    )
     tokenizer: Text | None = Field(
-        None, description="tokenizer.json by which prompts are counted; null: a token for each four bytes."
+        None,
+        description=(
+            "tokenizer.json by which prompts are counted, or the model's folder, whose chat template is applied too; "
+            "null: a token for each four bytes."
+        ),
     )
     api_key_variable: Text | None = Field(
         None, description="Environment variable with the key that servers want; null: the client's is passed on."
@@ -92,13 +123,37 @@ class RouteConfig(Section):
             if any(settings.replica.adapters is not None for settings in one.effective_pools.values()):
                 message = "are the servers' own affair: a router sees none"
                 problems.append(Problem(f"{name}.replica.adapters", message, "Allowed: null"))
+            problems += self._kv_event_problems(name, one)
             for pool, settings in one.effective_pools.items():
-                found = len(self.urls(name, pool, replicasets))
+                found = len(self.of_pool(name, pool, replicasets))
                 if found != settings.num_replicas:
                     where = f"{name}.pools.{pool}.num_replicas" if one.pools else f"{name}.num_replicas"
                     message = f"is not the number of its servers (got {settings.num_replicas}, and {found} servers)"
                     problems.append(Problem(where, message, f"Allowed: {found}"))
         return problems
+
+    def _kv_event_problems(self, name: str, replicaset: ReplicasetConfig) -> list[Problem]:
+        if not self.follows_kv_events:
+            return []
+        problems = []
+        if self.tokenizer is None:
+            message = "is needed for KV events, which tell of blocks by their tokens (got null)"
+            problems.append(Problem("backend.route.tokenizer", message, "Allowed: the servers' tokenizer"))
+        for pool, settings in replicaset.effective_pools.items():
+            memory = settings.replica.memory
+            where = f"{name}.pools.{pool}.replica.memory" if replicaset.pools else f"{name}.replica.memory"
+            if memory.tiers is not None or not memory.prefix_cache.enabled:
+                message = "do not go together with KV events (got tiers, or no prefix cache)"
+                problems.append(Problem(where, message, "Allowed: tiers: null, prefix_cache: {enabled: true}"))
+            if memory.tenant_salt:
+                message = "is unknown to the servers, whose KV events would match no prompt (got true)"
+                problems.append(Problem(f"{where}.tenant_salt", message, "Allowed: false"))
+        return problems
+
+    @property
+    def follows_kv_events(self) -> bool:
+        """True if servers tell what they hold."""
+        return any(one.kv_events is not None for one in self.servers)
 
     def _unknown(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
         problems = []
@@ -116,13 +171,13 @@ class RouteConfig(Section):
                 problems.append(Problem(f"{where}.pool", f"no such pool (got {pool!r})", allowed))
         return problems
 
-    def urls(self, replicaset: str, pool: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[str]:
-        """Return the addresses of the servers of a pool, by replica."""
+    def of_pool(self, replicaset: str, pool: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[ServerConfig]:
+        """Return the servers of a pool, by replica."""
         only_set = next(iter(replicasets))
         pools = replicasets[replicaset].effective_pools
         only_pool = next(iter(pools), DEFAULT_POOL)
         return [
-            one.url
+            one
             for one in self.servers
             if (one.replicaset or only_set) == replicaset and (one.pool or only_pool) == pool
         ]

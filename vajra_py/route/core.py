@@ -14,6 +14,7 @@ from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.route.mechanism import Answered, RemoteReplica
+from vajra_py.route.memory import ServerMemory
 from vajra_py.runtime.kv import TokenBlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
@@ -21,6 +22,7 @@ from vajra_py.runtime.records.input_log import (
     Arrival,
     Failure,
     Input,
+    KvReport,
     Restart,
     ServerReport,
     TransferEnd,
@@ -134,6 +136,8 @@ class RouteCore(Backend[BackendReplica]):
         for one in inputs:
             if isinstance(one, ServerReport):
                 self._apply_report(one)
+            elif isinstance(one, KvReport):
+                self._apply_kv_report(one)
             elif isinstance(one, Arrival):
                 self._driver.events.push(tick, Phase.ARRIVAL, Submitted(one))
             elif isinstance(one, Answer):
@@ -154,6 +158,15 @@ class RouteCore(Backend[BackendReplica]):
         """Take what a server says of itself: requests running and waiting, and the part of its KV memory in use."""
         now = self._begin(clock)
         self._apply_report(ServerReport(now, replicaset, replica_id, *figures))
+        self._driver.events.bring_forward(now)
+        self._driver.run_until(now)
+
+    def report_kv(self, clock: int, report: KvReport) -> None:
+        """Take what a server that is up tells of its prefix cache; nothing happens before it tells all of it (`begins`)."""
+        if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
+            return
+        now = self._begin(clock)
+        self._apply_kv_report(replace(report, tick=now))
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
@@ -184,6 +197,18 @@ class RouteCore(Backend[BackendReplica]):
         gate = self.controller.gate
         if gate is not None and gate.waits_for_change:
             self._driver.ask_deferred()
+
+    def _apply_kv_report(self, report: KvReport) -> None:
+        memory = self._ones[report.replicaset, report.replica_id].replica.memory
+        if not isinstance(memory, ServerMemory) or (memory.told is None and not report.begins):
+            return
+        self._driver.record(report)
+        if report.begins:
+            memory.begin()
+        if report.ends:
+            memory.end()
+        stored, removed = ([bytes.fromhex(one) for one in names] for names in (report.stored, report.removed))
+        memory.change(stored, removed)
 
     def _push_answer(self, answer: Answer, now: int) -> bool:
         request = self.controller.find(answer.request_id)

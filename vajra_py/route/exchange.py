@@ -6,16 +6,18 @@ import asyncio
 import re
 from typing import Any
 
-import aiohttp
 from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.route.body import for_prompt, with_kv
-from vajra_py.route.client import ServerFault
+from vajra_py.route.client import Headers
+from vajra_py.route.connections import ServerAnswer, ServerFault
 from vajra_py.route.core import AGAIN, PROMPT
 from vajra_py.route.session import Place, Routed, RouteSession
 from vajra_py.serve.api.answers import event, failure
+from vajra_py.serve.http.access import DIRECT_SEND
+from vajra_py.serve.http.eager import begin
 from vajra_py.serve.http.errors import ApiError
 from vajra_py.serve.http.options import ServeOptions
 
@@ -88,23 +90,32 @@ class Exchange:
 
     async def run(self, receive: Receive) -> None:
         """Answer, and end the request when the client leaves first. Raises `ApiError` where nothing was sent."""
-        answering = asyncio.ensure_future(self._answer())
-        leaving = asyncio.ensure_future(_left(receive))
+        answering, has_left = asyncio.current_task(), False
+        assert answering is not None
+
+        def leave(_: object) -> None:
+            nonlocal has_left
+            has_left = True
+            answering.cancel()
+
+        leaving = begin(_left(receive))
+        if leaving is not None:
+            leaving.add_done_callback(leave)
         try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
+            await self._answer()
+        except asyncio.CancelledError:
+            if not has_left or answering.uncancel():
+                raise
         finally:
-            leaving.cancel()
-            if not answering.done():
-                self._session.abort(self.routed)
-                answering.cancel()
-                await asyncio.wait((answering,))
-            elif self.routed.end is None:
+            if leaving is not None:
+                leaving.remove_done_callback(leave)
+                leaving.cancel()
+            if self.routed.end is None:
                 self._session.abort(self.routed)
 
     async def _answer(self) -> None:
-        routed = self.routed
+        routed, current = self.routed, asyncio.current_task()
+        assert current is not None
         while True:
             while routed.place is None and routed.end is None:
                 self._news.clear()
@@ -115,13 +126,12 @@ class Exchange:
                 return
             self._task = asyncio.ensure_future(self._at(place))
             try:
-                await asyncio.wait((self._task,))
+                await self._task  # cancelled with this one
             except asyncio.CancelledError:
-                self._task.cancel()
-                raise
-            task, self._task = self._task, None
-            if not task.cancelled():
-                task.result()
+                if current.cancelling():
+                    raise
+            finally:
+                self._task = None
             if routed.has_begun:
                 return
 
@@ -151,10 +161,9 @@ class Exchange:
     async def _prompt_at(self, place: Place) -> None:
         session, client = self._session, self._session.client
         assert client is not None
-        url = place.url + self._scope["path"]
         try:
             body = for_prompt(from_json(self._raw))
-            self.routed.kv_params = await client.prompt_params(url, body, client.headers(self._headers))
+            self.routed.kv_params = await client.prompt_params(place.url, self._scope["path"], body, self._headers)
         except ServerFault as fault:
             if 400 <= fault.status < 500 and fault.status not in _BUSY:
                 self._refused = fault.status, fault.body, "application/json"
@@ -174,62 +183,61 @@ class Exchange:
         body = self._raw
         if self.routed.kv_params is not None:
             body, self.routed.kv_params = with_kv(from_json(body), self.routed.kv_params), None
-        async with client.post(place.url + self._scope["path"], body, client.headers(self._headers)) as response:
-            if response.status >= 500 or response.status == 429:
-                text = await client.read(response, session.settings.max_answer_bytes)
-                self._refused = response.status, text, response.content_type
-                raise ServerFault(f"it answered {response.status}", status=response.status)
-            if response.status == 200 and response.content_type == "text/event-stream":
-                await self._stream(place, response)
+        answer = await client.post(place.url, self._scope["path"], body, self._headers)
+        is_at_end = False
+        try:
+            if answer.status >= 500 or answer.status == 429:
+                text = await client.read(answer, session.settings.max_answer_bytes)
+                self._refused = answer.status, text, answer.content_type
+                raise ServerFault(f"it answered {answer.status}", status=answer.status)
+            if answer.status == 200 and answer.content_type.lower().startswith("text/event-stream"):
+                is_at_end = await self._stream(place, answer)
             else:
-                await self._whole(place, response)
+                await self._whole(place, answer)
+        finally:
+            answer.release(is_at_end=is_at_end)
 
-    async def _whole(self, place: Place, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, place: Place, answer: ServerAnswer) -> None:
         session, client = self._session, self._session.client
         assert client is not None
-        body = await client.read(response, session.settings.max_answer_bytes)
+        body = await client.read(answer, session.settings.max_answer_bytes)
         self.routed.has_begun = True
-        if response.status == 200:
+        if answer.status == 200:
             num_tokens, end = _usage(body)
             session.answer(self.routed, num_tokens, end)
         else:
-            session.answer(self.routed, 0, _FAILED, f"server {place} answered {response.status}")
-        await self._start(response.status, response.content_type, place, len(body))
+            session.answer(self.routed, 0, _FAILED, f"server {place} answered {answer.status}")
+        await self._start(answer.status, answer.content_type, place, len(body))
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, place: Place, response: aiohttp.ClientResponse) -> None:
+    async def _stream(self, place: Place, answer: ServerAnswer) -> bool:
+        """Pass a stream on; returns whether it said that it is complete. Raises `ServerFault` before anything was passed on."""
         session, routed, scan = self._session, self.routed, StreamScan()
-        idle_s, loop = session.settings.idle_timeout_s, asyncio.get_running_loop()
-        fault = ""
-        content = response.content
+        idle_s, send = session.settings.idle_timeout_s, self._scope.get(DIRECT_SEND, self._send)
+        fault = "its stream ended before it was complete"
         try:
-            async with asyncio.timeout(None) as limit:
-                while piece := await content.readany():
-                    scan.feed(piece)
-                    if not routed.has_begun:
-                        routed.has_begun = True
-                        session.answer(routed, 1)
-                        await self._start(200, "text/event-stream; charset=utf-8", place)
-                    limit.reschedule(None)  # the client's pace is its own affair
-                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-                    limit.reschedule(loop.time() + idle_s)
-            if not scan.saw_end:
-                fault = "its stream ended before it was complete"
-        except TimeoutError:
-            fault = f"its stream gave nothing for {idle_s:g} s"
-        except (aiohttp.ClientError, OSError) as error:
-            fault = "" if scan.saw_end else f"its stream broke ({type(error).__name__})"
+            while piece := await answer.read():
+                scan.feed(piece)
+                if not routed.has_begun:
+                    routed.has_begun = True
+                    answer.limit(idle_s, f"its stream gave nothing for {idle_s:g} s")
+                    session.answer(routed, 1)
+                    await self._start(200, "text/event-stream; charset=utf-8", place)
+                if scan.saw_end:
+                    session.answer(routed, scan.num_tokens, scan.end)
+                    await send({"type": "http.response.body", "body": piece})
+                    return True
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except ServerFault as broken:
+            fault = str(broken)
         if not routed.has_begun:
             raise ServerFault(fault)
-        if fault:
-            message = f"server {place}: {fault}"
-            session.answer(routed, scan.num_tokens, _FAILED, message)
-            told = ApiError(503, message, code="server_failed")
-            last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
-            await self._send({"type": "http.response.body", "body": last, "more_body": True})
-        else:
-            session.answer(routed, scan.num_tokens, scan.end)
-        await self._send({"type": "http.response.body", "body": b""})
+        message = f"server {place}: {fault}"
+        session.answer(routed, scan.num_tokens, _FAILED, message)
+        told = ApiError(503, message, code="server_failed")
+        last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": last})
+        return False
 
     async def _failed(self, place: Place, fault: ServerFault) -> None:
         """Let a request be placed again whose server failed before it gave anything."""
@@ -254,12 +262,12 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _passed_on(scope: Scope, *, has_own_keys: bool) -> dict[str, str]:
+def _passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
     """Return the headers of a client that servers get; its key, unless that is the router's own."""
     kept: tuple[bytes, ...] = (b"x-request-id", b"traceparent", b"tracestate", b"accept")
     if not has_own_keys:
         kept = (*kept, b"authorization")
-    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in kept}
+    return [one for one in scope["headers"] if one[0] in kept]
 
 
 def _usage(body: bytes) -> tuple[int, str]:

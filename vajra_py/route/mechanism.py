@@ -2,7 +2,8 @@
 
 A request runs here from when it is sent until its answer ends. It takes blocks of a memory as large as the server's, so that the
 memory's prefix cache is an approximate index of what the server's holds, and so that what cannot fit waits in the router. A
-server's own figures go before this estimate: what it says that was not sent from here is added until it says something else.
+server's own figures go before this estimate: what it says that was not sent from here is added until it says something else. So do
+its KV events: while they are followed, prefix hits are those of the content that it told of.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import cast
 
 from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
+from vajra_py.route.memory import ServerMemory
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.load import LiveLoad
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
@@ -113,6 +115,8 @@ class RemoteReplica(Replica):
             if is_new:
                 memory.forget(request)
             return False
+        if isinstance(memory, ServerMemory) and memory.told is not None and request.hashes is not None:
+            hit = memory.lookup_prefix(request.hashes, request.num_known_tokens)
         request.set_computed(min(hit, request.num_known_tokens - 1))
         return True
 

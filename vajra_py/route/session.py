@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
@@ -16,20 +16,28 @@ from vajra_py.engine.clock import WallClock
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.plugins import Registry
-from vajra_py.route.build import build_router, description, route_settings, urls_of
-from vajra_py.route.client import ServerClient, ServerFault
+from vajra_py.route.build import build_router, description, route_settings, servers_of
+from vajra_py.route.client import ServerClient
+from vajra_py.route.config import RouteConfig
+from vajra_py.route.connections import ServerFault
 from vajra_py.route.core import AGAIN, NEVER, RouteCore, Submitted
+from vajra_py.route.kv_events import ServerBlocks
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
-from vajra_py.runtime.records.input_log import Arrival
+from vajra_py.runtime.records.input_log import Arrival, KvReport
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.serve.session.output_streams import End
 from vajra_py.serve.session.session import STOP_S, SessionState
 
+if TYPE_CHECKING:  # its packages may not be there
+    from vajra_py.route.subscription import KvFeeds, KvNews
+
 _log = logging.getLogger(__name__)
 _MOST_SILENCES = 3
 """Looks at /metrics in a row without an answer, after which a server counts as down."""
+_MOST_NAMES = 8
+"""Names that a server's KV events may have for each of its blocks in the settings: it has a name for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +116,16 @@ class RouteSession:
             note = self._recording.note
         controller.watch(observers)
         salted = any(one.replica.memory.tenant_salt for one in config.effective_replicasets.values())
+        self.has_tenant_salt = salted
         self.core = core = RouteCore(controller, settings.max_tries, note, tenant_salt=salted)
         core.on_send, core.on_ended, core.on_taken_in = self._send, self._ended, self._submitted
         self._clock = WallClock()
         self._servers = {
-            key: _Server(key, url, controller.replicasets[key[0]].replicas[key[1]].parts.role.value == "prefill")
-            for key, url in urls_of(config).items()
+            key: _Server(key, one.url, controller.replicasets[key[0]].replicas[key[1]].parts.role.value == "prefill")
+            for key, one in servers_of(config).items()
         }
+        self._make_kv_feeds = _kv_feeds(settings)
+        self._kv_feeds: KvFeeds | None = None
         self._routed: dict[Request, Routed] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -131,6 +142,13 @@ class RouteSession:
         self.state = SessionState.READY
         for server in self._servers.values():
             self._tasks.append(asyncio.get_running_loop().create_task(self._watch(server)))
+        if self._make_kv_feeds is not None:
+            self._kv_feeds = self._make_kv_feeds()
+            for key, one in servers_of(self.config).items():
+                if one.kv_events is not None:
+                    memory = self.controller.replicasets[key[0]].replicas[key[1]].memory
+                    blocks = ServerBlocks(memory.block_size, _MOST_NAMES * memory.num_blocks)
+                    self._kv_feeds.follow(key, one.kv_events, blocks, self._kv_news)
 
     async def ended(self) -> None:
         """Wait until nothing will be served any more."""
@@ -155,6 +173,8 @@ class RouteSession:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._kv_feeds is not None:
+            await self._kv_feeds.close()
         if self._timer is not None:
             self._timer.cancel()
         if self.client is not None:
@@ -296,6 +316,8 @@ class RouteSession:
                     server.num_silences = 0
                     self._down_since.pop(place.replicaset, None)
                     self.core.restore(self._clock.now(), *server.key)
+                    if self._kv_feeds is not None:
+                        self._kv_feeds.restart(server.key)
                     self._set_timer()
                     continue
                 await asyncio.sleep(settings.health_interval_s)
@@ -321,6 +343,11 @@ class RouteSession:
             said = (figures.num_running, figures.num_waiting, figures.kv_fraction)
             self.core.report(self._clock.now(), *server.key, said)
             self._set_timer()
+
+    def _kv_news(self, key: tuple[str, int], news: KvNews) -> None:
+        report = KvReport(0, *key, news.stored, news.removed, news.begins, news.ends)
+        self.core.report_kv(self._clock.now(), report)
+        self._set_timer()
 
     def _abandon_after(self, replicaset: str, now: float) -> None:
         """End what waits once no server has been up for too long."""
@@ -349,7 +376,24 @@ class RouteSession:
                 "num_waiting": load.num_waiting,
                 "free_blocks": load.free_blocks,
             }
+            if self._kv_feeds is not None:
+                found[f"{name}/{replica_id}"]["kv_events"] = self._kv_feeds.is_followed((name, replica_id))
         return found
+
+
+def _kv_feeds(settings: RouteConfig) -> type[KvFeeds] | None:
+    """Return what follows KV events; None: no server tells any. Raises `ConfigError` where its packages are not installed."""
+    if not settings.follows_kv_events:
+        return None
+    try:
+        from vajra_py.route.subscription import KvFeeds
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "vajra_py":
+            raise
+        message = f"the packages for them are not installed ({error.name})"
+        allowed = 'Install the extra: pip install "vajra-py[kv-events]"'
+        raise ConfigError(Problem("backend.route.servers.kv_events", message, allowed)) from None
+    return KvFeeds
 
 
 __all__ = ["Place", "RouteSession", "Routed"]

@@ -13,6 +13,7 @@ from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
+from vajra_py.runtime.kv.block_hashes import RecentPrompts
 from vajra_py.runtime.records.input_log import (
     Abandonment,
     AdapterEnd,
@@ -129,6 +130,7 @@ class Simulator(Backend[SimReplica]):
         self._options = options
         self._progress = progress
         self._followers = Followers()
+        self._recent_prompts = RecentPrompts()
         self._arrivals: Iterator[RequestSpec] = iter(())
         self._horizon = NEVER if options.horizon_s is None else to_ticks(options.horizon_s)
         replicas = [self._replica(replica, timer_of(replica)) for replica in controller.replicas()]
@@ -236,8 +238,12 @@ class Simulator(Backend[SimReplica]):
                 return
         if salt is None:
             salt = spec.tenant if self._options.tenant_salt else ""
+        recent = self._recent_prompts
         self._driver.submit(
-            facts_of(spec), lambda size: hashes_of(spec, size, salt, reads_cache=reads), spec, arrived_at
+            facts_of(spec),
+            lambda size: hashes_of(spec, size, salt, reads_cache=reads, recent=recent),
+            spec,
+            arrived_at,
         )
 
     def _next_scheduling(self) -> int:

@@ -7,8 +7,8 @@ nodes are never changed, so workloads cut or merged from one another may share a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from vajra_py.workload.request import PromptContent, SegmentId
 __all__ = ["ContentBuilder", "ContentColumn", "ContentStore", "SegmentSpace"]
 
 NO_NODE = -1
+
+_RECENT_PROMPTS = 1024
+_Segments: TypeAlias = tuple[tuple[SegmentId, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class ContentStore:
     space: I64
     number: I64
     tokens: I64
+    _recent: dict[int, _Segments] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The latest prompts by node: those that continue them share their segments, as objects too."""
 
     def segment_id(self, node: int) -> SegmentId:
         """The id of the node's own segment."""
@@ -76,11 +81,24 @@ class ContentStore:
     def prompt(self, node: int, num_prompt_tokens: int) -> PromptContent:
         """The content that ends at `node`, cut to the prompt's length."""
         segments: list[tuple[SegmentId, int]] = []
-        while node != NO_NODE:
-            segments.append((self.segment_id(node), int(self.tokens[node])))
-            node = int(self.parent[node])
-        segments.reverse()
-        content = PromptContent(tuple(segments))
+        # Elements of memoryviews are Python's integers, and read faster than those of arrays.
+        spaces, parent, space, number, tokens = (
+            self.spaces,
+            self.parent.data,
+            self.space.data,
+            self.number.data,
+            self.tokens.data,
+        )
+        recent, last = self._recent, node
+        known: _Segments | None = ()
+        while node != NO_NODE and (known := recent.get(node)) is None:
+            segments.append((spaces[space[node]].segment_id(number[node]), tokens[node]))
+            node = parent[node]
+        whole = (*(known or ()), *reversed(segments))
+        if len(recent) >= _RECENT_PROMPTS:
+            recent.clear()
+        recent[last] = whole
+        content = PromptContent(whole)
         return content if content.num_tokens == num_prompt_tokens else content.first_tokens(num_prompt_tokens)
 
     @property

@@ -29,7 +29,7 @@ from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog, read_draft
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
-from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, KvReport, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.requests.request import Request
@@ -313,7 +313,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.TRANSFER, one)
         elif isinstance(one, AdapterEnd | TierEnd):
             simulator.inject(one.tick, Phase.TIER, one)
-        elif not isinstance(one, PolicyViolation | StageEnd | Answer | ServerReport):  # a violation recurs by itself, or is reported missing
+        elif not isinstance(one, PolicyViolation | StageEnd | Answer | ServerReport | KvReport):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 

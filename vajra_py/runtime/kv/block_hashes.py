@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
 from typing import Protocol, TypeAlias
@@ -22,6 +23,12 @@ SegmentId: TypeAlias = int | str | tuple[str | int, ...]
 
 UNBOUNDED_TOKENS = sys.maxsize
 """Length of a run of tokens that is named before it is generated."""
+
+_MOST_NEW_SEGMENTS = 8
+"""Segments by which a prompt may be longer than one that it is found to continue."""
+
+_PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
+"""Salt, tokens of a block, number of segments, and the last segment with its length."""
 
 
 class BlockHashes(Protocol):
@@ -83,7 +90,7 @@ class TokenBlockHashes:
         self._output = output
         self._num_before = len(self._tokens) - len(output)
         self._block_size = _checked_block_size(block_size)
-        self._root = xxh3_128_digest(salt.encode())
+        self._root = root_digest(salt)
         self._digests: list[bytes] = []
 
     @property
@@ -134,12 +141,24 @@ class TokenBlockHashes:
             )
         digests = self._digests
         digest = digests[-1] if digests else self._root
-        for begin in range(len(digests) * size, num_blocks * size, size):
-            ids = self._tokens[begin : begin + size]
-            if sys.byteorder == "big":
-                ids.byteswap()
-            digest = xxh3_128_digest(digest + ids.tobytes())
-            digests.append(digest)
+        digests += token_digests(digest, self._tokens[len(digests) * size : num_blocks * size], size)
+
+
+def root_digest(salt: str) -> bytes:
+    """Return what the first block of content with this salt follows."""
+    return xxh3_128_digest(salt.encode())
+
+
+def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
+    """Return the hashes of full blocks of token ids (type code q) that follow the block with the hash `before`, or a root."""
+    digests, digest = [], before
+    for begin in range(0, len(tokens), block_size):
+        ids = tokens[begin : begin + block_size]
+        if sys.byteorder == "big":
+            ids.byteswap()
+        digest = xxh3_128_digest(digest + ids.tobytes())
+        digests.append(digest)
+    return digests
 
 
 class SegmentBlockHashes:
@@ -150,20 +169,38 @@ class SegmentBlockHashes:
     runs up to the one in which the block ends, and the tokens of that run; each run is hashed once, however long.
     """
 
-    __slots__ = ("_bases", "_block_size", "_ends", "_names", "num_public_tokens")
+    __slots__ = ("_bases", "_block_size", "_ends", "_hashes", "_names", "num_public_tokens")
 
     is_private_after_prompt = True
     num_hashed_tokens = UNBOUNDED_TOKENS
+    _names: list[SegmentId]
+    _ends: list[int]
+    num_public_tokens: int
 
     def __init__(
-        self, segments: Iterable[tuple[SegmentId, int]], request_id: str, block_size: int, salt: str = ""
+        self,
+        segments: Sequence[tuple[SegmentId, int]],
+        request_id: str,
+        block_size: int,
+        salt: str = "",
+        *,
+        recent: RecentPrompts | None = None,
     ) -> None:
+        """`recent`: prompts of the same run of a system, from which this one takes the hashes of what it continues."""
         self._block_size = _checked_block_size(block_size)
-        output = output_segment(request_id)
-        names: list[SegmentId] = []
-        ends: list[int] = []
-        end = 0
-        for name, num_tokens in segments:
+        known = None if recent is None else recent.longest_prefix(segments, block_size, salt)
+        if known is None:
+            num_known_segments, end = 0, 0
+            names, ends = [], []
+            self._bases = [root_digest(salt)]
+            self._hashes: list[bytes] = []
+        else:
+            num_known_segments, before = known
+            end = before.num_public_tokens
+            names, ends = before._names[:-1], before._ends[:-1]
+            self._bases = before._bases[: len(names) + 1]
+            self._hashes = before._hashes[: end // block_size]
+        for name, num_tokens in segments[num_known_segments:]:
             if num_tokens < 0:
                 raise ValueError(
                     f"SegmentBlockHashes: a run has a negative length ({name!r}: {num_tokens}). At least 0 is allowed."
@@ -175,14 +212,16 @@ class SegmentBlockHashes:
                 names.append(name)
                 ends.append(end)
         self.num_public_tokens = end
+        output = output_segment(request_id)
         if names and names[-1] == output:
             ends[-1] = UNBOUNDED_TOKENS
         else:
             names.append(output)
             ends.append(UNBOUNDED_TOKENS)
+            if recent is not None:
+                recent.add(segments, salt, self)
         self._names = names
         self._ends = ends
-        self._bases = [xxh3_128_digest(salt.encode())]
 
     def block_hash(self, block_index: int) -> Hashable:
         """The hash of one block."""
@@ -190,24 +229,27 @@ class SegmentBlockHashes:
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
         """The hashes of blocks `start` .. `stop` - 1."""
-        size, ends, bases = self._block_size, self._ends, self._bases
-        hashes: list[tuple[bytes, int]] = []
-        block_end = (start + 1) * size
-        last_end = stop * size
-        run = bisect_left(ends, block_end)
-        self._make_bases(bisect_left(ends, last_end))
-        while block_end <= last_end:
-            begin = ends[run - 1] if run else 0
-            within = min(last_end, ends[run]) - begin
-            ends_in_run = range(block_end - begin, within + 1, size)
-            hashes.extend(zip(repeat(bases[run + 1]), ends_in_run))
-            block_end += len(ends_in_run) * size
-            run += 1
-        return hashes
+        if stop > len(self._hashes):
+            self._hash_up_to(stop)
+        return self._hashes[start:stop]
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
         """The hashes of the prompt's full blocks."""
         return self.block_hashes(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
+
+    def _hash_up_to(self, num_blocks: int) -> None:
+        size, ends, bases, hashes = self._block_size, self._ends, self._bases, self._hashes
+        block_end = (len(hashes) + 1) * size
+        last_end = num_blocks * size
+        run = bisect_left(ends, block_end)
+        self._make_bases(bisect_left(ends, last_end))
+        while block_end <= last_end:
+            begin = ends[run - 1] if run else 0
+            base, within = bases[run + 1], min(last_end, ends[run]) - begin
+            ends_in_run = range(block_end - begin, within + 1, size)
+            hashes += [base + end.to_bytes(8, "little") for end in ends_in_run]
+            block_end += len(ends_in_run) * size
+            run += 1
 
     def _make_bases(self, run: int) -> None:
         """Hash the runs up to this one: each run's base is the hash of all before it and of its own name."""
@@ -215,6 +257,47 @@ class SegmentBlockHashes:
         for this in range(len(bases) - 1, run + 1):
             before = ends[this - 1] if this else 0
             bases.append(xxh3_128_digest(bases[-1] + before.to_bytes(8, "little") + _encoded(names[this])))
+
+
+class RecentPrompts:
+    """The latest prompts made of segments, with their hashes: a call of a program continues the one before it.
+
+    What a prompt takes from here is what it would have made itself.
+    """
+
+    __slots__ = ("_capacity", "_prompts")
+
+    def __init__(self, capacity: int = 1024) -> None:
+        """`capacity`: prompts that are kept, those without a follow-up for longest dropped first."""
+        self._capacity = capacity
+        self._prompts: OrderedDict[_PromptKey, tuple[Sequence[tuple[SegmentId, int]], SegmentBlockHashes]] = (
+            OrderedDict()
+        )
+
+    def longest_prefix(
+        self, segments: Sequence[tuple[SegmentId, int]], block_size: int, salt: str
+    ) -> tuple[int, SegmentBlockHashes] | None:
+        """Return a kept prompt that these segments begin with, and its number of segments; None if none is found.
+
+        Only prompts that lack few of the segments are looked for.
+        """
+        num_segments = len(segments)
+        for count in range(num_segments, max(0, num_segments - _MOST_NEW_SEGMENTS - 1), -1):
+            key = (salt, block_size, count, segments[count - 1])
+            found = self._prompts.get(key)
+            if found is not None and found[0] == segments[:count]:
+                self._prompts.move_to_end(key)
+                return count, found[1]
+        return None
+
+    def add(self, segments: Sequence[tuple[SegmentId, int]], salt: str, hashes: SegmentBlockHashes) -> None:
+        """Keep a prompt, in the place of another that ends like it."""
+        if not segments:
+            return
+        key = (salt, hashes._block_size, len(segments), segments[-1])
+        self._prompts[key] = (segments, hashes)
+        if len(self._prompts) > self._capacity:
+            self._prompts.popitem(last=False)
 
 
 class PrivateBlockHashes:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vajra_py.runtime.kv.content_events import ContentEvents
 
@@ -298,11 +298,11 @@ class BlockPool:
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """Return the blocks of the leading hashes that are found."""
-        found: list[int] = []
-        for entry in map(self._entries.get, hashes):
-            if entry is None:
-                break
-            found.append(entry if isinstance(entry, int) else next(iter(entry)))
+        found: list[Any] = list(map(self._entries.get, hashes))
+        if None in found:
+            del found[found.index(None) :]
+        if dict in set(map(type, found)):
+            return [next(iter(entry)) if isinstance(entry, dict) else entry for entry in found]
         return found
 
     def block_of(self, block_hash: Hashable) -> int | None:

@@ -6,9 +6,14 @@ The events are vLLM's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
+
+from vajra_py.runtime.kv.block_hashes import BlockHashes, reads_cache
+
+_FIRST_LOOKUP_BLOCKS = 32
+_LOOKUP_GROWTH = 4
 
 
 class ContentChange(Enum):
@@ -69,3 +74,21 @@ class ContentEvents:
     def cleared(self) -> None:
         """No content can be found any more."""
         self._events.append(ContentEvent(self._clock(), self._replica_id, ContentChange.CLEARED, [], self._tier))
+
+
+def known_prefix_tokens(
+    known: Collection[Hashable], hashes: BlockHashes, num_known_tokens: int, block_size: int
+) -> int:
+    """Return the leading tokens of some content whose blocks are all known; at least one token stays to compute."""
+    limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // block_size
+    found, width = 0, _FIRST_LOOKUP_BLOCKS
+    if not known or not reads_cache(hashes):
+        return 0
+    while found < limit:
+        wanted = hashes.block_hashes(found, min(found + width, limit))
+        held = next((index for index, one in enumerate(wanted) if one not in known), len(wanted))
+        found += held
+        if held < len(wanted):
+            break
+        width *= _LOOKUP_GROWTH
+    return found * block_size

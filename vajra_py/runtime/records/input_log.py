@@ -318,6 +318,25 @@ class ServerReport:
     kv_fraction: float
 
 
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """Change of what a server's prefix cache holds, by its KV events.
+
+    Attributes:
+        stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
+        begins: what was known before is void.
+        ends: nobody tells of it any more; `stored` and `removed` are empty.
+    """
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    stored: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    begins: bool = False
+    ends: bool = False
+
+
 Control: TypeAlias = Gate | CacheReset | Stall
 """An action of the executing side on a replica or on its policies."""
 
@@ -347,6 +366,7 @@ _Unrequested: TypeAlias = (
     | Retry
     | Answer
     | ServerReport
+    | KvReport
     | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
@@ -370,6 +390,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "retry": Retry,
     "answer": Answer,
     "report": ServerReport,
+    "kv": KvReport,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,

@@ -253,8 +253,12 @@ def build_memory(
     records_copies: bool = False,
     retention: Retention | None = None,
     tiers: KvTiers | None = None,
+    kind: type[PagedKvMemory] = PagedKvMemory,
 ) -> KvMemory:
-    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do), `tiers` are below it."""
+    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: the settings do), `tiers` are below it.
+
+    `kind`: the class of a memory that is not spread over groups.
+    """
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
         reuse_order=cache.reuse_order,
@@ -273,7 +277,7 @@ def build_memory(
         return KvParallelMemory(
             groups, limits.block_size, host_blocks=limits.host_blocks, records_copies=records_copies
         )
-    memory = PagedKvMemory(
+    memory = kind(
         limits.num_blocks,
         limits.block_size,
         prefix_cache=options if cache.enabled else None,

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from vajra_py.runtime.kv.block_hashes import BlockHashes, reads_cache
-from vajra_py.runtime.kv.content_events import ContentChange, ContentEvent, ContentEvents
+from vajra_py.runtime.kv.block_hashes import BlockHashes
+from vajra_py.runtime.kv.content_events import ContentChange, ContentEvent, ContentEvents, known_prefix_tokens
 from vajra_py.runtime.requests.listeners import Listeners
 from vajra_py.runtime.serving.replica import Replica
-
-_FIRST_LOOKUP_BLOCKS = 32
 
 
 class ContentFeed:
@@ -61,18 +59,7 @@ class ContentFeed:
         """Leading tokens of some content that the replica holds as far as is known."""
         memory = self._replicas[replica_id].memory
         self.deliver(memory.now())
-        limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // memory.block_size
-        known, found, width = self._known[replica_id], 0, _FIRST_LOOKUP_BLOCKS
-        if limit <= 0 or not known or not reads_cache(hashes):
-            return 0
-        while found < limit:
-            wanted = hashes.block_hashes(found, min(found + width, limit))
-            held = next((index for index, one in enumerate(wanted) if one not in known), len(wanted))
-            found += held
-            if held < len(wanted):
-                break
-            width *= 4
-        return found * memory.block_size
+        return known_prefix_tokens(self._known[replica_id], hashes, num_known_tokens, memory.block_size)
 
     def _give(self, event: ContentEvent) -> None:
         at, replica_id, change, hashes, tier = event

@@ -506,7 +506,9 @@ class Replica:
             for observer in self._end_watchers:
                 observer.on_step_run(run)
         growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
-        following = self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
+        step_index, formed_at = plan.step_index, plan.formed_at
+        following = plan.copy_of_decodes() if self._step_logs else plan  # logs keep plans
+        self.builder.repeat(following, len(ended_at), ended_at[-1], self._num_waiting_in_run)
         if growth is not None:
             repeats = PlanRepeats(ended_at, growth)
             for log in self._step_logs:
@@ -514,12 +516,12 @@ class Replica:
         plan.pool.advance(ended_at)
         self.num_steps += len(ended_at)
         if self.parts.listeners.step_runs:
-            self._tell_run(plan, plan.pool, ended_at)
+            self._tell_run(step_index, formed_at, plan.pool, ended_at)
         return following
 
-    def _tell_run(self, plan: StepPlan, pool: DecodePool, ended_at: Sequence[int]) -> None:
-        formed_at, seconds = to_seconds(plan.formed_at), [tick / TICKS_PER_SECOND for tick in ended_at]
-        run = EndedRun(self.replica_id, plan.step_index, formed_at, seconds, list(pool.in_admission_order()))
+    def _tell_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
+        seconds = [tick / TICKS_PER_SECOND for tick in ended_at]
+        run = EndedRun(self.replica_id, step_index, to_seconds(formed_at), seconds, list(pool.in_admission_order()))
         try:
             for tell in self.parts.listeners.step_runs:
                 tell(run)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from operator import attrgetter
 
 from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
-from vajra_py.runtime.kv.block_hashes import adapter_salt
+from vajra_py.runtime.kv.block_hashes import RecentPrompts, adapter_salt
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.generated import maker
@@ -21,15 +21,17 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
     return _make_facts(*_facts_in(spec))
 
 
-def hashes_of(spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True) -> BlockHashes:
+def hashes_of(
+    spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True, recent: RecentPrompts | None = None
+) -> BlockHashes:
     """Return hashes of token ids where the workload gives them, else of content segments, else private ones.
 
-    Without `reads_cache` token ids are kept for others and not looked up.
+    Without `reads_cache` token ids are kept for others and not looked up. `recent`: earlier prompts of the same run.
     """
     if spec.adapter:
         salt = adapter_salt(salt, spec.adapter)
     if spec.prompt_token_ids is not None:
         return TokenBlockHashes(spec.prompt_token_ids, block_size, salt, reads_cache=reads_cache)
     if spec.content is not None:
-        return SegmentBlockHashes(spec.content.segments, spec.request_id, block_size, salt)
+        return SegmentBlockHashes(spec.content.segments, spec.request_id, block_size, salt, recent=recent)
     return PrivateBlockHashes(spec.request_id)

@@ -34,7 +34,9 @@ class PlannedChunk(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class StepPlan:
-    """Work of one step. Made by the batch builder alone, and never changed; read by executors and observers.
+    """Work of one step. Made by the batch builder alone; read by executors and observers.
+
+    It is not changed while its step is under way. A plan of decodes becomes that of its repetition afterwards.
 
     Neither frozen nor a tuple: one is made for every step, which takes a frozen dataclass several times as long, and it is
     read dozens of times, which takes a tuple's fields several times as long as slots.
@@ -89,6 +91,24 @@ class StepPlan:
         return (
             [*(one.request for one in before), *decodes, *(one.request for one in after)],
             [*(one.num_tokens for one in before), *[1] * len(decodes), *(one.num_tokens for one in after)],
+        )
+
+    def copy_of_decodes(self) -> StepPlan:
+        """Return a copy of a plan of nothing but the pool's decodes."""
+        return StepPlan(
+            self.step_index,
+            self.replica_id,
+            self.formed_at,
+            self.features,
+            (),
+            self.pool,
+            self.num_pool_decodes,
+            self.free_blocks,
+            self.num_waiting,
+            self.num_running,
+            self.pool_position,
+            self.running_in_order,
+            notes=self.notes,
         )
 
     def _pool_entries(self) -> Sequence[PlannedChunk]:

@@ -332,31 +332,22 @@ class PlanDraft:
             self.drafts,
         )
 
-    def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> StepPlan:
-        """Return the plan that follows a pure decode plan, no longer in flight, after `num_steps` repetitions.
+    def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
+        """Turn a pure decode plan that is no longer in flight into the one after `num_steps` repetitions.
 
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
-        assert plan.pool is not None
-        num_blocks = plan.pool.growth(num_steps)
+        pool, num_decodes = plan.pool, plan.num_pool_decodes
+        assert pool is not None
+        num_blocks = pool.growth(num_steps)
         if num_blocks:
             self._memory.reserve_blocks(num_blocks)
-        num_decodes = plan.num_pool_decodes
-        return StepPlan(
-            plan.step_index + num_steps,
-            plan.replica_id,
-            formed_at,
-            BatchFeatures(num_decodes, plan.features.decode_context_tokens + num_steps * num_decodes),
-            plan.chunks,
-            plan.pool,
-            num_decodes,
-            self._memory.free_blocks,
-            num_waiting,
-            plan.num_running,
-            plan.pool_position,
-            plan.running_in_order,
-            notes=plan.notes,
-        )
+        plan.step_index += num_steps
+        plan.formed_at = formed_at
+        plan.features = BatchFeatures(num_decodes, plan.features.decode_context_tokens + num_steps * num_decodes)
+        plan.free_blocks = self._memory.free_blocks
+        plan.num_waiting = num_waiting
+        plan.copies = ()
 
     def _park_all_but_selected(self) -> None:
         running_set, selected = self._running_set, self.selected

@@ -96,7 +96,10 @@ def header_fields() -> dict[str, Any]:
 def stated_in(headers: BaseModel, body: BaseModel) -> dict[str, Any]:
     """The facts that a request states, by name; a header goes before the body's field."""
     stated: dict[str, Any] = {}
+    named, in_body = headers.model_fields_set, body.model_fields_set
     for fact, names in _HEADERS_OF:
+        if fact.body not in in_body and named.isdisjoint(names):
+            continue
         given = [getattr(headers, name) for name in names]
         given.append(getattr(body, fact.body))
         nothing = ("", None) if fact.kind is FactKind.TEXT else (None,)

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -148,6 +148,38 @@ class _UntilClosed(int):
         return False
 
     __hash__ = int.__hash__
+
+
+class _HeldHead:
+    """Transport of an answer whose head is sent with the first piece of its body, if that comes in the same turn of the event loop."""
+
+    __slots__ = ("_cycle", "_head", "_transport")
+
+    def __init__(
+        self, cycle: RequestResponseCycle, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self._head = b""
+        loop.call_soon(self._send)
+
+    def write(self, data: bytes) -> None:
+        """Keep the head, or send it with what follows."""
+        is_first = not self._head
+        self._head += data
+        if not is_first:
+            self._send()
+
+    def close(self) -> None:
+        """Close the connection, once everything is sent."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        head, self._head = self._head, b""
+        self._cycle.transport = self._transport
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
 
 
 class Connection(HttpToolsProtocol):
@@ -300,6 +332,8 @@ class Connection(HttpToolsProtocol):
 
     async def _send(self, cycle: RequestResponseCycle, message: Any) -> None:
         """Send a part of an answer; one that comes before the request's body is the last of its connection."""
+        if message["type"] == "http.response.start":
+            cycle.transport = cast(asyncio.Transport, _HeldHead(cycle, self.transport, self.loop))
         if cycle.more_body and not cycle.disconnected:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}

@@ -1,0 +1,72 @@
+"""KV memory of a server: blocks by what was sent to it, prefixes by what it tells of its cache, where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from vajra_py.runtime.kv import BlockHashes, PagedKvMemory
+from vajra_py.runtime.kv.content_events import ContentEvents, known_prefix_tokens
+
+
+class ServerMemory(PagedKvMemory):
+    """Memory whose prefix hits are those of the server's KV events, as long as somebody follows them."""
+
+    __slots__ = ("_recipient", "told")
+
+    def __init__(self, num_blocks: int, block_size: int, **options: Any) -> None:
+        """See `PagedKvMemory`."""
+        super().__init__(num_blocks, block_size, **options)
+        self.told: dict[Hashable, None] | None = None
+        """Content of the server's cache by its events; None: nobody follows them, and what was sent there is taken for it."""
+        self._recipient: ContentEvents | None = None
+
+    def begin(self) -> None:
+        """Believe the server from now on; what was known before is void."""
+        self.told = {}
+        self._events = self._pool.events = None
+        if self._recipient is not None:
+            self._recipient.cleared()
+
+    def end(self) -> None:
+        """Take what was sent to the server for its content from now on."""
+        self.told = None
+        if self._recipient is not None:
+            self._recipient.cleared()
+            super().report_content(self._recipient)
+
+    def change(self, stored: Sequence[Hashable], removed: Sequence[Hashable]) -> None:
+        """Take what the server gave up, and stored after that; nothing happens unless its events are followed."""
+        told, recipient = self.told, self._recipient
+        if told is None:
+            return
+        gone = [one for one in removed if one in told]
+        for one in gone:
+            del told[one]
+        new = [one for one in stored if one not in told]
+        told.update(dict.fromkeys(new))
+        if recipient is not None:
+            for one in gone:
+                recipient.removed(one)
+            recipient.stored(new)
+
+    def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
+        """See `PagedKvMemory`."""
+        if self.told is None:
+            return super().lookup_prefix(hashes, num_known_tokens)
+        return known_prefix_tokens(self.told, hashes, num_known_tokens, self.block_size)
+
+    def report_content(self, events: ContentEvents) -> None:
+        """See `PagedKvMemory`."""
+        self._recipient = events
+        if self.told is None:
+            super().report_content(events)
+        else:
+            self.is_watched = True
+            events.stored(list(self.told))
+
+    def clear(self) -> None:
+        """See `PagedKvMemory`; nobody follows the server's events then."""
+        super().clear()
+        if self.told is not None:
+            self.end()

@@ -1,0 +1,228 @@
+"""Follow a server's KV events over ZeroMQ: subscribe, ask for what was missed, and begin anew where that is not to be had."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from vajra_py.route.config import KvEventsConfig
+from vajra_py.route.kv_events import ServerBlocks
+
+_log = logging.getLogger(__name__)
+_REPLAY_S = 5.0
+"""Time that the replay socket may say nothing for."""
+_HEARTBEAT_MS = 2000
+_MOST_QUEUED = 100_000
+"""Batches that wait to be read; more are lost, and asked for again."""
+_MOST_BYTES = 64 * 2**20
+"""Size of a batch above which a connection is closed."""
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class KvNews:
+    """Change of what a server's cache holds; see `KvReport`."""
+
+    stored: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    begins: bool = False
+    ends: bool = False
+
+
+class Subscription:
+    """Keeps the index of one server's blocks as its events tell, and says what changes."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        name: str,
+        settings: KvEventsConfig,
+        blocks: ServerBlocks,
+        on_news: Callable[[KvNews], None],
+    ) -> None:
+        """`name`: the server's, for the log; `on_news` is called in the event loop's thread."""
+        self._context = context
+        self._name = name
+        self._settings = settings
+        self._blocks = blocks
+        self._on_news = on_news
+        self._turn = asyncio.Lock()
+        self._next: int | None = None
+        """Number of the next batch; None: any."""
+        self.is_following = False
+        """True while it is connected, and the index is what the server tells."""
+        self._is_new = True
+        """True if what was told before is void."""
+        self._warned: set[str] = set()
+
+    async def run(self) -> None:
+        """Follow the events until cancelled."""
+        socket = self._socket(zmq.SUB)
+        socket.setsockopt(zmq.SUBSCRIBE, self._settings.topic.encode())
+        monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        watching = asyncio.ensure_future(self._watch(monitor))
+        try:
+            socket.connect(self._settings.endpoint)
+            while True:
+                frames = await socket.recv_multipart()
+                async with self._turn:
+                    if self.is_following:
+                        await self._take(frames)
+        finally:
+            watching.cancel()
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+
+    async def restart(self) -> None:
+        """Begin anew, if it is connected: the router has forgotten what the server holds."""
+        async with self._turn:
+            if self.is_following:
+                await self._begin()
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.IPV6, 1)
+        return socket
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            async with self._turn:
+                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    _log.info("%s: KV events are followed (%s)", self._name, self._settings.endpoint)
+                    await self._begin()
+                elif self.is_following:
+                    _log.warning("%s: its KV events have broken off", self._name)
+                    self.is_following = False
+                    self._on_news(KvNews(ends=True))
+
+    async def _begin(self) -> None:
+        """Begin with an empty index, and with what is kept for a replay."""
+        self._void()
+        self._next = None
+        await self._replay(0)
+        self.is_following = True
+        self._tell()
+
+    async def _take(self, frames: Sequence[bytes]) -> None:
+        """Take the next batch, after those that were missed before it."""
+        number = int.from_bytes(frames[-2], "big") if len(frames) > 1 else 0
+        if number == 0 and self._next:  # another publisher, behind a proxy
+            await self._begin()
+        if self._next is not None and number > self._next:
+            await self._replay(self._next)
+        self._apply(number, frames[-1])
+        self._tell()
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        """Apply a batch, unless it was applied before; behind a gap the index begins anew."""
+        if self._next is not None and number < self._next:
+            return
+        if self._next is not None and number > self._next:
+            self._warn(f"{number - self._next} batches of KV events were missed; what it holds is learnt anew")
+            self._void()
+        self._next = number + 1
+        try:
+            self._blocks.apply(msgspec.msgpack.decode(payload))
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._warn(f"a batch of KV events cannot be read ({error}); what it holds is learnt anew")
+            self._void()
+        if self._blocks.other_block_size:
+            self._warn(
+                f"its blocks have {self._blocks.other_block_size} tokens, not those of replica.memory.block_size"
+            )
+
+    async def _replay(self, first: int) -> None:
+        """Apply the batches that are kept from this one on, as far as they come; nothing happens where none are kept."""
+        address = self._settings.replay_endpoint
+        if address is None:
+            return
+        socket = self._socket(zmq.DEALER)
+        try:
+            socket.connect(address)
+            await socket.send_multipart((b"", first.to_bytes(8, "big")))
+            while True:
+                frames = await asyncio.wait_for(socket.recv_multipart(), _REPLAY_S)
+                if len(frames) < 2 or frames[-2] == _END:
+                    return
+                self._apply(int.from_bytes(frames[-2], "big"), frames[-1])
+                await asyncio.sleep(0)  # requests go first
+        except TimeoutError:
+            self._warn(f"its replay socket says nothing ({address})")
+        finally:
+            socket.close(linger=0)
+
+    def _void(self) -> None:
+        self._blocks.clear()
+        self._is_new = True
+
+    def _tell(self) -> None:
+        stored, removed = self._blocks.news()
+        if self._is_new:
+            self._is_new = False
+            self._on_news(KvNews(self._blocks.content, begins=True))
+        elif stored or removed:
+            self._on_news(KvNews(stored, removed))
+
+    def _warn(self, message: str) -> None:
+        """Log trouble, each kind once."""
+        kind = message.lstrip("0123456789")
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s: %s", self._name, message)
+
+
+class KvFeeds:
+    """The subscriptions to all servers that publish KV events."""
+
+    def __init__(self) -> None:
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._ones: dict[tuple[str, int], Subscription] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(
+        self,
+        key: tuple[str, int],
+        settings: KvEventsConfig,
+        blocks: ServerBlocks,
+        on_news: Callable[[tuple[str, int], KvNews], None],
+    ) -> None:
+        """Follow the events of a server; `on_news` is called with its key, in the event loop's thread."""
+        one = self._ones[key] = Subscription(
+            self._context, f"{key[0]}/{key[1]}", settings, blocks, lambda news: on_news(key, news)
+        )
+        self._begin(one.run())
+
+    def restart(self, key: tuple[str, int]) -> None:
+        """Begin anew with a server of which the router has forgotten what it holds; nothing happens where it publishes nothing."""
+        one = self._ones.get(key)
+        if one is not None:
+            self._begin(one.restart())
+
+    def is_followed(self, key: tuple[str, int]) -> bool:
+        """Return whether the content of a server is known by its events."""
+        return key in self._ones and self._ones[key].is_following
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Follow nothing more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
