@@ -1,58 +1,104 @@
 """CPU time of `schedule` + `update_from_output` in steady decode: this project's scheduler against vLLM's own, in turns.
 
-python benchmarks/vllm_scheduler.py MODEL_FOLDER [STEPS [RUNNING ...]]   in an environment that has vLLM; no model is computed
+python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts 0]
+
+In an environment that has vLLM; no model is computed. With `--drafts` every decode has so many, of which half are right.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
+from vllm.v1.outputs import DraftTokenIds
 
 from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
+from tests.vllm.worker_model import FirstRunner
 from vajra_py.vllm import Scheduler
 
 
-def steady(cls: type[Any], model: str, num_running: int, num_waiting: int) -> Core:
+@dataclass
+class Drafting(Core):
+    """A core whose workers propose tokens, the first half of them right."""
+
+    num_drafts: int = 0
+    proposals: Any = None
+
+    def propose(self, result: Any) -> None:
+        """Make the proposals; `hand_over` gives them to the scheduler."""
+        drafts, worker = [], cast(FirstRunner, self.worker)
+        for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            place, right = len(worker.requests[name].output), (self.num_drafts + 1) // 2
+            drafted = [self.token(name, place + ahead) if ahead < right else 5 for ahead in range(self.num_drafts)]
+            drafts.append(drafted if tokens else [])
+        self.proposals = DraftTokenIds(list(result.req_ids), drafts)
+
+    def hand_over(self) -> None:
+        """Give the scheduler the proposed tokens."""
+        self.scheduler.update_draft_token_ids(self.proposals)
+
+
+def steady(cls: type[Any], model: str, num_running: int, num_waiting: int, num_drafts: int) -> Drafting:
     """A scheduler whose requests all decode, with others behind them."""
+    speculative = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 3}
     config = vllm_config(
-        model, max_model_len=2048, max_num_seqs=num_running, max_num_batched_tokens=8192, enable_prefix_caching=True
+        model,
+        max_model_len=2048,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=True,
+        speculative_config=speculative if num_drafts else None,
     )
-    core = Core(make_scheduler(cls, config, num_running * 40 + 1, 16))
+    scheduler = make_scheduler(cls, config, num_running * 40 * (1 + num_drafts) + 1, 16)
+    core = Drafting(scheduler, num_drafts=num_drafts)
     for index in range(num_running + num_waiting):
         tokens = tuple((index * 31 + place * 7) % 500 for place in range(24 + index % 16))
-        core.add(RequestScript(f"r-{index}", tokens, 600, 0), 16, True)
+        core.add(RequestScript(f"r-{index}", tokens, 600 * (1 + num_drafts // 2), 0), 16, True)
     while len(core.tokens) < num_running:
         core.step()
+        if num_drafts:
+            core.hand_over()
     return core
 
 
-def timed(core: Core) -> float:
-    """CPU seconds of one step's two calls."""
+def timed(core: Drafting) -> float:
+    """CPU seconds of one step's calls: two, and a third for proposed tokens."""
     start = time.process_time()
     output = core.scheduler.schedule()
     middle = time.process_time()
     core.note(output)
     result = core.execute(output)
+    if core.num_drafts:
+        core.propose(result)
     begin = time.process_time()
     core.scheduler.update_from_output(output, result)
+    if core.num_drafts:
+        core.hand_over()
     return middle - start + time.process_time() - begin
 
 
 def main() -> None:
     """Print a line for each size: medians of the steps."""
-    model, num_steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
-    for num_running in map(int, sys.argv[3:] or ("32", "256", "1024")):
-        for num_waiting in (0, 10_000):
-            cores = [steady(cls, model, num_running, num_waiting) for cls in (VllmsOwn, Scheduler)]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--running", type=int, nargs="+", default=(32, 256, 1024))
+    parser.add_argument("--waiting", type=int, nargs="+", default=(0, 10_000))
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that are proposed for each decode")
+    given = parser.parse_args()
+    for num_running in given.running:
+        for num_waiting in given.waiting:
+            cores = [steady(cls, given.model, num_running, num_waiting, given.drafts) for cls in (VllmsOwn, Scheduler)]
             times: list[list[float]] = [[], []]
-            for _ in range(num_steps):
+            for _ in range(given.steps):
                 for core, each in zip(cores, times, strict=True):
                     each.append(timed(core))
             own, ours = (statistics.median(each) * 1e6 for each in times)

@@ -43,9 +43,19 @@ def options(**given: Any) -> Any:
             "is_encoder_decoder": False,
         },
         "parallel_config": {},
-        "scheduler_config": {"max_num_scheduled_tokens": None, "max_num_batched_tokens": 64},
+        "scheduler_config": {
+            "max_num_scheduled_tokens": None,
+            "max_num_batched_tokens": 64,
+            "async_scheduling": False,
+            "long_prefill_token_threshold": 0,
+        },
     }
-    whole: dict[str, Any] = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None}
+    whole: dict[str, Any] = {
+        "speculative_config": None,
+        "num_prefill_lookahead_tokens": 0,
+        "lora_config": None,
+        "kv_transfer_config": None,
+    }
     for name, value in given.items():
         part, _, attribute = name.partition("__")
         if attribute:
@@ -55,6 +65,17 @@ def options(**given: Any) -> Any:
     return SimpleNamespace(**whole, **{name: SimpleNamespace(**values) for name, values in parts.items()})
 
 
+def speculative(**given: Any) -> Any:
+    """A `SpeculativeConfig` with n-grams, but for what is given."""
+    usual = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "max_num_new_slots_for_drafting": 0,
+        "num_speculative_tokens_per_batch_size": None,
+    }
+    return SimpleNamespace(**usual | given)
+
+
 def test_a_plain_model_is_taken() -> None:
     check_options(options())
 
@@ -62,7 +83,12 @@ def test_a_plain_model_is_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "option"),
     [
-        ({"speculative_config": object()}, "--speculative-config"),
+        ({"speculative_config": speculative(method="draft_model")}, "--speculative-config"),
+        ({"speculative_config": speculative(max_num_new_slots_for_drafting=1)}, "--speculative-config"),
+        ({"speculative_config": speculative(), "num_prefill_lookahead_tokens": 2}, "--speculative-config"),
+        ({"speculative_config": speculative(), "num_hash_lookahead_tokens": 1}, "--speculative-config"),
+        ({"speculative_config": speculative(), "kv_transfer_config": object()}, "--speculative-config"),
+        ({"speculative_config": speculative(), "scheduler_config__async_scheduling": True}, "--speculative-config"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),
@@ -95,6 +121,7 @@ def test_what_cannot_be_scheduled_is_one_line_with_a_way_out(given: dict[str, An
     [
         ({"model_config__get_sliding_window": lambda: 64}, "model: has a sliding window of 64 tokens"),
         ({"lora_config": object()}, "--enable-lora: "),
+        ({"speculative_config": speculative()}, "--speculative-config: "),
         ({"kv_transfer_config": object()}, "--kv-transfer-config: "),
     ],
 )

@@ -23,12 +23,13 @@ from vajra_py.latency import AffineModel
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
+from vajra_py.runtime.kv.block_hashes import output_segment
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE
 from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.acceptance import AcceptedInTrace, RatesByPosition, read_acceptance
 from vajra_py.testing import Harness, HarnessOptions
-from vajra_py.workload import RequestSpec
+from vajra_py.workload import PromptContent, RequestSpec
 
 ALL = RatesByPosition([1.0], SeedTree(0), endless=True)
 NONE = RatesByPosition([0.0], SeedTree(0), endless=True)
@@ -112,8 +113,6 @@ def test_lookahead_takes_blocks_too() -> None:
 
 
 def test_only_accepted_tokens_enter_the_prefix_cache() -> None:
-    from vajra_py.workload import PromptContent
-
     options = HarnessOptions(
         drafts=FOUR, acceptance=NONE, block_size=4, prefix_cache=PrefixCacheOptions(), reserve_prompt=False
     )
@@ -125,6 +124,79 @@ def test_only_accepted_tokens_enter_the_prefix_cache() -> None:
     second = world.submit("b", num_prompt_tokens=longer.num_tokens, num_output_tokens=1, content=longer)
     world.steps_until_idle()
     assert second.num_cached_tokens <= 8
+
+
+def cached_world(rules: DraftRules, acceptance: Any, cache: PrefixCacheOptions | None = None, **given: Any) -> Harness:
+    options: dict[str, Any] = {"block_size": 4, "reserve_prompt": False, "prefix_cache": cache or PrefixCacheOptions()}
+    return Harness(
+        "fcfs", "round_robin", "vllm_v1", HarnessOptions(drafts=rules, acceptance=acceptance, **options, **given)
+    )
+
+
+def submit_same(world: Harness, name: str, *, prompt: int, output: int) -> Any:
+    content = PromptContent((("a", prompt),))
+    return world.submit(name, num_prompt_tokens=prompt, num_output_tokens=output, max_tokens=output, content=content)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_who_is_admitted_with_a_token_left_has_places_for_drafts_if_wanted(keeps: bool) -> None:
+    rules = replace(FOUR, pads_admitted=True, keeps_blocks=keeps, past_max_tokens=True)
+    plain, padding = cached_world(replace(rules, pads_admitted=False), ALL), cached_world(rules, ALL)
+    for world, tokens in ((plain, 1), (padding, 5)):
+        submit_same(world, "a", prompt=9, output=1)
+        world.steps_until_idle()
+        second = submit_same(world, "b", prompt=9, output=3)
+        step = world.step()
+        assert step is not None
+        assert step.tokens == {"b": tokens}
+        held = world.replica().memory.num_held_blocks(second)
+        assert held == (4 if keeps and tokens == 5 else 3)
+        assert (second.num_output_tokens, second.num_draft_tokens) == (1, 0)  # nothing of it is a draft
+        world.steps_until_idle()
+        assert second.num_output_tokens == 3
+        assert world.replica().memory.free_blocks == world.replica().memory.num_blocks
+
+
+def test_places_that_do_not_fit_the_rest_of_the_budget_wait_and_those_beyond_it_are_left_out() -> None:
+    rules = replace(FOUR, pads_admitted=True, past_max_tokens=True)
+    world = cached_world(rules, NONE, max_batch_tokens=8)
+    submit_same(world, "a", prompt=9, output=1)
+    world.steps_until_idle()
+    submit_same(world, "b", prompt=9, output=9)
+    submit_same(world, "c", prompt=9, output=2)
+    first, second = world.step(), world.step()
+    assert first is not None
+    assert second is not None
+    assert (first.tokens, second.tokens) == ({"b": 5}, {"b": 5})  # of eight, three are left
+    small = cached_world(rules, NONE, max_batch_tokens=4)
+    submit_same(small, "a", prompt=9, output=1)
+    small.steps_until_idle()
+    submit_same(small, "b", prompt=9, output=1)
+    assert [step.tokens for step in small.steps_until_idle()] == [{"b": 1}]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_was_accepted_last_is_found_unless_it_is_published_with_the_next_step(is_late: bool) -> None:
+    world = cached_world(replace(FOUR, publishes_late=is_late), ALL)
+    content = PromptContent((("a", 4),))
+    world.submit("a", num_prompt_tokens=4, num_output_tokens=6, max_tokens=6, content=content)
+    world.steps_until_idle()  # 4 tokens, then five at once, of which the last ones fill the second block
+    longer = PromptContent((("a", 4), (output_segment("a"), 6), ("b", 7)))
+    second = world.submit("b", num_prompt_tokens=longer.num_tokens, num_output_tokens=1, content=longer)
+    world.steps_until_idle()
+    assert second.num_cached_tokens == (4 if is_late else 8)
+
+
+def test_the_last_hit_is_computed_anew_if_wanted_and_prompts_have_blocks_ahead() -> None:
+    rules = replace(FOUR, lookahead_tokens=4)
+    world = cached_world(rules, NONE, PrefixCacheOptions(drop_last_hit=True))
+    first = submit_same(world, "a", prompt=12, output=2)
+    world.step()
+    assert world.replica().memory.num_held_blocks(first) == 4  # of four tokens behind the prompt
+    world.steps_until_idle()
+    second = submit_same(world, "b", prompt=12, output=1)
+    world.steps_until_idle()
+    assert second.num_cached_tokens == 4  # two blocks are found
 
 
 class Scripted:

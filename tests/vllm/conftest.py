@@ -8,6 +8,7 @@ SCHEDULERS_ALONE = (
     "test_vllm_async.py",
     "test_vllm_connector.py",
     "test_vllm_decisions.py",
+    "test_vllm_draft_sessions.py",
     "test_vllm_drafts.py",
     "test_vllm_faults.py",
     "test_vllm_fuzz.py",

@@ -112,6 +112,7 @@ class Step:
     computed: dict[str, int]
     preempted: list[str]
     free: int
+    drafts: dict[str, list[int]]
 
 
 @dataclass
@@ -157,6 +158,8 @@ class Core:
                 self.scheduler.get_grammar_bitmask(output)
                 self.before_update()
                 self.update(output, result)
+                if output.total_num_scheduled_tokens:
+                    self.propose(result)
             return
         deferred = None
         if self.scheduler.has_requests():
@@ -179,6 +182,9 @@ class Core:
             self.scheduler.get_grammar_bitmask(deferred[0])
             self.queue.appendleft(deferred)
 
+    def propose(self, result: ModelRunnerOutput) -> None:
+        """Called after a step, to propose tokens."""
+
     def before_update(self) -> None:
         """Called after a step was computed, to handle messages that arrived meanwhile."""
 
@@ -187,7 +193,8 @@ class Core:
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         preempted = sorted((output.preempted_req_ids or set()) - output.finished_req_ids)
-        self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free_blocks(self.scheduler)))
+        free, drafts = free_blocks(self.scheduler), dict(output.scheduled_spec_decode_tokens)
+        self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free, drafts))
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         """Execute a step as a worker; raises `WorkerFault` on a violation."""

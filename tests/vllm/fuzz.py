@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
+import zlib
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from tests.vllm.core import EOS, Core, free_blocks, kv_cache, lora_of, made_up_token, make_scheduler, vllm_config
@@ -95,6 +98,10 @@ class Session:
     """When the first frontend sent the first request, seconds from now; clocks of frontends may be far off."""
     max_loras: int = 0
     """LoRA adapters of a step; 0: there are none."""
+    num_drafts: int = 0
+    """Tokens that are proposed after a step for each request, at most."""
+    drafter: str = "ngram"
+    """Method of drafting; EAGLE's is the same to a scheduler but for blocks."""
 
 
 def session_of(seed: int, *, is_async: bool) -> Session:
@@ -182,6 +189,33 @@ def adapter_session_of(seed: int, *, is_async: bool) -> Session:
     # Requests that wait for an adapter count in another way for the interval: docs/evidence/vllm.md.
     options = session.options | {"prefill_schedule_interval": 1}
     return replace(session, scripts=scripts, options=options, max_loras=max_loras)
+
+
+def draft_session_of(seed: int, *, is_async: bool) -> Session:
+    """Return a random session with drafts."""
+    session = session_of(seed, is_async=is_async)
+    rng = random.Random(f"drafts {session.seed}")
+    num_drafts = rng.choice((1, 1, 2, 3, 4, 5, 8))
+    options = dict(session.options)
+    if 0 < options["long_prefill_token_threshold"] <= num_drafts:
+        options["long_prefill_token_threshold"] = 0
+        options["long_prefill_token_threshold_adaptive"] = False
+    least = num_drafts + 1  # with less vLLM never admits a request that has one token left: docs/evidence/vllm.md
+    options["max_num_batched_tokens"] = max(least, options["max_num_batched_tokens"])
+    if options["max_num_scheduled_tokens"] is not None:
+        options["max_num_scheduled_tokens"] = max(least, options["max_num_scheduled_tokens"])
+    # Places of drafts of an admitted request do not count for the watermark: docs/evidence/vllm.md.
+    options["watermark"] = 0.0
+    drafter = rng.choice(("ngram", "eagle"))
+    return replace(session, options=options, num_drafts=num_drafts, drafter=drafter, second_runner=False)
+
+
+def proposed(name: str, script: RequestScript, place: int, num_drafts: int) -> list[int]:
+    """Return the tokens that a drafter proposes behind so many output tokens: some are right, up to the first that is not."""
+    draw = zlib.crc32(f"{name} {place} drafts".encode())
+    right, count = (draw >> 4) % (num_drafts + 1), (draw >> 12) % (num_drafts + 2)
+    found = [token_of(script, place + ahead) for ahead in range(min(count, num_drafts))]
+    return [token if ahead < right else 5 for ahead, token in enumerate(found)]
 
 
 def _scripts(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[RequestScript]:
@@ -289,6 +323,9 @@ class Grammars:
     def grammar_bitmask(self, requests: dict[str, Any], names: list[str], spec: Any) -> None:
         assert all(name in requests for name in names)
 
+    def validate_tokens(self, request: Any, tokens: list[int]) -> list[int]:
+        return tokens[: zlib.crc32(request.request_id.encode()) % 4] if request.use_structured_output else tokens
+
     def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
         refused = self._refuses.get(request.request_id)
         return refused is None or len(request.output_token_ids) < refused
@@ -312,11 +349,26 @@ def _config(model: str, session: Session) -> Any:
     config.model_config.max_model_len = given.pop("max_model_len")
     config.scheduler_config.async_scheduling = session.is_async
     config.lora_config = LoRAConfig(max_loras=session.max_loras) if session.max_loras else None
+    config.speculative_config = _speculative(model, session)
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=session.has_kv_events, publisher="null")
     for name, value in given.items():
         assert hasattr(config.scheduler_config, name), name
         setattr(config.scheduler_config, name, value)
     return config
+
+
+def _speculative(model: str, session: Session) -> Any:
+    if not session.num_drafts:
+        return None
+    key = f"{model} drafts"
+    if key not in _MADE:
+        given = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 3}
+        made = vllm_config(model, max_model_len=512, enforce_eager=True, speculative_config=given)
+        _MADE[key] = made.speculative_config
+    found = copy.copy(_MADE[key])
+    found.method, found.num_speculative_tokens = session.drafter, session.num_drafts
+    found.disable_lookahead_block_hashes = True
+    return found
 
 
 def request_of(script: RequestScript, session: Session) -> Request:
@@ -366,6 +418,8 @@ class Play(Core):
     events: deque[Event] = field(default_factory=deque)
     kv_events: list[Any] = field(default_factory=list)
     """KV cache events, in the order in which they are published."""
+    drafts: list[Any] = field(default_factory=list)
+    """Counts of drafts in each step's statistics."""
     is_endless: bool = False
     """True if requests preempted each other without end, as they may with vLLM's priorities."""
 
@@ -382,8 +436,21 @@ class Play(Core):
     def update(self, output: Any, result: Any) -> None:
         for client, each in self.scheduler.update_from_output(output, result).items():
             self.finished += sorted(each.finished_requests or ())
+            if each.scheduler_stats is not None and each.scheduler_stats.spec_decoding_stats is not None:
+                self.drafts.append(each.scheduler_stats.spec_decoding_stats)
             for one in each.outputs:
                 self._hear(client, one)
+
+    def propose(self, result: Any) -> None:
+        count = self.session.num_drafts
+        if not count:
+            return
+        proposals = []
+        for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            worker, script = self.worker, self.scripts[name]
+            place = len(worker.requests[name].output)
+            proposals.append(proposed(name, script, place, count) if tokens else [])
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), proposals))
 
     def _hear(self, client: int, one: Any) -> None:
         name = one.request_id
@@ -540,13 +607,13 @@ def play(cls: type[Any], model: str, session: Session, kind: type[Play] = Play) 
     return made
 
 
-def _that_run(play: Play) -> list[tuple[dict[str, int], dict[str, int], list[str], int]]:
+def _that_run(play: Play) -> list[tuple[Any, ...]]:
     """Return the non-empty steps; preemptions in earlier empty attempts are added to the next step."""
     found, preempted = [], set()
     for one in play.steps:
         preempted |= set(one.preempted)
         if one.scheduled:
-            found.append((one.scheduled, one.computed, sorted(preempted), one.free))
+            found.append((one.scheduled, one.computed, sorted(preempted), one.free, one.drafts))
             preempted = set()
     return found
 
@@ -556,11 +623,14 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
     if not session.is_async:
         theirs, mine = _that_run(own), _that_run(ours)
         for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):
-            for what, left, right in zip(("scheduled", "computed", "preempted", "free"), one, other, strict=True):
+            parts = ("scheduled", "computed", "preempted", "free", "drafts")
+            for what, left, right in zip(parts, one, other, strict=True):
                 if left != right:
                     return f"step {number} {what}: vLLM {left}, here {right}"
         if len(theirs) != len(mine) and not own.is_endless:
             return f"{len(theirs)} steps, here {len(mine)}"
+        if own.drafts != ours.drafts:
+            return f"statistics of drafts {own.drafts}, here {ours.drafts}"
         if own.answers != ours.answers:
             return f"resets answered {own.answers}, here {ours.answers}"
         # What a victim was to compute and did not is withdrawn here, and stays findable in vLLM.
@@ -606,7 +676,12 @@ def _has_equals(session: Session) -> bool:
     return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
 
 
-SESSIONS = {"plain": session_of, "windows": windowed_session_of, "adapters": adapter_session_of}
+SESSIONS = {
+    "plain": session_of,
+    "windows": windowed_session_of,
+    "adapters": adapter_session_of,
+    "drafts": draft_session_of,
+}
 """Kinds of random sessions."""
 
 
@@ -643,6 +718,8 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["grammars"] += sum(one.grammar is not None for one in session.scripts)
     counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
     counts["with_adapters"] += sum(one.adapter is not None for one in session.scripts)
+    counts["drafted"] += sum(one.num_draft_tokens for one in ours.drafts)
+    counts["accepted"] += sum(one.num_accepted_tokens for one in ours.drafts)
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
     if own.is_endless or ours.is_endless:
         # Asynchronous steps differ in when blocks are free, so that chance decides whether equals meet.

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument(
         "--kind",
-        choices=("plain", "windows", "adapters", "connector"),
+        choices=("plain", "windows", "adapters", "drafts", "connector"),
         default="plain",
         help="what is special about the model",
     )

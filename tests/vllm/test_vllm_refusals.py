@@ -51,10 +51,25 @@ def refusal(caught: pytest.ExceptionInfo[ConfigError], option: str) -> str:
 
 
 BY_ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "speculative decoding": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "drafts by batch size": (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 3,
+                "num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 256, 1]],
+            }
+        },
         "--speculative-config",
-        "taken back",
+        "left to policies",
+    ),
+    "a threshold within a decode with drafts": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3},
+            "long_prefill_token_threshold": 4,
+        },
+        "--long-prefill-token-threshold",
+        "got 4",
     ),
     "pooling": ({"runner": "pooling"}, "--runner", "'pooling'"),
     "data parallelism": ({"data_parallel_size": 2}, "--data-parallel-size", "route between them"),

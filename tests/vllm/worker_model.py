@@ -90,14 +90,17 @@ class KvSlots:
                     what = "nothing" if held is None else "another content"
                     raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
 
-    def write(self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
+    def write(
+        self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int, right: int
+    ) -> None:
+        """Write KV of the tokens from `start` on, which are the request's up to `right`, and drafts that are rejected behind that."""
         for group, table in enumerate(tables):
             for position in range(start, end):
                 slot = (table[position // self.size], position % self.size)
                 other = self._written_by.setdefault(slot, (name, group))
                 if other != (name, group):
                     raise WorkerFault(f"{name} and {other[0]} write one slot of KV memory")
-                self._held[slot] = expected.digest(position), group
+                self._held[slot] = (expected.digest(position) if position < right else 0), group
 
 
 @dataclass
@@ -149,20 +152,32 @@ class Runner:
         if not scheduled:
             return {}
         sampled: dict[str, list[int]] = {}
-        reads = {name: self.inputs(name, count) for name, count in scheduled.items()}
+        drafts = message.scheduled_spec_decode_tokens
+        if not drafts.keys() <= scheduled.keys() or not all(drafts.values()):
+            raise WorkerFault(f"drafts {drafts} for {sorted(scheduled)}")
+        reads = {name: self.inputs(name, count - len(drafts.get(name, ()))) for name, count in scheduled.items()}
+        rights: dict[str, int] = {}
         for name, (start, tokens, tables) in reads.items():
             expected, end = self.expected[name], start + len(tokens)
             wanted = [expected.at(position) for position in range(start, end)]
             if tokens != wanted:
                 raise WorkerFault(f"{name}: tokens {start} to {end} are read as {tokens}, and are {wanted}")
-            self.slots.check_tables(name, tables, start, end)
-            self.seen[name] = start
-        for name, (start, tokens, tables) in reads.items():  # a step writes before it reads
-            self.slots.write(name, self.expected[name], tables, start, start + len(tokens))
-        for name, (start, tokens, tables) in reads.items():
-            self.slots.read(name, self.expected[name], tables, start, start + len(tokens))
+            self.slots.check_tables(name, tables, start, start + scheduled[name])
+            self.seen[name], right = start, end
+            for token in drafts.get(name, ()):
+                if token != expected.at(right):
+                    break
+                right += 1
+            rights[name] = right
+        for name, (start, _, tables) in reads.items():  # a step writes before it reads
+            self.slots.write(name, self.expected[name], tables, start, start + scheduled[name], rights[name])
+        for name, (start, _, tables) in reads.items():
+            self.slots.read(name, self.expected[name], tables, start, rights[name])
         for name, (start, tokens, _) in reads.items():
-            sampled[name] = self.sample(name, start + len(tokens))
+            ends = range(start + len(tokens), rights[name] + 1)
+            sampled[name] = [token for end in ends for token in self.sample(name, end)]
+            if name in drafts and not sampled[name]:
+                raise WorkerFault(f"{name}: drafts behind a part of its prompt")
         self.finish_step()
         return sampled
 

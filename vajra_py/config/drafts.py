@@ -29,6 +29,14 @@ class DraftConfig(Section):
     past_max_tokens: Switch = Field(
         False, description="Make drafts beyond the request's `max_tokens` too, up to the model's length (vLLM)."
     )
+    publish: Literal["complete", "schedule"] = Field(
+        "complete",
+        description="When accepted drafts can be found in the prefix cache, where `prefix_cache.publish` is `schedule`: once their step is complete (vLLM 0.33), or when the next step of their request is formed, if there is one (vLLM 0.32).",
+    )
+    pad_admitted: Switch = Field(
+        False,
+        description="Let a request that is admitted with one token left compute places of `num_tokens` drafts, which are always rejected, where the step has no running prefill: steps of decodes are uniform then (vLLM).",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -46,6 +46,10 @@ class PrefixCacheConfig(Section):
         "tail_first", description="In which order a request's blocks become idle; tail first keeps prefixes longest."
     )
     retain_freed: Switch = Field(True, description="Freed blocks can still be hit until they are overwritten.")
+    drop_last_hit: Switch = Field(
+        False,
+        description="Compute the last block that a lookup finds anew, for drafters that need what the model computes there (vLLM with EAGLE).",
+    )
     duplicates: Literal["keep_first", "keep_last"] = Field(
         "keep_first", description="Which of two blocks with the same content answers later hits."
     )

@@ -64,6 +64,9 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
         number = "any" if replica.adapters.models is None else len(replica.adapters.models)
         message = f"steps are computed with the base model alone (got {number} adapters)"
         problems.append(Problem(f"{where}.adapters", message, "Allowed: null; simulate them with `simulator`"))
+    if replica.draft.pad_admitted:
+        message = "places that hold no drafts are not computed"
+        problems.append(Problem(f"{where}.draft.pad_admitted", message, "Allowed: false; simulate it with `simulator`"))
     if replica.memory.swap_link is not None:
         message = "swapped blocks are copied between two steps"
         problems.append(Problem(f"{where}.memory.swap_link", message, "Allowed: null; simulate it with `simulator`"))

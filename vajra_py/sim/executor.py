@@ -153,7 +153,9 @@ class SimulatedExecutor:
         """Return the result of a step that has just ended: one token for every entry that was due one, and accepted drafts."""
         if self._acceptance is None or not plan.drafts:
             return _NOTHING_KNOWN
-        drafts = [(one, drafts.num_tokens) for one, drafts in plan.drafts.items() if drafts.num_tokens]
+        drafts = [
+            (one, each.num_tokens) for one, each in plan.drafts.items() if each.num_tokens and not each.is_padding
+        ]
         return StepResult(accepted={one: self._acceptance.num_accepted(one, count) for one, count in drafts})
 
     def num_drafts(self, request: Request, at_most: int) -> int:

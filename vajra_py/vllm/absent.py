@@ -9,15 +9,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
-    """A scheduler without encoder, its connectors and drafts."""
+    """A scheduler without encoder and its connectors, whose drafts are known before a step is formed."""
 
     ec_connector = None
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Nobody drafts tokens: speculative decoding is refused."""
-
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """Nobody drafts tokens: speculative decoding is refused."""
+        """Drafts with asynchronous scheduling are refused."""

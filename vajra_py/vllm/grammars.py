@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from vajra_py.vllm.records import Record
 
@@ -74,8 +75,17 @@ class Grammars:
         names = self.sampling(output)
         if not names:
             return None
-        return GrammarOutput(names, self._manager.grammar_bitmask(requests, names, {}), [0] * len(names))
+        drafts = output.scheduled_spec_decode_tokens
+        counts = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
+        return GrammarOutput(names, self._manager.grammar_bitmask(requests, names, drafts), counts)
 
-    def accepts(self, request: VllmRequest, token: int) -> bool:
-        """Return true if the request's grammar allows the token that was sampled for it."""
-        return not request.use_structured_output or bool(self._manager.accept_tokens(request, [token]))
+    def allowed_drafts(self, request: VllmRequest, tokens: list[int]) -> list[int]:
+        """Return the leading ones of proposed tokens that the request's grammar allows."""
+        if not request.use_structured_output:
+            return tokens
+        allowed: list[int] = self._manager.validate_tokens(request, tokens)
+        return allowed
+
+    def accepts(self, request: VllmRequest, tokens: list[int]) -> bool:
+        """Return true if the request's grammar allows the tokens that were sampled for it."""
+        return not request.use_structured_output or bool(self._manager.accept_tokens(request, tokens))

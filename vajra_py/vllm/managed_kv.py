@@ -443,6 +443,9 @@ def managed_memory(
     if vllm_config.kv_transfer_config is not None:
         message = f"a connector's loads go to the blocks of a single table ({_WHY})"
         raise ConfigError(Problem("--kv-transfer-config", message, "Leave the option out"))
+    if vllm_config.speculative_config is not None:
+        message = f"decodes of such a model have no drafts here ({_WHY})"
+        raise ConfigError(Problem("--speculative-config", message, "Leave the option out"))
     scheduler = vllm_config.scheduler_config
     sizes = ManagedSizes(
         block_size=block_sizes[0],

@@ -47,7 +47,7 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
-from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER
 from vajra_py.runtime.support.seeds import SeedTree
 
@@ -66,6 +66,7 @@ __all__ = [
     "Match",
     "Mechanism",
     "PlannedChunk",
+    "PlannedDrafts",
     "Replica",
     "ReplicaConfig",
     "ReplicaLimits",
@@ -123,15 +124,26 @@ class Submission:
 
 @dataclass(slots=True)
 class _Executor:
-    """Somebody else executes: nothing is known in advance, nothing is kept."""
+    """Somebody else executes: nothing is known in advance, and nothing is kept but proposed tokens.
+
+    Attributes:
+        proposals: tokens that were proposed for a request, and the number of output tokens behind which they belong.
+    """
+
+    proposals: dict[Request, tuple[int, Sequence[int]]] = field(default_factory=dict)
+
+    def proposed(self, request: Request) -> Sequence[int]:
+        """Return the tokens that are proposed to follow the request's newest one."""
+        place, tokens = self.proposals.get(request, _NO_PROPOSAL)
+        return tokens if place == request.num_output_tokens else ()
 
     def known_output_tokens(self, request: Request) -> int | None:
         """See `Executor`."""
         return None
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """See `Executor`; never asked, since settings with drafts are refused."""
-        return 0
+        """See `Executor`."""
+        return min(len(self.proposed(request)), at_most)
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`."""
@@ -139,6 +151,10 @@ class _Executor:
 
     def release(self, request: Request) -> None:
         """See `Executor`."""
+        self.proposals.pop(request, None)
+
+
+_NO_PROPOSAL: tuple[int, Sequence[int]] = (-1, ())
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +164,8 @@ class _VllmReplica(BackendReplica):
     plan: StepPlan | None = None
     stopped: set[Request] = field(default_factory=set)
     """Requests whose last token is known; they end with the step in flight."""
+    accepted: dict[Request, int] = field(default_factory=dict)
+    """Drafts of the step in flight that have become output, of requests with any."""
 
 
 class _GaveWay(Observer):
@@ -170,10 +188,11 @@ class _GaveWay(Observer):
 class Mechanism(Backend[_VllmReplica]):
     """One replica, driven in turns. For one thread."""
 
-    def __init__(self, controller: Controller, clock: Clock, note: Callable[[Input], None] | None = None) -> None:
+    def __init__(self, controller: Controller, clock: Clock, executor: _Executor) -> None:
         self.controller = controller
         self.replica = controller.only_replica()
-        self.note = note
+        self.note: Callable[[Input], None] | None = None
+        self._executor = executor
         self.fault: PolicyError | None = None
         """Violation of the contract for which nothing is scheduled any more."""
         self._clock = clock
@@ -334,6 +353,20 @@ class Mechanism(Backend[_VllmReplica]):
             self.abort(request.request_id)
         self.leave(request)
 
+    def accept(self, request: Request, num_drafts: int) -> None:
+        """Count so many drafts of the request as output of the step in flight."""
+        self._one.accepted[request] = num_drafts
+
+    def propose(self, request: Request, tokens: Sequence[int]) -> None:
+        """Take in tokens that are proposed to follow the request's newest one; nothing may be in flight."""
+        if tokens:
+            self._executor.proposals[request] = request.num_output_tokens, tokens
+            request.note_proposal(len(tokens))
+
+    def proposed(self, request: Request) -> Sequence[int]:
+        """Return the tokens that are proposed to follow the request's newest one."""
+        return self._executor.proposed(request)
+
     def land(self, report: KvReport | None = None) -> None:
         """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`.
 
@@ -369,7 +402,9 @@ class Mechanism(Backend[_VllmReplica]):
         assert plan is not None
         stopped = frozenset(each for each in one.stopped if each.state is RequestState.RUNNING)
         one.stopped.clear()
-        self._driver.complete(one, plan, StepResult(stopped=stopped, report=report), at_once=at_once)
+        accepted, one.accepted = one.accepted, {}
+        result = StepResult(stopped=stopped, accepted=accepted, report=report)
+        self._driver.complete(one, plan, result, at_once=at_once)
 
     # Backend of the driver
 
@@ -382,6 +417,7 @@ class Mechanism(Backend[_VllmReplica]):
         """See `Backend`: what comes back for it is not waited for."""
         replica.plan = None
         replica.stopped.clear()
+        replica.accepted.clear()
         return self._driver.now
 
     def on_arrival(self, payload: Submission) -> None:
@@ -497,7 +533,7 @@ def make_mechanism(
         executor_of=lambda replicaset, replica_id: executor,
         make_memory=make_memory,
     )
-    return Mechanism(build_controller(config, services), clock)
+    return Mechanism(build_controller(config, services), clock, executor)
 
 
 def check_policies(config: SystemConfig, registry: Registry, max_model_len: int) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vajra_py.vllm.managed_kv import ManagedKv
-from vajra_py.vllm.mechanism import PlannedChunk, Replica, Request, StepPlan
+from vajra_py.vllm.mechanism import Mechanism, PlannedChunk, PlannedDrafts, Request, StepPlan
 from vajra_py.vllm.records import Record
 from vajra_py.vllm.step_message import Scheduled, StepMessage, Tables
 
@@ -27,8 +27,10 @@ class Messages:
         next: the message of the next step; who ends or is preempted before is noted there.
     """
 
-    def __init__(self, replica: Replica, records: dict[str, Record], *, resumes_as_new: bool, zeroes: bool) -> None:
-        self.next = StepMessage()
+    def __init__(self, mechanism: Mechanism, records: dict[str, Record], *, resumes_as_new: bool, zeroes: bool) -> None:
+        replica = mechanism.replica
+        self.next = StepMessage(replica.limits.max_draft_tokens)
+        self._mechanism = mechanism
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
@@ -60,6 +62,8 @@ class Messages:
         self._step += 1
         for chunk in plan.chunks:
             self._add_chunk(chunk)
+        for request, drafts in plan.drafts.items():
+            self._add_drafts(request, drafts)
         if plan.pool is not None:
             self._add_decodes(plan)
         if self._managed is not None:
@@ -94,6 +98,12 @@ class Messages:
             is_resumed=is_resumed,
             all_tokens=record.all_tokens() if is_told_tokens else None,
         )
+
+    def _add_drafts(self, request: Request, drafts: PlannedDrafts) -> None:
+        if drafts.num_tokens and request.request_id in self._records:
+            count = drafts.num_tokens
+            tokens = [-1] * count if drafts.is_padding else list(self._mechanism.proposed(request)[:count])
+            self.next.verify(request.request_id, tokens)
 
     def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
         """Return the entries of the request's block table, or tables, that the workers do not have."""

@@ -107,6 +107,14 @@ class Record:
         self.request.append_output_token_ids(token)
         return bool(check_stop(self.request, max_model_len))
 
+    def take(self, tokens: list[int], max_model_len: int) -> tuple[list[int], bool]:
+        """Append tokens to the output, up to one that ends the request; return them, and true if one does."""
+        for count, token in enumerate(tokens, 1):
+            self.output.append(token)
+            if self.finishes(token, max_model_len):
+                return tokens[:count], True
+        return tokens, False
+
     def all_tokens(self) -> list[int]:
         """Prompt and output."""
         prompt = self.request.prompt_token_ids

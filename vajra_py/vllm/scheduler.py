@@ -21,7 +21,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
@@ -32,6 +32,7 @@ from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.connecting import check_connector, connector_of
+from vajra_py.vllm.drafting import DraftStats
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
@@ -105,8 +106,9 @@ class Scheduler(WithoutExtras):
         kv_events = kv_events_of(vllm_config, kv_cache_config, block_size)
         self._rules = self._record_rules(vllm_config, kv_events)
         self._records: dict[str, Record] = {}
+        self._draft_stats = DraftStats(sizes.drafts.num_tokens)
         self._messages = Messages(
-            self.mechanism.replica,
+            self.mechanism,
             self._records,
             resumes_as_new=bool(vllm_config.use_v2_model_runner),
             zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
@@ -405,6 +407,9 @@ class Scheduler(WithoutExtras):
         reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
             void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        if verified and self.log_stats:
+            self._draft_stats.observe(verified, model_runner_output, self._records)
         if model_runner_output.sampled_token_ids:
             self._take_tokens(model_runner_output, outputs, void)
         if not self._in_flight:
@@ -440,27 +445,30 @@ class Scheduler(WithoutExtras):
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
                 continue
-            token = tokens[0]
-            produced = record.output
-            produced.append(token)
+            produced, count = record.output, len(record.output) + len(tokens)
             if record.client_index != client:
                 client = record.client_index
                 told = outputs.setdefault(client, [])
-            if first <= len(produced) < record.plain_until and token not in record.stops:
+            if first <= count < record.plain_until and record.stops.keys().isdisjoint(tokens):
+                produced += tokens
                 told.append(EngineCoreOutput(name, tokens))
             else:
-                told.append(self._said_in_full(record, index, token, output))
+                tokens, stops = record.take(tokens, self._max_model_len)
+                told.append(self._said_in_full(record, index, tokens, output, stops=stops))
+            if len(tokens) > 1 and record.own is not None:
+                self.mechanism.accept(record.own, len(tokens) - 1)
 
-    def _said_in_full(self, record: Record, index: int, token: int, output: ModelRunnerOutput) -> EngineCoreOutput:
-        """The first or last token of a request, or one with more to it than its id."""
+    def _said_in_full(
+        self, record: Record, index: int, tokens: list[int], output: ModelRunnerOutput, *, stops: bool
+    ) -> EngineCoreOutput:
+        """The first or last tokens of a request, or some with more to them than their ids."""
         request, name = record.request, record.request_id
-        stops = record.finishes(token, self._max_model_len)
-        if not self._grammars.accepts(request, token):
-            _log.error("the grammar of request %s does not allow token %d; it ends", name, token)
+        if not self._grammars.accepts(request, tokens):
+            _log.error("the grammar of request %s does not allow tokens %s; it ends", name, tokens)
             request.status, stops = RequestStatus.FINISHED_ERROR, True
-        told = EngineCoreOutput(name, [token], trace_headers=request.trace_headers)
+        told = EngineCoreOutput(name, tokens, trace_headers=request.trace_headers)
         if record.wants_logprobs and output.logprobs:
-            told.new_logprobs = output.logprobs.slice_request(index, 1)
+            told.new_logprobs = output.logprobs.slice_request(index, len(tokens))
         told.new_prompt_logprobs_tensors = output.prompt_logprobs_dict.get(name)
         told.prompt_token_id_logprobs = output.prompt_token_id_logprobs_dict.get(name)
         if output.num_nans_in_logits:
@@ -479,6 +487,13 @@ class Scheduler(WithoutExtras):
                 self._connected.ends_with(told)
             self._end(record)
         return told
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take in the tokens that the workers propose for the requests of the step before."""
+        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            record = self._records.get(name)
+            if record is not None and tokens and record.own is not None and record.own.is_decode:
+                self.mechanism.propose(record.own, self._grammars.allowed_drafts(record.request, tokens))
 
     # Counts
 
@@ -535,6 +550,7 @@ class Scheduler(WithoutExtras):
             num_skipped_waiting_reqs=self._grammars.num_compiling,
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=stats,
+            spec_decoding_stats=self._draft_stats.take(),
         )
         if self._connected is not None:
             self._connected.add_stats(made)

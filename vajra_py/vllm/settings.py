@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vajra_py.config import PolicyChoice, SystemConfig, load_system, system_from_mapping
+from vajra_py.config.drafts import DraftConfig
 from vajra_py.config.single import only_replicaset
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.vllm.config import problems_of
+from vajra_py.vllm.drafting import DraftSizes, draft_sizes_of
 from vajra_py.vllm.lora import max_loras_of
 from vajra_py.vllm.support import policy_options
 
@@ -71,6 +73,7 @@ class Sizes:
         num_blocks: without vLLM's null block, which nobody ever gets.
         max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
         max_loras: LoRA adapters that the requests of a step may have; 0: there are none.
+        drafts: sizes of drafts (speculative decoding).
     """
 
     model: str
@@ -83,6 +86,7 @@ class Sizes:
     max_input_tokens: int | None = None
     version: tuple[int, int] = (0, 33)
     max_loras: int = 0
+    drafts: DraftSizes = field(default_factory=DraftSizes)
 
 
 def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[int, int]) -> Sizes:
@@ -99,6 +103,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
         max_input_tokens=scheduler.max_num_batched_tokens if scheduler.max_num_scheduled_tokens else None,
         version=version,
         max_loras=max_loras_of(vllm_config),
+        drafts=draft_sizes_of(vllm_config, version),
     )
 
 
@@ -150,6 +155,9 @@ def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry:
     }
     if sizes.max_loras:
         replica["adapters"] = {"max_loras": sizes.max_loras, "models": None}
+    if sizes.drafts.num_tokens:
+        replica["draft"] = sizes.drafts.config.model_dump()
+        replica["memory.prefix_cache.drop_last_hit"] = sizes.drafts.drops_last_hit
     overrides = [f"replica.{name}={json.dumps(value)}" for name, value in replica.items()]
     if options.experiment is None:
         return system_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
@@ -181,6 +189,8 @@ def _experiment_of_file(
     replica = only_replicaset(config).replica
     if sizes.max_loras:  # the adapters are vLLM's
         replica = replica.model_copy(update={"adapters": None})
+    if sizes.drafts.num_tokens:  # and so are the drafts
+        replica = replica.model_copy(update={"draft": DraftConfig()})
     problems = problems_of(f"{path} replica", replica)
     if problems:
         raise ConfigError(problems)

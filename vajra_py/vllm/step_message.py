@@ -45,11 +45,23 @@ class StepMessage:
     Attributes:
         finished: requests that ended, and that workers may forget.
         preempted: requests that lost their KV blocks.
+        num_drafts: tokens that the workers are to propose for each request after the step.
     """
 
-    __slots__ = ("_cleared", "_known", "_new", "_num_scheduled", "_num_tokens", "finished", "preempted")
+    __slots__ = (
+        "_cleared",
+        "_drafts",
+        "_known",
+        "_new",
+        "_num_scheduled",
+        "_num_tokens",
+        "finished",
+        "num_drafts",
+        "preempted",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, num_drafts: int = 0) -> None:
+        self.num_drafts = num_drafts
         self._begin()
 
     def _begin(self) -> None:
@@ -68,6 +80,7 @@ class StepMessage:
         self._num_scheduled: dict[str, int] = {}
         self._num_tokens = 0
         self._cleared: list[int] = []
+        self._drafts: dict[str, list[int]] = {}
 
     def add_new(
         self,
@@ -137,6 +150,10 @@ class StepMessage:
         self._num_scheduled.update(dict.fromkeys(names, 1))
         self._num_tokens += len(names)
 
+    def verify(self, name: str, drafts: list[int]) -> None:
+        """Verify these tokens, the last of those that are computed of a request; -1: a place that holds none."""
+        self._drafts[name] = drafts
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Clear blocks before the step reads any."""
         self._cleared += _in_vllm(blocks)
@@ -152,12 +169,13 @@ class StepMessage:
             scheduled_cached_reqs=self._known,
             num_scheduled_tokens=self._num_scheduled,
             total_num_scheduled_tokens=self._num_tokens,
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens=self._drafts,
             scheduled_encoder_inputs={},
             finished_req_ids=self.finished,
             free_encoder_mm_hashes=[],
             preempted_req_ids=self.preempted,
             new_block_ids_to_zero=self._cleared or None,
+            num_spec_tokens_to_schedule=self.num_drafts,
         )
         self._begin()
         return message

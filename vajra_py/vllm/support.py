@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.drafting import unsupported_drafts
 
 VERSIONS = ((0, 32), (0, 33))
 """Minor versions whose scheduler interface this package implements."""
@@ -51,6 +52,9 @@ def check_options(config: Any, *, has_core: bool = True) -> None:
             problems.append(Problem("model", message, otherwise))
         if config.lora_config is not None:
             problems.append(Problem("--enable-lora", "steps are computed with the base model alone here", otherwise))
+        if config.speculative_config is not None:
+            message = "proposed tokens are not planned for vLLM's workers alone"
+            problems.append(Problem("--speculative-config", message, otherwise))
         if config.kv_transfer_config is not None:
             message = "workers here are told nothing of what a connector loads and sends"
             problems.append(Problem("--kv-transfer-config", message, otherwise))
@@ -111,11 +115,7 @@ def _keeps_blocks(spec: Any) -> bool:
 
 def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
-    if config.speculative_config is not None:
-        yield (
-            "--speculative-config",
-            "speculative decoding proposes tokens that may be taken back, which no policy plans for",
-        )
+    yield from unsupported_drafts(config)
     if getattr(config, "ec_transfer_config", None) is not None:
         yield "--ec-transfer-config", "encoder connectors move what an encoder computes, which is not scheduled"
     if model.runner_type != "generate":
@@ -161,7 +161,7 @@ def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
         if getattr(observed, name, False):
             yield f"--{name.replace('_', '-')}", what
     if getattr(observed, "per_request_spec_decode_metrics", "none") != "none":
-        yield "--per-request-spec-decode-metrics", "there is no speculative decoding"
+        yield "--per-request-spec-decode-metrics", "drafts are counted for all requests together"
 
 
 def _has_other_layers(model: Any) -> bool:

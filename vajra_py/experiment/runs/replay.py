@@ -243,7 +243,7 @@ class _RecordedExecutor(SimulatedExecutor):
             drafts = plan.drafts.get(request)
             if drafts is not None:
                 end -= drafts.num_tokens
-                if drafts.num_tokens:
+                if drafts.num_tokens and not drafts.is_padding:
                     accepted[request] = output.accepted.get(position, 0)
                     count += accepted[request]
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:

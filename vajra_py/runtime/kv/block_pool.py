@@ -44,6 +44,7 @@ class PrefixCacheOptions:
     release_order: ReleaseOrder = "tail_first"
     """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
     retain_freed: bool = True
+    drop_last_hit: bool = False
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
     """Block that a lookup finds among several of equal content: the first entered that is still there, or the last entered

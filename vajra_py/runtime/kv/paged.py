@@ -271,7 +271,7 @@ class PagedKvMemory:
         self.expire()
         blocks: list[int] = []
         self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
-        return len(blocks) * self.block_size
+        return len(self._usable(blocks)) * self.block_size
 
     def cached_tokens(self, request: KvRequest) -> int:
         """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.
@@ -300,7 +300,12 @@ class PagedKvMemory:
             if len(lookup.blocks) != before:
                 lookup.members = None
                 lookup.idle_version = -1
-        return lookup.blocks
+        return self._usable(lookup.blocks)
+
+    def _usable(self, found: list[int]) -> list[int]:
+        """Return the blocks of a lookup that are used."""
+        options = self._pool.options
+        return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
         """Extend `blocks` by what the cache holds after them, asking for few hashes at first: most misses come early."""

@@ -67,6 +67,12 @@ class Lifecycle:
         """Connector to KV outside the replica; None: there is none."""
         self.holding: list[Request] = []
         """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
+        self.keeps_as_cached = False
+        """True if what a request leaves in the cache is what was entered when its steps were formed, without drafts accepted since."""
+
+    def _num_valid(self, request: Request) -> int | None:
+        """Return how many tokens of a request that gives its blocks back can be found by others; None: those in the cache."""
+        return None if self.keeps_as_cached else request.num_computed_tokens
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
         """Record that a waiting request has got memory; returns the kind of its first chunk."""
@@ -113,7 +119,7 @@ class Lifecycle:
             num_moved = moved
             request.move_to(RequestState.SWAPPED)
         else:
-            memory.free(request, request.num_computed_tokens)
+            memory.free(request, self._num_valid(request))
             request.set_computed(0)
             request.move_to(RequestState.PREEMPTED)
         request.num_preemptions += 1
@@ -132,7 +138,7 @@ class Lifecycle:
             self.connected.give_up(request)
         del running_set.arrived[request]
         running_set.queue.remove(request)
-        running_set.memory.free(request, request.num_computed_tokens)
+        running_set.memory.free(request, self._num_valid(request))
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         request.num_preemptions += 1
@@ -147,7 +153,7 @@ class Lifecycle:
         running_set.drop(request)
         if self._running_set.adapters is not None:
             self._running_set.adapters.release(request)
-        running_set.memory.free(request, request.num_computed_tokens)
+        running_set.memory.free(request, self._num_valid(request))
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         self._wait_again(request, now)
@@ -193,7 +199,7 @@ class Lifecycle:
         """Free the blocks of requests that have ended."""
         memory = self._running_set.memory
         for request in self.holding:
-            memory.free(request, request.num_computed_tokens, for_good=True)
+            memory.free(request, self._num_valid(request), for_good=True)
             if self._pins is not None:
                 self._pin_ended(request, self._pins)
             memory.forget(request)
@@ -202,7 +208,7 @@ class Lifecycle:
     def release_kept(self, request: Request) -> None:
         """Free the blocks of an ended request that a connector has kept."""
         memory = self._running_set.memory
-        memory.free(request, request.num_computed_tokens, for_good=True)
+        memory.free(request, self._num_valid(request), for_good=True)
         memory.forget(request)
 
     def _pin_ended(self, request: Request, pins: PinSeconds) -> None:
@@ -357,7 +363,7 @@ class Lifecycle:
         if request in running_set.arrived:
             del running_set.arrived[request]
             if not is_kept:
-                running_set.memory.free(request, request.num_computed_tokens, for_good=True)
+                running_set.memory.free(request, self._num_valid(request), for_good=True)
         elif request in running_set.loading:
             del running_set.loading[request]
             if not is_kept:

@@ -264,6 +264,7 @@ def build_memory(
         reuse_order=cache.reuse_order,
         release_order=cache.release_order,
         retain_freed=cache.retain_freed,
+        drop_last_hit=cache.drop_last_hit,
         duplicates=cache.duplicates,
         unscheduled=cache.unscheduled,
         max_pinned_fraction=cache.max_pinned_fraction,
@@ -619,6 +620,8 @@ def _draft_rules(draft: DraftConfig, times_s: tuple[float, float]) -> DraftRules
         lookahead_tokens=draft.lookahead_tokens,
         keeps_blocks=draft.rejected_blocks == "keep",
         past_max_tokens=draft.past_max_tokens,
+        publishes_late=draft.publish == "schedule",
+        pads_admitted=draft.pad_admitted,
         step_s=times_s[0],
         token_s=times_s[1],
     )

@@ -87,6 +87,7 @@ class Replica:
         "_listener_error",
         "_num_waiting_in_run",
         "_output_limits",
+        "_publishes_late",
         "_schedule",
         "_step_logs",
         "_step_watchers",
@@ -128,9 +129,12 @@ class Replica:
         self.running_set.adapters = self.adapters = parts.adapters
         self.lifecycle = Lifecycle(parts.replica_id, self.running_set, parts.replicaset, parts.pins)
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
-        self._has_drafts = parts.options.drafts is not None
+        drafts = parts.options.drafts
+        self._has_drafts = drafts is not None
+        self._publishes_late = drafts is not None and drafts.publishes_late and parts.options.cache_at_schedule
         if self._has_drafts:
             self.builder.use_drafts(parts.executor)
+            self.lifecycle.keeps_as_cached = self._publishes_late
         self.num_steps = 0
         self.num_in_flight = 0
         self.has_tiers = parts.memory.tiers is not None
@@ -666,9 +670,11 @@ class Replica:
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
-            if drafts and request in drafts:
-                continue
             end = computed_before + num_tokens
+            if drafts and (planned := drafts.get(request)) is not None:
+                if not planned.is_padding:
+                    continue
+                end -= planned.num_tokens
             if request.in_flight and end == request.num_computed_tokens:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
@@ -701,8 +707,12 @@ class Replica:
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
         done: list[Request] = []
-        for request, (num_drafts, num_kept_blocks) in plan.drafts.items():
+        for request, (num_drafts, num_kept_blocks, is_padding) in plan.drafts.items():
             if request in result.failed:
+                continue
+            if is_padding:
+                if not keeps:
+                    self.memory.shrink(request, num_kept_blocks)
                 continue
             num_left = self._output_limit(request) - request.num_output_tokens
             num_accepted = min(result.accepted.get(request, 0), num_left - 1)
@@ -713,7 +723,7 @@ class Replica:
             computed = request.num_computed_tokens
             if not keeps:
                 self.memory.shrink(request, max(num_kept_blocks, self.memory.blocks_for(computed)))
-            if request.hashes is not None:
+            if request.hashes is not None and not self._publishes_late:
                 self.memory.cache_blocks(request, computed)
             if num_left <= 0:
                 done.append(request)

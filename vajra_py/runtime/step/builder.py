@@ -235,7 +235,7 @@ class Builder(PlanDraft):
                 return self._refuse(own, Refusal.KV_BLOCKS)
             self._put_decode(own)
             return None
-        to_hold = computed + num_tokens
+        to_hold = self._with_lookahead(computed + num_tokens)
         if reserve_tokens is not None and reserve_tokens > to_hold:
             to_hold = reserve_tokens
         if not self._memory.grow(own, to_hold):
@@ -277,8 +277,9 @@ class Builder(PlanDraft):
         num_drafts = self._num_drafts(request)
         memory, to_keep = self._memory, max(computed + 1, reserve_tokens or 0)
         kept = max(memory.num_held_blocks(request), memory.blocks_for(to_keep))
-        ahead = min(computed + 1 + num_drafts + rules.lookahead_tokens, self._running_set.limits.max_model_len)
+        ahead = self._with_lookahead(computed + 1 + num_drafts)
         if not memory.grow(request, max(ahead, to_keep)):
+            self._asked_drafts[request] = num_drafts  # it is tried again with as many, whatever a victim gives back
             return self._refuse(request, Refusal.KV_BLOCKS)
         self._put_drafts(request, PlannedDrafts(num_drafts, kept), computed)
         return None
@@ -297,6 +298,24 @@ class Builder(PlanDraft):
         if not rules.past_max_tokens:
             most = min(most, request.max_tokens - request.num_output_tokens - 1)
         return executor.num_drafts(request, most) if most > 0 else 0
+
+    def _with_lookahead(self, num_tokens: int) -> int:
+        """Return for how many tokens a request needs blocks that computes up to so many."""
+        rules = self._draft_rules
+        if rules is None or not rules.lookahead_tokens:
+            return num_tokens
+        return max(num_tokens, min(num_tokens + rules.lookahead_tokens, self._running_set.limits.max_model_len))
+
+    def _num_padding(self, num_tokens: int, done: int, known: int) -> int:
+        """Return for how many drafts a request has places that is admitted now; they hold none."""
+        rules = self._draft_rules
+        if rules is None or not rules.pads_admitted or num_tokens != 1 or known - done != 1:
+            return 0
+        running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
+        has_room = known + rules.num_tokens < self._running_set.limits.max_model_len
+        has_room = has_room and rules.num_tokens < self._max_tokens  # else it would wait for ever
+        is_uniform = bool(running or done) and all(request in self.drafts for request in running)
+        return rules.num_tokens if has_room and is_uniform else 0
 
     def draft(self, request: RequestView, num_tokens: int) -> Refusal | None:
         """Set the drafts of a decode in this step; see `BatchBuilder.draft`."""
@@ -336,17 +355,12 @@ class Builder(PlanDraft):
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
-        to_hold = reserve_tokens
-        if to_hold is None:
-            to_hold = known if self._options.reserve_prompt else done + num_tokens
-        if to_hold < done + num_tokens:
-            to_hold = done + num_tokens
-        watermark = self._options.watermark_blocks
-        if (
-            watermark
-            and running_set.num_running
-            and memory.blocks_needed(request, to_hold) + watermark > memory.free_blocks
-        ):
+        num_padding = self._num_padding(num_tokens, done, known)
+        if num_tokens + num_padding > self.tokens_left:
+            return self._refuse(request, Refusal.TOKEN_BUDGET)
+        to_hold = self._to_hold(done + num_tokens + num_padding, known, reserve_tokens)
+        watermark = self._options.watermark_blocks if running_set.num_running else 0
+        if watermark and memory.blocks_needed(request, to_hold) + watermark > memory.free_blocks:
             return self._refuse(request, Refusal.WATERMARK)
         busy = self._busy_groups() if self._group_tokens else frozenset()
         if state not in _WITH_KV:
@@ -380,8 +394,17 @@ class Builder(PlanDraft):
         kind = self._lifecycle.admitted(request, done, self.now)
         if self._connected is not None:
             self._connected.admitted(request, num_loaded)
-        self._put_chunk(request, num_tokens, done, kind)
+        if num_padding:
+            self._put_drafts(request, PlannedDrafts(num_padding, memory.blocks_for(known), is_padding=True), done, kind)
+        else:
+            self._put_chunk(request, num_tokens, done, kind)
         return None
+
+    def _to_hold(self, end: int, known: int, reserve_tokens: int | None) -> int:
+        """Return for how many tokens a request gets blocks that is admitted and computes up to `end`."""
+        if reserve_tokens is None:
+            reserve_tokens = known if self._options.reserve_prompt else end
+        return max(reserve_tokens, self._with_lookahead(end))
 
     def _adapter_refusal(self, adapters: Adapters, request: Request) -> Refusal | None:
         """Return why a request cannot run for want of its adapter, which is loaded if it can be; None if it can."""

@@ -30,6 +30,10 @@ class DraftRules:
     """True if blocks of rejected drafts stay with their request, which uses them next; False: they go back at once."""
     past_max_tokens: bool = False
     """True if drafts are made for tokens beyond the request's `max_tokens`, within the model's length."""
+    publishes_late: bool = False
+    """True if accepted drafts enter the prefix cache with their request's next step alone, where blocks enter it when steps are formed."""
+    pads_admitted: bool = False
+    """True if a request that is admitted with one token left computes places of drafts, which are rejected, so that steps of decodes are uniform."""
     step_s: float = 0.0
     token_s: float = 0.0
     """Seconds that drafting adds to a step with drafts, and to it for each draft."""

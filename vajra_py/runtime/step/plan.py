@@ -20,6 +20,8 @@ class PlannedDrafts(NamedTuple):
     """0: none were proposed, or none fit."""
     num_kept_blocks: int
     """Blocks that the request holds after the step, whatever is accepted; further ones may go back."""
+    is_padding: bool = False
+    """True if the request is admitted with its last known token, and the places of drafts hold none."""
 
 
 class PlannedChunk(NamedTuple):

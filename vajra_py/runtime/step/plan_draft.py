@@ -232,10 +232,10 @@ class PlanDraft:
         if request.hashes is not None and self._options.cache_at_schedule:
             self._memory.cache_blocks(request, computed + num_tokens)
 
-    def _put_drafts(self, request: Request, drafts: PlannedDrafts, computed: int) -> None:
-        """Put in a decode with drafts."""
+    def _put_drafts(self, request: Request, drafts: PlannedDrafts, computed: int, kind: str = "running") -> None:
+        """Put in a decode with drafts, or a request that is admitted with places for some."""
         num_tokens = 1 + drafts.num_tokens
-        self.chunks[request] = PlannedChunk(request, num_tokens, computed, "running")
+        self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
         self.drafts[request] = drafts
         self.slots_left -= 1
         self.tokens_left -= num_tokens
@@ -298,8 +298,8 @@ class PlanDraft:
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
         if self.drafts:  # they are known only once they are accepted
-            for request, (num_drafts, _) in self.drafts.items():
-                request.set_computed(request.num_computed_tokens - num_drafts)
+            for request, drafts in self.drafts.items():
+                request.set_computed(request.num_computed_tokens - drafts.num_tokens)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0

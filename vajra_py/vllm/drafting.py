@@ -1,0 +1,123 @@
+"""Drafts of a vLLM (`--speculative-config`): which of its drafters are scheduled, what they propose, and how it fares.
+
+vLLM's workers propose tokens and verify them. The mechanism plans as many as there are and fit; here are the tokens' way there and the counts
+for vLLM's metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vajra_py.config.drafts import DraftConfig
+
+_METHODS = ("ngram", "suffix", "eagle", "eagle3", "mtp")
+"""Methods of drafting whose messages are known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """Sizes of a vLLM's drafts.
+
+    Attributes:
+        num_tokens: most drafts of a decode in a step; 0: there are none.
+        lookahead_tokens: tokens behind a request's chunk for which it gets blocks too.
+        publishes_late: True if accepted tokens enter the prefix cache with their request's next step alone.
+        drops_last_hit: True if the last block that is found in the prefix cache is computed anew.
+    """
+
+    num_tokens: int = 0
+    lookahead_tokens: int = 0
+    publishes_late: bool = False
+    drops_last_hit: bool = False
+
+    @property
+    def config(self) -> DraftConfig:
+        """The replica's setting: vLLM's rules."""
+        return DraftConfig(
+            num_tokens=self.num_tokens,
+            lookahead_tokens=self.lookahead_tokens,
+            rejected_blocks="keep",
+            past_max_tokens=True,
+            publish="schedule" if self.publishes_late else "complete",
+            pad_admitted=True,
+        )
+
+
+def draft_sizes_of(vllm_config: Any, version: tuple[int, int]) -> DraftSizes:
+    """Return the sizes of a vLLM's drafts, by its options."""
+    if vllm_config.speculative_config is None:
+        return DraftSizes()
+    return DraftSizes(
+        num_tokens=vllm_config.num_speculative_tokens,
+        lookahead_tokens=vllm_config.num_lookahead_tokens,
+        publishes_late=version < (0, 33),
+        drops_last_hit=bool(vllm_config.speculative_config.use_eagle_block_drop()),
+    )
+
+
+def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield what of a vLLM's options of drafts cannot be scheduled, each with the reason."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return
+    where = "--speculative-config"
+    if speculative.method not in _METHODS:
+        methods = ", ".join(_METHODS)
+        yield (
+            where,
+            f"other methods than {methods} were not compared with vLLM's own scheduler (got {speculative.method!r})",
+        )
+    elif speculative.max_num_new_slots_for_drafting or config.num_prefill_lookahead_tokens > 1:
+        yield (
+            where,
+            "drafters that read further ahead than one token, or take slots of the step, were not compared with vLLM's own scheduler",
+        )
+    if getattr(config, "num_hash_lookahead_tokens", 0):
+        yield (
+            where,
+            "hashes of blocks that cover tokens behind them are not made here; set disable_lookahead_block_hashes",
+        )
+    if config.scheduler_config.async_scheduling:
+        yield (
+            where,
+            "steps that are formed before it is known what was accepted are not planned; add --no-async-scheduling",
+        )
+    if speculative.num_speculative_tokens_per_batch_size:
+        yield (
+            where,
+            "num_speculative_tokens_per_batch_size is left to policies, which say how many drafts a request has",
+        )
+    if config.kv_transfer_config is not None:
+        yield (
+            where,
+            "goes with no KV connector: loads of requests with drafts were not compared with vLLM's own scheduler",
+        )
+    threshold = config.scheduler_config.long_prefill_token_threshold
+    if 0 < threshold <= speculative.num_speculative_tokens:
+        yield "--long-prefill-token-threshold", f"is below the tokens of a decode with its drafts (got {threshold})"
+
+
+class DraftStats:
+    """Counts of verified and accepted drafts, as vLLM's metrics want them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._stats: Any = None
+
+    def observe(self, verified: Mapping[str, Sequence[int]], output: Any, known: Mapping[str, Any]) -> None:
+        """Count what a step verified, of requests that are known still."""
+        from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+        if self._stats is None:
+            self._stats = SpecDecodingStats.new(self._num_tokens)
+        places, sampled = output.req_id_to_index, output.sampled_token_ids
+        for name, drafts in verified.items():
+            if name in known and (tokens := sampled[places[name]]):
+                self._stats.observe_draft(num_draft_tokens=len(drafts), num_accepted_tokens=len(tokens) - 1)
+
+    def take(self) -> Any:
+        """Return vLLM's `SpecDecodingStats` since the last call; None where nothing was verified."""
+        stats, self._stats = self._stats, None
+        return stats if stats is not None and stats.num_drafts else None
