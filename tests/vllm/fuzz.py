@@ -95,6 +95,8 @@ class Session:
     """When the first frontend sent the first request, seconds from now; clocks of frontends may be far off."""
     max_loras: int = 0
     """LoRA adapters of a step; 0: there are none."""
+    without_ends: frozenset[str] = frozenset()
+    """Requests whose ends depend on when they run."""
 
 
 def session_of(seed: int, *, is_async: bool) -> Session:
@@ -572,6 +574,7 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
     if session.is_async and any(one.kind == "abort all" for one in session.events):
         by_time = {one.name for one in session.scripts}
     by_time |= {one.name for one in session.scripts if one.grammar is not None and one.grammar[1] == "error"}
+    by_time |= set(session.without_ends)
     for name in sorted(own.reasons.keys() | ours.reasons.keys()):
         if name in by_time:
             continue

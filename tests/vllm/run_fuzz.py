@@ -43,7 +43,7 @@ def main() -> int:
             write_tiny_model(Path(model))
         for seed in range(given.first, given.first + given.count):
             if given.kind == "connector":
-                found, counts = connector_fuzz.compare(model, seed)
+                found, counts = connector_fuzz.compare(model, seed, is_async=given.mode == "async")
             else:
                 found, counts = fuzz.compare(model, seed, is_async=given.mode == "async", kind=given.kind)
             total += counts

@@ -5,7 +5,7 @@ A connector that works on vLLM's own block pool, beside which there is none here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vajra_py.config.single import only_replicaset
@@ -16,6 +16,8 @@ from vajra_py.vllm.settings import VajraOptions
 if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
 
+NOT_LOADED = "its KV could not be loaded"
+"""Reason of an end that a client is told."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
 """Methods by which a connector takes part in vLLM's own block pool."""
 
@@ -26,9 +28,6 @@ def check_connector(vllm_config: Any, options: VajraOptions, fallback: str | Non
     if transfer is None:
         return
     where, problems = "--kv-transfer-config", []
-    if vllm_config.scheduler_config.async_scheduling:
-        message = "is not scheduled asynchronously: blocks that a load gets may still be written by a step in flight"
-        problems.append(Problem(where, message, "Add --no-async-scheduling"))
     if options.save_run is not None:
         message = "goes with no recording: what a connector answers is not recorded"
         problems.append(Problem(where, message, "Leave VAJRA_VLLM_SAVE_RUN and save_run out"))
@@ -67,10 +66,12 @@ def _overrides(connector: type[Any], name: str) -> bool:
     return getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
 
 
-def connector_of(scheduler: Any, vllm_config: Any, on_lookup: OnLookup) -> Connector | None:
+def connector_of(
+    scheduler: Any, vllm_config: Any, on_lookup: OnLookup, num_in_flight: Callable[[str], int]
+) -> Connector | None:
     """Return the connector that `--kv-transfer-config` asks for, joined to the scheduler's mechanism; None: it asks for none.
 
-    Raises what making it raises.
+    Raises what making it raises. `num_in_flight` gives the tokens of a request in steps that have not come back.
     """
     if vllm_config.kv_transfer_config is None:
         return None
@@ -82,6 +83,7 @@ def connector_of(scheduler: Any, vllm_config: Any, on_lookup: OnLookup) -> Conne
         scheduler.kv_cache_config,
         scheduler.mechanism,
         on_lookup,
+        num_in_flight=num_in_flight if vllm_config.scheduler_config.async_scheduling else None,
         by_urgency=prioritizer != "fcfs",
         log_stats=scheduler.log_stats,
     )

@@ -328,7 +328,7 @@ class Mechanism(Backend[_VllmReplica]):
 
         One that is not part of that step, which was formed before the token was known, is taken back instead.
         """
-        if self._one.plan is not None and _is_part(self._one.plan, request):
+        if self._one.plan is not None and self._one.plan.computes(request):
             self._one.stopped.add(request)
         elif request.state is not RequestState.ENDED:
             self.abort(request.request_id)
@@ -345,6 +345,12 @@ class Mechanism(Backend[_VllmReplica]):
         elif report is not None:
             self._driver.advance_to(self.open_turn())
             self._driver.take_report(self._one, report)
+
+    def take_report(self, report: KvReport) -> None:
+        """Apply what a connector's workers report with the step before the one in flight."""
+        self._driver.advance_to(self.open_turn())
+        self._turn = None  # it happens before that step ends
+        self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
         """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
@@ -441,11 +447,6 @@ class Mechanism(Backend[_VllmReplica]):
     def _note(self, entry: Input) -> None:
         if self.note is not None:
             self.note(entry)
-
-
-def _is_part(plan: StepPlan, request: Request) -> bool:
-    in_pool = plan.pool is not None and request in plan.pool
-    return in_pool or any(chunk.request is request for chunk in plan.chunks)
 
 
 def make_mechanism(

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
-from vajra_py.vllm.connecting import check_connector, connector_of
+from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
@@ -117,7 +117,7 @@ class Scheduler(WithoutExtras):
         self._num_idle = 0
         """Number of times in a row that nothing was scheduled although a request waited."""
         self._events = kv_events
-        self._connected = connector_of(self, vllm_config, self._looked_up)
+        self._connected = connector_of(self, vllm_config, self._looked_up, self._num_in_flight)
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -189,6 +189,12 @@ class Scheduler(WithoutExtras):
         record = self._records.get(request.request_id)
         if record is None:
             return
+        if self._connected is not None and self._connected.is_void(request):
+            if self._connected.computes_again(request):
+                self._held.append(record)
+            else:
+                self._drop(record, FinishReason.ERROR, NOT_LOADED)
+            return
         if reason in _BY_ITSELF:
             self._forget_at_workers(record)
             return
@@ -236,6 +242,8 @@ class Scheduler(WithoutExtras):
             record.request.status = finished_status
             if not self._grammars.forget(record) and record not in self._held:
                 self.mechanism.abort(name)
+                if self._connected is not None:
+                    self._connected.taken_back(record)
             elif self._connected is not None:
                 self._connected.leave(record)
             self._end(record)
@@ -280,7 +288,7 @@ class Scheduler(WithoutExtras):
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
         if self._connected is not None:
-            self._connected.tell(output)
+            self._connected.tell(output, is_formed=plan is not None)
         self._in_flight.append(output)
         return output
 
@@ -413,6 +421,8 @@ class Scheduler(WithoutExtras):
             else:
                 self._connected.land(reported)
             self._settle()
+        elif self._connected is not None:
+            self._compute_again(self._connected.land_late(reported))
         if self._recording is not None:
             self._recording.take_tokens()
         if self._events is not None:
@@ -425,6 +435,15 @@ class Scheduler(WithoutExtras):
                 told[0] = EngineCoreOutputs()
             next(iter(told.values())).scheduler_stats = stats
         return told
+
+    def _compute_again(self, ended: Sequence[Request]) -> None:
+        """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
+        for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
+            assert self._connected is not None
+            if self._connected.recomputes and not record.output:  # the workers have forgotten it, and learn prompts alone
+                self._held.append(record)
+            else:
+                self._drop(record, FinishReason.ERROR, NOT_LOADED)
 
     def _take_tokens(
         self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]], void: Collection[str]
@@ -476,7 +495,7 @@ class Scheduler(WithoutExtras):
             if record.own is not None and len(record.output) < record.limit:
                 self.mechanism.stop(record.own)
             if self._connected is not None:
-                self._connected.ends_with(told)
+                self._connected.ends_with(record, told)
             self._end(record)
         return told
 

@@ -11,14 +11,18 @@ Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from vajra_py.contract import PriorityKey, RequestView
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.step.plan import StepPlan
 
 _LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
 _ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
@@ -64,6 +68,8 @@ class KvReport:
     """Requests of whose load nothing has come."""
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
+    num_returned: int = 0
+    """Steps that have come back with it, where steps are formed before the last one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class ConnectorRules:
     """True if a load ends with its request; else the request's blocks are kept until it is over."""
     reports_with_steps: bool = True
     """True if the connector reports when steps come back; else at times of its own."""
+    forms_ahead: bool = False
+    """True if steps are formed before the last one has come back, which may still write blocks: those whom it computes are not preempted."""
 
 
 @dataclass(slots=True)
@@ -131,6 +139,19 @@ class ConnectedKv:
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
         """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
+        self._ahead: deque[StepPlan] = deque()
+        """Steps that have not come back, where the next one is formed before."""
+
+    # Steps that are formed ahead
+
+    def step_formed(self, plan: StepPlan) -> None:
+        """Note a step that computes something."""
+        if self.rules.forms_ahead:
+            self._ahead.append(plan)
+
+    def is_written(self, request: Request) -> bool:
+        """Return True if a step that has not come back computes tokens of a running request."""
+        return any(plan.computes(request) for plan in self._ahead)
 
     # Offering waiting requests
 
@@ -261,7 +282,7 @@ class ConnectedKv:
         return holding
 
     @property
-    def kept(self) -> Iterable[Request]:
+    def kept(self) -> Collection[Request]:
         """Ended requests that still hold their blocks."""
         return self._kept.keys()
 
@@ -276,13 +297,15 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a load, a send or an answer that is not known yet may be why nobody can run."""
-        return (
-            bool(self._kept) or any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
+        """True if a load, a send, a step or an answer that is not known yet may be why nobody can run."""
+        return bool(self._kept or self._ahead) or (
+            any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )
 
     def take_report(self, report: KvReport) -> None:
-        """Note which loads are over, and free the blocks of ended requests that the connector needs no longer."""
+        """Note which loads are over and steps are back, and free the blocks of ended requests that the connector needs no longer."""
+        for _ in range(min(report.num_returned, len(self._ahead))):
+            self._ahead.popleft()
         for request in report.received:
             load = self._loads.get(request)
             if load is not None:
@@ -371,3 +394,4 @@ class ConnectedKv:
         self._matches.clear()
         self._kept.clear()
         self._computes.clear()
+        self._ahead.clear()

@@ -446,6 +446,8 @@ class Replica:
         if plan.chunks or plan.num_pool_decodes:
             self.num_in_flight += 1
             self.num_steps += 1
+            if self._connected is not None:
+                self._connected.step_formed(plan)
             if builder.slots_held:
                 self._see_ends()
         if self._step_logs:
@@ -601,21 +603,26 @@ class Replica:
     def _apply_report(
         self, report: KvReport, lost: FailedLoads | None, plan: StepPlan | None, now: float
     ) -> list[tuple[Request, EndReason]]:
-        """Let requests whose loads failed compute again or end, then note what was received and sent."""
+        """Let requests whose loads failed compute again or end, then note what was received and sent.
+
+        Where steps are formed ahead, who runs ends in any case, as a step that was formed since is void as well.
+        """
         connected = self._connected
         if connected is None:
             return []
         ended: list[tuple[Request, EndReason]] = []
         if lost is not None:
+            fails, all_end = connected.rules.on_failure == "fail", connected.rules.forms_ahead
             for request, num_valid in lost.running.items():
                 if plan is not None and plan.pool is not None:
                     self.running_set.take_back_token(request)
-                num_left = self._output_limit(request) - request.num_output_tokens
-                self.running_set.compute_again(request, num_valid, num_left)
-            if connected.rules.on_failure == "fail":
+                if not all_end:
+                    num_left = self._output_limit(request) - request.num_output_tokens
+                    self.running_set.compute_again(request, num_valid, num_left)
+            if fails or all_end:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
-                for request in sorted((*lost.waiting, *lost.running), key=lambda one: one.index):
+                for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
                     is_running = request in lost.running  # then its end releases it
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
