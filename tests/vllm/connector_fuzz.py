@@ -24,6 +24,7 @@ from tests.vllm import fuzz
 from tests.vllm.fuzz import Play, RequestScript, Session
 from tests.vllm.scripted_connector import Script, ScriptedWorker
 from tests.vllm.worker_model import WorkerFault
+from vajra_py.experiment.runs.replay import replay
 from vajra_py.vllm import Scheduler
 
 
@@ -187,6 +188,18 @@ def play(cls: type[Any], model: str, session: ConnectedSession) -> ConnectedPlay
         made = fuzz.play(cls, model, session, ConnectedPlay)
     assert isinstance(made, ConnectedPlay)
     return made
+
+
+def replayed(model: str, session: ConnectedSession, folder: Path) -> str | None:
+    """Record a session in a folder; returns the first decision that the simulator takes otherwise."""
+    config = fuzz._config(model, session)
+    fuzz._MADE["zero"] = time.time()
+    config.additional_config = {"vajra": {"save_run": str(folder)}}
+    try:
+        play(Scheduler, model, session)
+    finally:
+        config.additional_config = {}
+    return replay(folder).difference
 
 
 def _calls(calls: list[Any], *kinds: str) -> Counter[str]:

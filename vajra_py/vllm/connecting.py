@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vajra_py.config import SystemConfig
 from vajra_py.config.single import only_replicaset
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.vllm.settings import VajraOptions
+from vajra_py.vllm.mechanism import ConnectorRules
 
 if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
@@ -22,15 +23,12 @@ _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending
 """Methods by which a connector takes part in vLLM's own block pool."""
 
 
-def check_connector(vllm_config: Any, options: VajraOptions, fallback: str | None) -> None:
+def check_connector(vllm_config: Any, fallback: str | None) -> None:
     """Raise `ConfigError` for a connector, or what is to go with it, that cannot be scheduled."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
     where, problems = "--kv-transfer-config", []
-    if options.save_run is not None:
-        message = "goes with no recording: what a connector answers is not recorded"
-        problems.append(Problem(where, message, "Leave VAJRA_VLLM_SAVE_RUN and save_run out"))
     if fallback is not None:
         message = f"goes with no fallback ({fallback!r}): loads under way do not stop when other policies take over"
         problems.append(Problem(where, message, "Leave backend.vllm.fallback out"))
@@ -66,6 +64,18 @@ def _overrides(connector: type[Any], name: str) -> bool:
     return getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
 
 
+def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
+    """Return the rules by which a vLLM's connector is used; None: it has none."""
+    if vllm_config.kv_transfer_config is None:
+        return None
+    prioritizer = only_replicaset(config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
+    return ConnectorRules(
+        holding_order="begin" if prioritizer == "fcfs" else "urgency",
+        on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
+        forms_ahead=bool(vllm_config.scheduler_config.async_scheduling),
+    )
+
+
 def connector_of(
     scheduler: Any, vllm_config: Any, on_lookup: OnLookup, num_in_flight: Callable[[str], int]
 ) -> Connector | None:
@@ -73,17 +83,17 @@ def connector_of(
 
     Raises what making it raises. `num_in_flight` gives the tokens of a request in steps that have not come back.
     """
-    if vllm_config.kv_transfer_config is None:
+    rules = rules_of(vllm_config, scheduler.config)
+    if rules is None:
         return None
     from vajra_py.vllm.connector import Connector
 
-    prioritizer = only_replicaset(scheduler.config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
     return Connector(
         vllm_config,
         scheduler.kv_cache_config,
         scheduler.mechanism,
         on_lookup,
-        num_in_flight=num_in_flight if vllm_config.scheduler_config.async_scheduling else None,
-        by_urgency=prioritizer != "fcfs",
+        rules=rules,
+        num_in_flight=num_in_flight,
         log_stats=scheduler.log_stats,
     )

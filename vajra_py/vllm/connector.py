@@ -47,23 +47,15 @@ class Connector:
         mechanism: Mechanism,
         on_lookup: OnLookup,
         *,
-        num_in_flight: Callable[[str], int] | None,
-        by_urgency: bool,
+        rules: ConnectorRules,
+        num_in_flight: Callable[[str], int],
         log_stats: bool,
     ) -> None:
-        """`num_in_flight` gives the tokens of a request in steps that have not come back; None: no step is formed before the last has.
-
-        `by_urgency`: requests that hold blocks are ordered as others are, not by the begin of their load.
-        """
+        """`num_in_flight` gives the tokens of a request in steps that have not come back."""
         self.vllms: Any = KVConnectorFactory.create_connector(
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
-        rules = ConnectorRules(
-            holding_order="urgency" if by_urgency else "begin",
-            on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
-            forms_ahead=num_in_flight is not None,
-        )
-        self._late = None if num_in_flight is None else LateEnds(lambda name: num_in_flight(name) > 0)
+        self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
         """Ends where steps are formed before the last one has come back; None: they are not."""
         self._void: dict[str, Request] = {}
         """Requests that the mechanism is to end because what they computed is void, until no step computes any of it."""
@@ -294,7 +286,6 @@ class Connector:
         assert self._late is not None
         ended = [one for one in self._newly_void.values() if one.state is RequestState.ENDED]
         for request in ended:
-            self._memory.withdraw_blocks(request, 0)
             self._late.void(request)
             del self._newly_void[request.request_id]
         self._void |= self._newly_void

@@ -38,6 +38,7 @@ from vajra_py.runtime.records.input_log import (
     PolicyChange,
     Stall,
 )
+from vajra_py.runtime.records.kv_inputs import KvLook
 from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.connector import NOTHING, ConnectedKv, ConnectorRules, KvConnector, KvReport, Match
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -50,6 +51,7 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.vllm.noted_connector import NotedConnector, news_of
 
 __all__ = [
     "NOTHING",
@@ -198,7 +200,8 @@ class Mechanism(Backend[_VllmReplica]):
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from a connector, whose answers may change between any two steps; before the first request."""
-        self._connected = self.replica.use_connector(connector, rules)
+        noted = connector if self.note is None else NotedConnector(connector, self.replica, self._note, lambda: self.now)
+        self._connected = self.replica.use_connector(noted, rules)
         return self._connected
 
     def watch(self, observers: Sequence[Observer]) -> None:
@@ -341,15 +344,18 @@ class Mechanism(Backend[_VllmReplica]):
         """
         if self._one.plan is not None:
             self._driver.advance_to(self.open_turn())
+            if report is not None:
+                self._note(news_of(report, self.replica, self.now, self._one.plan.step_index))
             self._end_step(at_once=False, report=report)
         elif report is not None:
-            self._driver.advance_to(self.open_turn())
-            self._driver.take_report(self._one, report)
+            self.take_report(report)
 
     def take_report(self, report: KvReport) -> None:
-        """Apply what a connector's workers report with the step before the one in flight."""
+        """Apply what a connector's workers report without a step, or with the one before the step in flight."""
         self._driver.advance_to(self.open_turn())
-        self._turn = None  # it happens before that step ends
+        if self._one.plan is not None:
+            self._turn = None  # it happens before that step ends
+        self._note(news_of(report, self.replica, self.now, None))
         self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
@@ -364,7 +370,9 @@ class Mechanism(Backend[_VllmReplica]):
         if before is not None:
             self._driver.events.push(tick, Phase.STEP_END, (one, None, one.epoch), one.rank)
         elif self._connected is not None:
-            self._driver.wake(self._one)
+            running_set = self.replica.running_set
+            if running_set.num_running or running_set.may_admit:
+                self._driver.events.push(tick, Phase.FAILURE, KvLook(tick, self.replica.replicaset, self.replica.replica_id))
         self._driver.events.bring_forward(tick)
         self._driver.run_until(tick)
         return None if one.plan is before else one.plan

@@ -31,7 +31,7 @@ from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
-from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of
+from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of, rules_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
@@ -88,7 +88,7 @@ class Scheduler(WithoutExtras):
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
-        check_connector(vllm_config, options, self.config.backend.settings.fallback)
+        check_connector(vllm_config, self.config.backend.settings.fallback)
         self._in_flight: deque[SchedulerOutput] = deque()
         block_sizes = block_size, hash_block_size or block_size
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
@@ -97,7 +97,10 @@ class Scheduler(WithoutExtras):
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
             self._recording = start_recording(
-                run, self.mechanism, vllm_config, facts_of(vllm_config, sizes, bytes_per_token)
+                run,
+                self.mechanism,
+                vllm_config,
+                facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, self.config)),
             )
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""

@@ -18,6 +18,7 @@ from vajra_py.contract import Layer
 from vajra_py.contract.facts import FACTS
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
+from vajra_py.runtime.records.kv_inputs import KvAnswer, KvEnd, KvLook, KvNews
 from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
@@ -318,7 +319,7 @@ class ServerReport:
     kv_fraction: float
 
 
-Control: TypeAlias = Gate | CacheReset | Stall
+Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews
 """An action of the executing side on a replica or on its policies."""
 
 
@@ -347,6 +348,8 @@ _Unrequested: TypeAlias = (
     | Retry
     | Answer
     | ServerReport
+    | KvAnswer
+    | KvEnd
     | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
@@ -373,6 +376,10 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,
+    "kv_answer": KvAnswer,
+    "kv_end": KvEnd,
+    "kv_look": KvLook,
+    "kv_news": KvNews,
 }
 
 

@@ -22,6 +22,7 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 
 if TYPE_CHECKING:
+    from vajra_py.runtime.records.kv_inputs import KvNews
     from vajra_py.runtime.step.plan import StepPlan
 
 _LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
@@ -265,6 +266,15 @@ class ConnectedKv:
         self._computes.add(request)
 
     # Reports
+
+    def report_of(self, news: KvNews) -> KvReport:
+        """Return the report that was recorded so, of requests that are known here."""
+        known = {one.index: one for one in (*self._loads, *self._kept)}
+        return KvReport(
+            *([known[index] for index in each if index in known] for each in (news.received, news.sent, news.failed)),
+            bad_blocks=frozenset(news.bad_blocks),
+            num_returned=news.num_returned,
+        )
 
     def num_tokens_of(self, request: Request) -> int | None:
         """Leading tokens that the load of a request brings, or that are kept of one that has ended; None if it is neither."""

@@ -21,6 +21,7 @@ from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
 from vajra_py.runtime.requests.adapters import Adapters
+from vajra_py.runtime.records.kv_inputs import KvNews
 from vajra_py.runtime.requests.connector import ConnectedKv, ConnectorRules, FailedLoads, KvConnector, KvReport
 from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
@@ -566,7 +567,8 @@ class Replica:
         if plan.chunks:
             done += self._apply_chunks(plan, result, now, lost)
         if result.stopped or result.failed:
-            done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
+            known = done if lost is None else [*done, *lost.running]
+            done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in known]
         # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
@@ -593,6 +595,10 @@ class Replica:
         """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
         lost = None if self._connected is None else self._find_failed(report, ())
         return self._apply_report(report, lost, None, to_seconds(now))
+
+    def report_of(self, news: KvNews) -> KvReport:
+        """Return the report that was recorded so."""
+        return KvReport() if self._connected is None else self._connected.report_of(news)
 
     def _find_failed(self, report: KvReport, entries: Sequence[PlannedChunk]) -> FailedLoads | None:
         if self._connected is None or not (report.failed or report.bad_blocks):
@@ -628,8 +634,16 @@ class Replica:
                         if not is_running:
                             self.parts.executor.release(request)
                         ended.append((request, _FAILED))
+        if report.bad_blocks and connected.rules.forms_ahead:
+            self._withdraw_kept(connected, report.bad_blocks)
         connected.take_report(report)
         return ended
+
+    def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
+        """Let nobody find what ended requests hold that computed from blocks to which nothing was loaded."""
+        for request in connected.kept:
+            if not bad_blocks.isdisjoint(self.memory.block_table(request)):
+                self.memory.withdraw_blocks(request, 0)
 
     def _finish_all(
         self, plan: StepPlan, done: list[Request], result: StepResult, now: float
