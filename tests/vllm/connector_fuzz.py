@@ -202,6 +202,38 @@ def replayed(model: str, session: ConnectedSession, folder: Path) -> str | None:
     return replay(folder).difference
 
 
+_OF_THE_FILE = {
+    "policy": "fcfs",
+    "long_prefill_token_threshold": 0,
+    "long_prefill_token_threshold_adaptive": False,
+    "watermark": 0.0,
+    "max_num_active_seqs": None,
+}
+"""Options of vLLM's policy as they are by default, since an experiment file decides instead of them."""
+
+
+def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) -> tuple[str | None, bool]:
+    """Compare a session in which the policy breaks the contract at a step with vLLM's own; the difference, and True if it broke.
+
+    `broken_policies` of `tests/vllm/plugins.py` has to be there. Both give every request its tokens and its end.
+    """
+    session = replace(session, options=session.options | _OF_THE_FILE)
+    config = fuzz._config(model, session)
+    fuzz._MADE["zero"] = time.time()
+    own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
+    file = folder / "experiment.yaml"
+    scheduling = f"{{replica_scheduler: {{policy: breaks, params: {{at_step: {at_step}}}}}}}"
+    backend = "{vllm: {fallback: vllm-v1}}"
+    file.write_text(f"version: 1\npreset: vllm-v1\nscheduling: {scheduling}\nbackend: {backend}\n")
+    config.additional_config = {"vajra": {"experiment": str(file)}}
+    try:
+        ours = play(Scheduler, model, session)
+    finally:
+        config.additional_config = {}
+    found = fuzz.ends_difference(session, own, ours) or fuzz.end_check(session, ours)
+    return found, ours.scheduler._fallback is None
+
+
 def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
     """Return the calls of these kinds, without what is no decision.
 

@@ -570,6 +570,11 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
             return found
         if own.stats != ours.stats:
             return f"prefill statistics {own.stats.items() ^ ours.stats.items()}"
+    return ends_difference(session, own, ours)
+
+
+def ends_difference(session: Session, own: Play, ours: Play) -> str | None:
+    """Return the first difference in what clients get, whatever the steps were."""
     by_time = {one.name for one in session.scripts if session.is_async and (one.aborts or one.string_after)}
     if session.is_async and any(one.kind == "abort all" for one in session.events):
         by_time = {one.name for one in session.scripts}

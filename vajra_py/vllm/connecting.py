@@ -23,15 +23,12 @@ _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending
 """Methods by which a connector takes part in vLLM's own block pool."""
 
 
-def check_connector(vllm_config: Any, fallback: str | None) -> None:
+def check_connector(vllm_config: Any) -> None:
     """Raise `ConfigError` for a connector, or what is to go with it, that cannot be scheduled."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
     where, problems = "--kv-transfer-config", []
-    if fallback is not None:
-        message = f"goes with no fallback ({fallback!r}): loads under way do not stop when other policies take over"
-        problems.append(Problem(where, message, "Leave backend.vllm.fallback out"))
     if vllm_config.lora_config is not None:
         message = "goes with no LoRA adapters: requests that wait for both were not compared with vLLM's own scheduler"
         problems.append(Problem(where, message, "Leave --enable-lora out"))

@@ -74,6 +74,10 @@ class Connector:
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
         self._loaded: set[str] = set()
         """Requests with a load beside steps that were not admitted since."""
+        self._loading: set[str] = set()
+        self._sending: set[str] = set()
+        """Requests of which a transfer is under way."""
+        self._relieves = False
         self._loads_now = False
         """True if a request of the step that is being formed loads within it."""
         self._last: dict[str, EngineCoreOutput] = {}
@@ -174,6 +178,7 @@ class Connector:
         self._guarded(lambda: self.vllms.update_state_after_alloc(vllms, blocks, num_tokens), None)
         if begins:
             self._loaded.add(name)
+            self._loading.add(name)
             vllms.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self._enter(name, _IN_PROGRESS)
         else:
@@ -186,6 +191,10 @@ class Connector:
 
     def ended(self, request: Request, num_blocks: int) -> bool:
         """See `KvConnector`."""
+        if self._relieves and self._mechanism.fault is not None:
+            if self._late is not None:
+                self._late.forget(request)
+            return False  # it goes on under other policies
         if self._late is not None and (keeps := self._late.ends(request)) is not None:
             return keeps
         goes_on = self.recomputes and request.request_id in self._void
@@ -198,7 +207,8 @@ class Connector:
         vllms.num_computed_tokens = num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
         self._loaded.discard(name)
         self._enter(name, None)
-        held = memory.block_table(request)[: memory.blocks_for(num_tokens)] if memory.num_held_blocks(request) else ()
+        has_blocks = self._mechanism.fault is None and memory.num_held_blocks(request) > 0
+        held = memory.block_table(request)[: memory.blocks_for(num_tokens)] if has_blocks else ()
         return self._finish(record, [block + 1 for block in held])
 
     def _finish(self, record: Record, blocks: list[int]) -> bool:
@@ -220,6 +230,8 @@ class Connector:
             if output.prefill_stats is not None and params.get("do_remote_prefill"):
                 params["remote_prefill_cached_tokens"] = output.prefill_stats.num_cached_tokens
             output.kv_transfer_params = params
+        if keeps:
+            self._sending.add(record.request_id)
         return bool(keeps)
 
     def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int) -> KVCacheBlocks:
@@ -327,8 +339,10 @@ class Connector:
 
     def _report(self, output: Any) -> KvReport:
         for name in output.finished_recving or ():
-            if name in self._known:
+            if name in self._known and name in self._loading:
                 self._enter(name, _COMPLETED)
+        self._loading.difference_update(output.finished_recving or ())
+        self._sending.difference_update(output.finished_sending or ())
         return KvReport(
             received=list(self._named(output.finished_recving or ())),
             sent=list(self._named(output.finished_sending or ())),
@@ -346,6 +360,17 @@ class Connector:
                 _log.warning("the connector reports a transfer of request %s, which holds nothing here", name)
             else:
                 yield own
+
+    # Faults of policies
+
+    def relieve(self) -> None:
+        """Requests go on under other policies if one breaks the contract: they do not end for the connector then."""
+        self._relieves = True
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing is loaded or sent that uses blocks."""
+        return not (self._loading or self._sending)
 
     # Counts
 

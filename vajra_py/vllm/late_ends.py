@@ -60,6 +60,10 @@ class LateEnds:
         """What a request was to get with its last step is void, so that it has not ended for its client: it keeps no blocks."""
         self._untold.pop(request.request_id, None)
 
+    def forget(self, request: Request) -> None:
+        """The mechanism has lost a request with its blocks."""
+        self._answers.pop(request.request_id, None)
+
     @property
     def num_waiting(self) -> int:
         """Requests that keep blocks which the connector does not want."""

@@ -88,7 +88,7 @@ class Scheduler(WithoutExtras):
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
-        check_connector(vllm_config, self.config.backend.settings.fallback)
+        check_connector(vllm_config)
         self._in_flight: deque[SchedulerOutput] = deque()
         block_sizes = block_size, hash_block_size or block_size
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
@@ -121,6 +121,8 @@ class Scheduler(WithoutExtras):
         """Number of times in a row that nothing was scheduled although a request waited."""
         self._events = kv_events
         self._connected = connector_of(self, vllm_config, self._looked_up, self._num_in_flight)
+        if self._connected is not None and self._fallback is not None:
+            self._connected.relieve()
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -273,9 +275,9 @@ class Scheduler(WithoutExtras):
         """The next step, by the policies."""
         if self._grammars.num_compiling:
             self._take_compiled()
-        if self._held:
+        if self._held and (self.mechanism.fault is None or self._fallback is None):
             self._hand_in_held()
-        is_busy = any(one.total_num_scheduled_tokens for one in self._in_flight)
+        is_busy = self._is_busy
         plan = None
         if not (self._forgets and is_busy):
             self._forget_if_wanted()
@@ -294,6 +296,11 @@ class Scheduler(WithoutExtras):
             self._connected.tell(output, is_formed=plan is not None)
         self._in_flight.append(output)
         return output
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if a step that computes something has not come back."""
+        return any(one.total_num_scheduled_tokens for one in self._in_flight)
 
     def _forget_if_wanted(self) -> None:
         if self._forgets:
@@ -337,9 +344,14 @@ class Scheduler(WithoutExtras):
         if fault is not None and fault is not self._fault:
             self._fault = fault
             _log.error("after %d steps: %s", self.mechanism.num_steps, fault)
-            if self._fallback is not None:
-                return self._fall_back()
+        if fault is not None and self._fallback is not None and self._may_fall_back:
+            return self._fall_back()
         return plan
+
+    @property
+    def _may_fall_back(self) -> bool:
+        """False while blocks, all of which others may get then, are loaded, sent, or written beside a connector."""
+        return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
     def _fall_back(self) -> StepPlan | None:
         """Let the other policies take over; requests in flight continue after their present tokens."""
