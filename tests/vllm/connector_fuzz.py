@@ -36,10 +36,10 @@ class ConnectedSession(Session):
     connector: str = "ScriptedConnector"
 
 
-def session_of(seed: int, *, is_async: bool = False) -> ConnectedSession:
-    """Return a random session."""
+def session_of(seed: int, *, is_async: bool = False, has_adapters: bool = False) -> ConnectedSession:
+    """Return a random session; `has_adapters`: most of its requests have LoRA adapters."""
     rng = random.Random(f"connector {seed}")
-    base = fuzz.session_of(seed, is_async=is_async)
+    base = fuzz.SESSIONS["adapters" if has_adapters else "plain"](seed, is_async=is_async)
     options = base.options | {
         # Loads beside steps begin on steps that hold prompts, and where prompts are not cut: docs/evidence/vllm.md.
         "prefill_schedule_interval": 1,
@@ -290,9 +290,11 @@ def _ends(calls: list[Any], name: str) -> list[Any]:
     return [(one[0], *one[2:3], *one[5:6]) for one in calls if one[0] in ("new", "finished") and one[1] == name]
 
 
-def compare(model: str, seed: int, *, is_async: bool = False) -> tuple[str | None, Counter[str]]:
+def compare(
+    model: str, seed: int, *, is_async: bool = False, has_adapters: bool = False
+) -> tuple[str | None, Counter[str]]:
     """Return the difference in one random session, and counts of its contents."""
-    return compare_in(model, session_of(seed, is_async=is_async))
+    return compare_in(model, session_of(seed, is_async=is_async, has_adapters=has_adapters))
 
 
 def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Counter[str]]:

@@ -29,9 +29,6 @@ def check_connector(vllm_config: Any) -> None:
     if transfer is None:
         return
     where, problems = "--kv-transfer-config", []
-    if vllm_config.lora_config is not None:
-        message = "goes with no LoRA adapters: requests that wait for both were not compared with vLLM's own scheduler"
-        problems.append(Problem(where, message, "Leave --enable-lora out"))
     for connector in _classes(transfer):
         names = [name for name in _OF_VLLMS_MEMORY if _overrides(connector, name)]
         if names:

@@ -165,7 +165,7 @@ class ConnectedKv:
     ) -> Iterator[RequestView]:
         """Iterate over the waiting requests that may be admitted, those that hold blocks first.
 
-        Left out is who waits for a load or an answer. When the step is full nobody is asked about any more.
+        Left out is who waits for a load, an answer or a slot for an adapter. When the step is full nobody is asked about any more.
         """
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
@@ -177,8 +177,13 @@ class ConnectedKv:
             if own in self._loads or own in arrived or own in others:
                 continue
             is_own = own.replica_id != -1 and own.state in _ASKED_ABOUT
-            if not is_own or self._is_full() or self._ask(own) is not None:
+            if not is_own or self._is_full() or (self._fits(own) and self._ask(own) is not None):
                 yield own
+
+    def _fits(self, request: Request) -> bool:
+        """Return True unless a request lacks a slot for its adapter; such are not asked about."""
+        adapters = self._running_set.adapters
+        return adapters is None or adapters.fits(request)
 
     def _is_ready(self, request: Request, now: float) -> bool:
         load = self._loads.get(request)
@@ -189,7 +194,9 @@ class ConnectedKv:
                 self._lifecycle.loaded(request, load.num_tokens, now)
             else:
                 self._lifecycle.load_again(request, now)
-        if request.state is _LOADED or self._ask(request) is not None:
+        if request.state is _LOADED:
+            return self._fits(request)
+        if self._fits(request) and self._ask(request) is not None:
             return True
         del self._loads[request]
         return False
