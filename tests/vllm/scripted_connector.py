@@ -130,7 +130,10 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         said = (request.request_id, str(request.status), len(block_ids), request.num_computed_tokens)
         self.calls.append(("finished", *said, len(request.all_token_ids), len(request.block_hashes)))
         if keeps:
-            due, num_tokens = self.turn + (script.send_turns or 0), min(request.num_computed_tokens, request.num_tokens - 1)
+            due, num_tokens = (
+                self.turn + (script.send_turns or 0),
+                min(request.num_computed_tokens, request.num_tokens - 1),
+            )
             self._metadata.sends[request.request_id] = due, block_ids, num_tokens
         return keeps, {"blocks": len(block_ids), "tokens": list(request.output_token_ids)} if is_complete else None
 

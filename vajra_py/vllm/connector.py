@@ -40,7 +40,7 @@ class Connector:
     What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
     """
 
-    def __init__(  # what vLLM's scheduler has at hand
+    def __init__(  # noqa: PLR0913  # what vLLM's scheduler has at hand
         self,
         vllm_config: Any,
         kv_cache_config: Any,

@@ -38,9 +38,9 @@ from vajra_py.runtime.records.input_log import (
     PolicyChange,
     Stall,
 )
-from vajra_py.runtime.records.kv_inputs import KvLook
 from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.connector import NOTHING, ConnectedKv, ConnectorRules, KvConnector, KvReport, Match
+from vajra_py.runtime.requests.kv_inputs import KvLook
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -200,7 +200,9 @@ class Mechanism(Backend[_VllmReplica]):
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from a connector, whose answers may change between any two steps; before the first request."""
-        noted = connector if self.note is None else NotedConnector(connector, self.replica, self._note, lambda: self.now)
+        noted = (
+            connector if self.note is None else NotedConnector(connector, self.replica, self._note, lambda: self.now)
+        )
         self._connected = self.replica.use_connector(noted, rules)
         return self._connected
 
@@ -372,7 +374,9 @@ class Mechanism(Backend[_VllmReplica]):
         elif self._connected is not None:
             running_set = self.replica.running_set
             if running_set.num_running or running_set.may_admit:
-                self._driver.events.push(tick, Phase.FAILURE, KvLook(tick, self.replica.replicaset, self.replica.replica_id))
+                self._driver.events.push(
+                    tick, Phase.FAILURE, KvLook(tick, self.replica.replicaset, self.replica.replica_id)
+                )
         self._driver.events.bring_forward(tick)
         self._driver.run_until(tick)
         return None if one.plan is before else one.plan

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vajra_py.runtime.records.input_log import Input
-from vajra_py.runtime.records.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.requests.connector import KvConnector, KvReport, Match
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 
@@ -23,7 +23,10 @@ class NotedConnector:
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
         """See `KvConnector`."""
-        match, place = self.connector.matched(request, num_local_tokens), (self.replica.replicaset, self.replica.replica_id)
+        match, place = (
+            self.connector.matched(request, num_local_tokens),
+            (self.replica.replicaset, self.replica.replica_id),
+        )
         self.note(KvAnswer(self.now(), *place, request.index, *((None,) if match is None else match)))
         return match
 
@@ -46,4 +49,6 @@ def news_of(report: KvReport, replica: Replica, now: int, step: int | None) -> K
     """Return a report as it is recorded; `step`: the one that it ends."""
     received, sent, failed = ([one.index for one in each] for each in (report.received, report.sent, report.failed))
     bad_blocks = sorted(report.bad_blocks)
-    return KvNews(now, replica.replicaset, replica.replica_id, step, received, sent, failed, bad_blocks, report.num_returned)
+    return KvNews(
+        now, replica.replicaset, replica.replica_id, step, received, sent, failed, bad_blocks, report.num_returned
+    )

@@ -455,7 +455,8 @@ class Scheduler(WithoutExtras):
         """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            if self._connected.recomputes and not record.output:  # the workers have forgotten it, and learn prompts alone
+            # The workers have forgotten it, and are told prompts alone.
+            if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:
                 self._drop(record, FinishReason.ERROR, NOT_LOADED)

@@ -31,7 +31,7 @@ from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog,
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
-from vajra_py.runtime.records.kv_inputs import KvAnswer, KvEnd, KvNews
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.requests.request import Request

@@ -18,8 +18,8 @@ from vajra_py.contract import Layer
 from vajra_py.contract.facts import FACTS
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
-from vajra_py.runtime.records.kv_inputs import KvAnswer, KvEnd, KvLook, KvNews
 from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvLook, KvNews
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 

@@ -12,18 +12,15 @@ Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 from vajra_py.contract import PriorityKey, RequestView
+from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
-
-if TYPE_CHECKING:
-    from vajra_py.runtime.records.kv_inputs import KvNews
-    from vajra_py.runtime.step.plan import StepPlan
 
 _LOADING, _LOADED = RequestState.LOADING, RequestState.LOADED
 _ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
@@ -55,6 +52,13 @@ class KvConnector(Protocol):
 
     def ended(self, request: Request, num_blocks: int) -> bool:
         """Return True if a request that ends keeps its blocks, so many with computed tokens, until the connector has sent them."""
+
+
+class FormedStep(Protocol):
+    """A step, of which it matters here whom it computes."""
+
+    def computes(self, request: Request) -> bool:
+        """Return True if a running request is part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +144,12 @@ class ConnectedKv:
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
         """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
-        self._ahead: deque[StepPlan] = deque()
+        self._ahead: deque[FormedStep] = deque()
         """Steps that have not come back, where the next one is formed before."""
 
     # Steps that are formed ahead
 
-    def step_formed(self, plan: StepPlan) -> None:
+    def step_formed(self, plan: FormedStep) -> None:
         """Note a step that computes something."""
         if self.rules.forms_ahead:
             self._ahead.append(plan)
@@ -277,11 +281,10 @@ class ConnectedKv:
     def report_of(self, news: KvNews) -> KvReport:
         """Return the report that was recorded so, of requests that are known here."""
         known = {one.index: one for one in (*self._loads, *self._kept)}
-        return KvReport(
-            *([known[index] for index in each if index in known] for each in (news.received, news.sent, news.failed)),
-            bad_blocks=frozenset(news.bad_blocks),
-            num_returned=news.num_returned,
+        received, sent, failed = (
+            [known[index] for index in each if index in known] for each in (news.received, news.sent, news.failed)
         )
+        return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
         """Leading tokens that the load of a request brings, or that are kept of one that has ended; None if it is neither."""

@@ -42,9 +42,9 @@ from vajra_py.runtime.records.input_log import (
     TierEnd,
     TransferEnd,
 )
-from vajra_py.runtime.records.kv_inputs import KvLook, KvNews
 from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import KvReport
+from vajra_py.runtime.requests.kv_inputs import KvLook, KvNews
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState

@@ -21,9 +21,9 @@ from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
 from vajra_py.runtime.requests.adapters import Adapters
-from vajra_py.runtime.records.kv_inputs import KvNews
 from vajra_py.runtime.requests.connector import ConnectedKv, ConnectorRules, FailedLoads, KvConnector, KvReport
 from vajra_py.runtime.requests.decode_pool import DecodePool
+from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
