@@ -217,10 +217,19 @@ def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) 
 
     `broken_policies` of `tests/vllm/plugins.py` has to be there. Both give every request its tokens and its end.
     """
-    session = replace(session, options=session.options | _OF_THE_FILE)
+    # Who is there yet, and what fails, depends on when requests run.
+    by_time = {one.name for one in session.scripts if one.aborts or one.string_after}
+    by_time |= {one.name for one in session.scripts if {"bad_block", "fails"} & (one.transfer or {}).keys()}
+    if any(one.kind == "abort all" for one in session.events):
+        by_time |= {one.name for one in session.scripts}
+    by_time |= session.without_ends
+    session = replace(session, options=session.options | _OF_THE_FILE, without_ends=frozenset(by_time))
     config = fuzz._config(model, session)
     fuzz._MADE["zero"] = time.time()
-    own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
+    try:
+        own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
+    except WorkerFault:
+        own = None
     file = folder / "experiment.yaml"
     scheduling = f"{{replica_scheduler: {{policy: breaks, params: {{at_step: {at_step}}}}}}}"
     backend = "{vllm: {fallback: vllm-v1}}"
@@ -230,8 +239,8 @@ def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) 
         ours = play(Scheduler, model, session)
     finally:
         config.additional_config = {}
-    found = fuzz.ends_difference(session, own, ours) or fuzz.end_check(session, ours)
-    return found, ours.scheduler._fallback is None
+    found = None if own is None else fuzz.ends_difference(session, own, ours)
+    return found or fuzz.end_check(session, ours), ours.scheduler._fallback is None
 
 
 def _calls(calls: list[Any], *kinds: str) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -85,6 +86,7 @@ class Replica:
         "_eviction_watchers",
         "_has_drafts",
         "_inherited",
+        "_late_tokens",
         "_listener_error",
         "_num_waiting_in_run",
         "_output_limits",
@@ -138,6 +140,8 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
+        self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
+        """Tokens of steps that have ended and not come back, where the next one is formed before."""
         """True if something outside is heard of with each step."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
@@ -556,7 +560,11 @@ class Replica:
             lost = self._find_failed(result.report, list(plan.entries()))
         if result.tokens is not None:
             void = () if lost is None else lost.running
-            self._append_tokens([one for one in result.tokens if one[0] not in void] if void else result.tokens)
+            tokens = [one for one in result.tokens if one[0] not in void] if void else result.tokens
+            if self._connected is not None and self._connected.rules.forms_ahead and result.report is None:
+                self._late_tokens.append(tokens)
+            else:
+                self._append_tokens(tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
         if plan.drafts:
             done += self._apply_drafts(plan, result, now)
@@ -594,6 +602,9 @@ class Replica:
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
         """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
         lost = None if self._connected is None else self._find_failed(report, ())
+        for _ in range(min(report.num_returned, len(self._late_tokens))):
+            tokens = self._late_tokens.popleft()
+            self._append_tokens(tokens if lost is None else [one for one in tokens if one[0] not in lost.running])
         return self._apply_report(report, lost, None, to_seconds(now))
 
     def report_of(self, news: KvNews) -> KvReport:
