@@ -18,7 +18,7 @@ from vajra_py.vllm import Scheduler
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
-@pytest.mark.parametrize("seed", range(5_000_000, 5_000_004))
+@pytest.mark.parametrize("seed", range(5_000_001, 5_000_004))
 def test_clients_and_connector_see_what_they_see_under_vllms(tiny_model: str, seed: int, has_adapters: bool) -> None:
     found, _ = compare(tiny_model, seed, is_async=True, has_adapters=has_adapters)
     assert found is None
