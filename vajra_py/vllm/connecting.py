@@ -82,7 +82,7 @@ def connector_of(
         return None
     from vajra_py.vllm.connector import Connector
 
-    return Connector(
+    made = Connector(
         vllm_config,
         scheduler.kv_cache_config,
         scheduler.mechanism,
@@ -91,3 +91,6 @@ def connector_of(
         num_in_flight=num_in_flight,
         log_stats=scheduler.log_stats,
     )
+    if scheduler.config.backend.settings.fallback is not None:
+        made.relieve()
+    return made

@@ -96,12 +96,8 @@ class Scheduler(WithoutExtras):
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
-            self._recording = start_recording(
-                run,
-                self.mechanism,
-                vllm_config,
-                facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, self.config)),
-            )
+            facts = facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, self.config))
+            self._recording = start_recording(run, self.mechanism, vllm_config, facts)
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
@@ -121,8 +117,6 @@ class Scheduler(WithoutExtras):
         """Number of times in a row that nothing was scheduled although a request waited."""
         self._events = kv_events
         self._connected = connector_of(self, vllm_config, self._looked_up, self._num_in_flight)
-        if self._connected is not None and self._fallback is not None:
-            self._connected.relieve()
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
