@@ -18,7 +18,7 @@ PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
 COUNT ?= 2000
-RUNS ?= plain/sync plain/async windows/sync windows/async adapters/sync adapters/async connector/sync drafts/sync
+RUNS ?= plain/sync plain/async windows/sync windows/async adapters/sync adapters/async connector/sync connector/async connector-adapters/sync connector-adapters/async drafts/sync
 STEPS ?= 1000000
 PYTEST_ARGS ?=
 TENSOR_TESTS := tests/engine tests/kernels
@@ -152,7 +152,7 @@ test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest -m "not long" tests/vllm $(PYTEST_ARGS)
 
-vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version: COUNT=2000 SEED=first RUNS="plain/sync connector/sync"
+vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version: COUNT=2000 SEED=first RUNS="plain/sync connector/sync connector/async"
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for run in $(RUNS); do \
 		nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --kind $${run%/*} --mode $${run#*/} || exit 1; done
 	@test ! -d $(VLLM_NEXT)/vllm || for run in $(RUNS); do \

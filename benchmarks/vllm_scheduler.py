@@ -1,8 +1,9 @@
 """CPU time of `schedule` + `update_from_output` in steady decode: this project's scheduler against vLLM's own, in turns.
 
-python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts 0]
+python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts 0 | --connector]
 
-In an environment that has vLLM; no model is computed. With `--drafts` every decode has so many, of which half are right.
+In an environment that has vLLM; no model is computed. With `--drafts` every decode has so many, of which half are right. With
+`--connector` both have vLLM's `ExampleConnector`, which has nothing to load.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 from vllm.v1.outputs import DraftTokenIds
 
@@ -46,8 +49,10 @@ class Drafting(Core):
         self.scheduler.update_draft_token_ids(self.proposals)
 
 
-def steady(cls: type[Any], model: str, num_running: int, num_waiting: int, num_drafts: int) -> Drafting:
-    """A scheduler whose requests all decode, with others behind them."""
+def steady(
+    cls: type[Any], model: str, num_running: int, num_waiting: int, num_drafts: int, transfer: Any = None
+) -> Drafting:
+    """A scheduler whose requests all decode, with others behind them; `transfer`: configuration of a connector."""
     speculative = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 3}
     config = vllm_config(
         model,
@@ -57,6 +62,8 @@ def steady(cls: type[Any], model: str, num_running: int, num_waiting: int, num_d
         enable_prefix_caching=True,
         speculative_config=speculative if num_drafts else None,
     )
+    config.kv_transfer_config = transfer
+    config.scheduler_config.disable_hybrid_kv_cache_manager = transfer is not None
     scheduler = make_scheduler(cls, config, num_running * 40 * (1 + num_drafts) + 1, 16)
     core = Drafting(scheduler, num_drafts=num_drafts)
     for index in range(num_running + num_waiting):
@@ -93,10 +100,18 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=(32, 256, 1024))
     parser.add_argument("--waiting", type=int, nargs="+", default=(0, 10_000))
     parser.add_argument("--drafts", type=int, default=0, help="tokens that are proposed for each decode")
+    parser.add_argument("--connector", action="store_true", help="with a KV connector; nobody waits then")
     given = parser.parse_args()
+    transfer = None
+    if given.connector:
+        place = {"shared_storage_path": tempfile.mkdtemp()}
+        transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=place)
     for num_running in given.running:
-        for num_waiting in given.waiting:
-            cores = [steady(cls, given.model, num_running, num_waiting, given.drafts) for cls in (VllmsOwn, Scheduler)]
+        for num_waiting in given.waiting if transfer is None else (0,):  # who waits is asked about
+            cores = [
+                steady(cls, given.model, num_running, num_waiting, given.drafts, transfer)
+                for cls in (VllmsOwn, Scheduler)
+            ]
             times: list[list[float]] = [[], []]
             for _ in range(given.steps):
                 for core, each in zip(cores, times, strict=True):

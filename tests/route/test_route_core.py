@@ -20,7 +20,7 @@ from vajra_py.route.core import AGAIN, NEVER, PROMPT, RouteCore, Submitted
 from vajra_py.route.exchange import StreamScan
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
 from vajra_py.runtime.kv import TokenBlockHashes
-from vajra_py.runtime.records.input_log import Arrival, Input, KvReport
+from vajra_py.runtime.records.input_log import Arrival, CacheReport, Input
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving.events import Phase
@@ -105,7 +105,7 @@ class World:
             named = [one.hex() for one in hashes if isinstance(one, bytes)]
             is_change = number % 4 >= 2
             change = (named[: 1 + number % 3], named[number % 5 :]) if is_change else ((), ())
-            report = KvReport(0, "default", number % 3, *change, begins=number % 4 == 0, ends=number % 4 == 1)
+            report = CacheReport(0, "default", number % 3, *change, begins=number % 4 == 0, ends=number % 4 == 1)
             self.core.report_kv(clock, report)
         elif what == "wait":
             self.core.advance(min(self.core.next_due(), clock + TICKS_PER_SECOND))

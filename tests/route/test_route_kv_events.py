@@ -25,7 +25,7 @@ from vajra_py.errors import ConfigError
 from vajra_py.route.kv_events import ServerBlocks
 from vajra_py.route.session import Place, RouteSession
 from vajra_py.runtime.kv.block_hashes import TokenBlockHashes, adapter_salt
-from vajra_py.runtime.records.input_log import INPUTS_FILE, KvReport, read_inputs
+from vajra_py.runtime.records.input_log import INPUTS_FILE, CacheReport, read_inputs
 
 SIZE = 16
 FIRST, SECOND = list(range(64)), list(range(100, 164))
@@ -199,7 +199,7 @@ def test_prompts_go_where_their_prefix_is(tmp_path: Path, tokenizer: str, two: l
     report = replayed(tmp_path / "run")
     assert report.is_equal, report.difference
     kinds = [type(one) for one in read_inputs(tmp_path / "run" / INPUTS_FILE)]
-    assert kinds.count(KvReport) >= 4
+    assert kinds.count(CacheReport) >= 4
 
 
 def test_prompts_of_an_adapter_go_where_its_own_content_is(

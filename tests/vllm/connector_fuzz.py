@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -21,6 +24,7 @@ from tests.vllm import fuzz
 from tests.vllm.fuzz import Play, RequestScript, Session
 from tests.vllm.scripted_connector import Script, ScriptedWorker
 from tests.vllm.worker_model import WorkerFault
+from vajra_py.experiment.runs.replay import replay
 from vajra_py.vllm import Scheduler
 
 
@@ -32,10 +36,10 @@ class ConnectedSession(Session):
     connector: str = "ScriptedConnector"
 
 
-def session_of(seed: int) -> ConnectedSession:
-    """Return a random session."""
+def session_of(seed: int, *, is_async: bool = False, has_adapters: bool = False) -> ConnectedSession:
+    """Return a random session; `has_adapters`: most of its requests have LoRA adapters."""
     rng = random.Random(f"connector {seed}")
-    base = fuzz.session_of(seed, is_async=False)
+    base = fuzz.SESSIONS["adapters" if has_adapters else "plain"](seed, is_async=is_async)
     options = base.options | {
         # Loads beside steps begin on steps that hold prompts, and where prompts are not cut: docs/evidence/vllm.md.
         "prefill_schedule_interval": 1,
@@ -50,6 +54,8 @@ def session_of(seed: int) -> ConnectedSession:
     transfers = [one.transfer or {} for one in scripts]
     if any("bad_block" in one and not one["load_turns"] for one in transfers):
         given["second_runner"] = False  # it does not go back to earlier tokens of a request that it knows
+    if is_async and failing:  # who shares a block that is not loaded, and what vLLM makes of it, depends on the step
+        given["without_ends"] = frozenset(one.name for one in scripts)
     given["events"] = [one for one in base.events if not one.kind.startswith("reset")]
     return ConnectedSession(
         **given,
@@ -92,6 +98,8 @@ class ConnectedPlay(Play):
     params: dict[str, Any] = field(default_factory=dict)
     """`kv_transfer_params` that clients got."""
     cached: dict[str, Any] = field(default_factory=dict)
+    written: dict[int, set[int]] = field(default_factory=dict)
+    """Blocks that each message let a step write."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,12 +121,31 @@ class ConnectedPlay(Play):
         super()._compile()
 
     def execute(self, output: Any) -> ModelRunnerOutput:
-        self.worker.slots._written_by = {}
+        slots = self.worker.slots
+        slots._written_by = {}
+        for load in output.kv_connector_metadata.loads:
+            self._check_load(load)
         bad = self.loader.begin(output.kv_connector_metadata)
+        slots._written_by = {}
         result = super().execute(output)
+        self.written[id(output)] = {block for block, _ in slots._written_by}
         is_attempt = output.preempted_req_ids and not output.num_scheduled_tokens
-        result.kv_connector_output = None if is_attempt else self.loader.report(self.turn, bad)
+        result.kv_connector_output = None if is_attempt and not self.is_async else self.loader.report(self.turn, bad)
+        for name in self.loader.sent:
+            self._check_sent(name)
         return result
+
+    def _check_load(self, load: Any) -> None:
+        """A load does not wait for a step that was told before and is not back."""
+        places = slice(load.start // self.worker.slots.size, -(-load.end // self.worker.slots.size))
+        for output, _ in self.queue:
+            if not self.written[id(output)].isdisjoint(load.blocks[places]):
+                raise WorkerFault(f"{load.name}: is loaded to blocks that a step in flight writes")
+
+    def _check_sent(self, name: str) -> None:
+        """What was sent is there until it was sent."""
+        blocks, num_tokens = self.loader.sent[name]
+        self.worker.slots.read(name, self.worker.expected[name], (blocks,), 0, num_tokens)
 
     def update(self, output: Any, result: Any) -> None:
         for client, each in self.scheduler.update_from_output(output, result).items():
@@ -163,6 +190,59 @@ def play(cls: type[Any], model: str, session: ConnectedSession) -> ConnectedPlay
     return made
 
 
+def replayed(model: str, session: ConnectedSession, folder: Path) -> str | None:
+    """Record a session in a folder; returns the first decision that the simulator takes otherwise."""
+    config = fuzz._config(model, session)
+    fuzz._MADE["zero"] = time.time()
+    config.additional_config = {"vajra": {"save_run": str(folder)}}
+    try:
+        play(Scheduler, model, session)
+    finally:
+        config.additional_config = {}
+    return replay(folder).difference
+
+
+_OF_THE_FILE = {
+    "policy": "fcfs",
+    "long_prefill_token_threshold": 0,
+    "long_prefill_token_threshold_adaptive": False,
+    "watermark": 0.0,
+    "max_num_active_seqs": None,
+}
+"""Options of vLLM's policy as they are by default, since an experiment file decides instead of them."""
+
+
+def breaking(model: str, session: ConnectedSession, folder: Path, at_step: int) -> tuple[str | None, bool]:
+    """Compare a session in which the policy breaks the contract at a step with vLLM's own; the difference, and True if it broke.
+
+    `broken_policies` of `tests/vllm/plugins.py` has to be there. Both give every request its tokens and its end.
+    """
+    # Who is there yet, and what fails, depends on when requests run.
+    by_time = {one.name for one in session.scripts if one.aborts or one.string_after}
+    by_time |= {one.name for one in session.scripts if {"bad_block", "fails"} & (one.transfer or {}).keys()}
+    if any(one.kind == "abort all" for one in session.events):
+        by_time |= {one.name for one in session.scripts}
+    by_time |= session.without_ends
+    session = replace(session, options=session.options | _OF_THE_FILE, without_ends=frozenset(by_time))
+    config = fuzz._config(model, session)
+    fuzz._MADE["zero"] = time.time()
+    try:
+        own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
+    except WorkerFault:
+        own = None
+    file = folder / "experiment.yaml"
+    scheduling = f"{{replica_scheduler: {{policy: breaks, params: {{at_step: {at_step}}}}}}}"
+    backend = "{vllm: {fallback: vllm-v1}}"
+    file.write_text(f"version: 1\npreset: vllm-v1\nscheduling: {scheduling}\nbackend: {backend}\n")
+    config.additional_config = {"vajra": {"experiment": str(file)}}
+    try:
+        ours = play(Scheduler, model, session)
+    finally:
+        config.additional_config = {}
+    found = None if own is None else fuzz.ends_difference(session, own, ours)
+    return found or fuzz.end_check(session, ours), ours.scheduler._fallback is None
+
+
 def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
     """Return the calls of these kinds, without what is no decision.
 
@@ -180,8 +260,12 @@ def _calls(calls: list[Any], *kinds: str) -> Counter[str]:
 
 def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPlay) -> str | None:
     """Return the first difference to vLLM's scheduler, in decisions or in what the connector and the clients see."""
-    theirs, mine = (each.scheduler.connector.calls for each in (own, ours))
     found = fuzz.difference(session, own, ours)
+    if not ours.scheduler.connector.is_shut_down:
+        return "the connector is not shut down"
+    if session.is_async:
+        return found or _late_difference(own, ours)
+    theirs, mine = (each.scheduler.connector.calls for each in (own, ours))
     for kinds in (("matched", "allocated", "reported"), ("new", "finished")):
         left, right = _calls(theirs, *kinds), _calls(mine, *kinds)
         if found is None and left != right and not own.is_endless:
@@ -195,14 +279,31 @@ def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPla
     ):
         if left != right:
             return f"{what}: vLLM {left}, here {right}"
-    if not ours.scheduler.connector.is_shut_down:
-        return "the connector is not shut down"
     return None
 
 
-def compare(model: str, seed: int) -> tuple[str | None, Counter[str]]:
+def _late_difference(own: ConnectedPlay, ours: ConnectedPlay) -> str | None:
+    """Return the first difference in what does not depend on when requests are admitted, which may be a step earlier."""
+    for name, reason in own.reasons.items():
+        if reason != ours.reasons.get(name) or not reason.startswith(("stop", "length")):
+            continue
+        ends = [_ends(each.scheduler.connector.calls, name) for each in (own, ours)]
+        params = [(each.params[name] or {}).get("tokens") for each in (own, ours)]
+        if ends[0] != ends[1] or params[0] != params[1]:
+            return f"end of {name}: vLLM {ends[0]} {params[0]}, here {ends[1]} {params[1]}"
+    return None
+
+
+def _ends(calls: list[Any], name: str) -> list[Any]:
+    """Return what the connector was told of a request's begin and end: status and number of tokens."""
+    return [(one[0], *one[2:3], *one[5:6]) for one in calls if one[0] in ("new", "finished") and one[1] == name]
+
+
+def compare(
+    model: str, seed: int, *, is_async: bool = False, has_adapters: bool = False
+) -> tuple[str | None, Counter[str]]:
     """Return the difference in one random session, and counts of its contents."""
-    return compare_in(model, session_of(seed))
+    return compare_in(model, session_of(seed, is_async=is_async, has_adapters=has_adapters))
 
 
 def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Counter[str]]:
@@ -211,15 +312,17 @@ def compare_in(model: str, session: ConnectedSession) -> tuple[str | None, Count
     fuzz._MADE["zero"] = time.time()
     counts: Counter[str] = Counter(sessions=1, requests=len(session.scripts))
     try:
-        own = play(SyncScheduler, model, session)
+        own = play(AsyncScheduler if session.is_async else SyncScheduler, model, session)
     except WorkerFault as error:
-        counts["vllm_reads_stale"] += "reads KV" in str(error)
-        ours = play(Scheduler, model, session)
-        return fuzz.end_check(session, ours), counts
+        counts["vllm_reads_stale" if "reads KV" in str(error) else "vllm_faults"] += 1
+        own = None
     try:
         ours = play(Scheduler, model, session)
     except Exception as error:
-        return f"here: {type(error).__name__}: {error}", counts
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"here: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", counts
+    if own is None:
+        return fuzz.end_check(session, ours), counts
     counts["steps"] += len(ours.steps)
     counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
     counts["endless"] += own.is_endless

@@ -102,6 +102,8 @@ class Session:
     """Tokens that are proposed after a step for each request, at most."""
     drafter: str = "ngram"
     """Method of drafting; EAGLE's is the same to a scheduler but for blocks."""
+    without_ends: frozenset[str] = frozenset()
+    """Requests whose ends depend on when they run."""
 
 
 def session_of(seed: int, *, is_async: bool) -> Session:
@@ -638,10 +640,16 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
             return found
         if own.stats != ours.stats:
             return f"prefill statistics {own.stats.items() ^ ours.stats.items()}"
+    return ends_difference(session, own, ours)
+
+
+def ends_difference(session: Session, own: Play, ours: Play) -> str | None:
+    """Return the first difference in what clients get, whatever the steps were."""
     by_time = {one.name for one in session.scripts if session.is_async and (one.aborts or one.string_after)}
     if session.is_async and any(one.kind == "abort all" for one in session.events):
         by_time = {one.name for one in session.scripts}
     by_time |= {one.name for one in session.scripts if one.grammar is not None and one.grammar[1] == "error"}
+    by_time |= set(session.without_ends)
     for name in sorted(own.reasons.keys() | ours.reasons.keys()):
         if name in by_time:
             continue

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument(
         "--kind",
-        choices=("plain", "windows", "adapters", "drafts", "connector"),
+        choices=("plain", "windows", "adapters", "drafts", "connector", "connector-adapters"),
         default="plain",
         help="what is special about the model",
     )
@@ -42,8 +42,9 @@ def main() -> int:
             model = f"{folder}/model"
             write_tiny_model(Path(model))
         for seed in range(given.first, given.first + given.count):
-            if given.kind == "connector":
-                found, counts = connector_fuzz.compare(model, seed)
+            if given.kind.startswith("connector"):
+                has_adapters, is_async = given.kind.endswith("adapters"), given.mode == "async"
+                found, counts = connector_fuzz.compare(model, seed, is_async=is_async, has_adapters=has_adapters)
             else:
                 found, counts = fuzz.compare(model, seed, is_async=given.mode == "async", kind=given.kind)
             total += counts

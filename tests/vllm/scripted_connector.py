@@ -56,8 +56,8 @@ class ScriptedMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers with a step."""
 
     loads: list[Load] = field(default_factory=list)
-    sends: dict[str, int] = field(default_factory=dict)
-    """Requests whose blocks are needed, and the turn until which they are."""
+    sends: dict[str, tuple[int, list[int], int]] = field(default_factory=dict)
+    """Requests whose blocks are needed, the turn until which they are, the blocks, and the tokens in them."""
 
 
 class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -130,7 +130,11 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         said = (request.request_id, str(request.status), len(block_ids), request.num_computed_tokens)
         self.calls.append(("finished", *said, len(request.all_token_ids), len(request.block_hashes)))
         if keeps:
-            self._metadata.sends[request.request_id] = self.turn + (script.send_turns or 0)
+            due, num_tokens = (
+                self.turn + (script.send_turns or 0),
+                min(request.num_computed_tokens, request.num_tokens - 1),
+            )
+            self._metadata.sends[request.request_id] = due, block_ids, num_tokens
         return keeps, {"blocks": len(block_ids), "tokens": list(request.output_token_ids)} if is_complete else None
 
     def take_events(self) -> list[Any]:
@@ -178,7 +182,9 @@ class ScriptedWorker:
     script: Callable[[str], Script]
     write: Callable[[str, list[int], int, int], None]
     loads: list[Load] = field(default_factory=list)
-    sends: dict[str, int] = field(default_factory=dict)
+    sends: dict[str, tuple[int, list[int], int]] = field(default_factory=dict)
+    sent: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    """Requests whose blocks were reported as sent last, with blocks and tokens."""
 
     def begin(self, metadata: ScriptedMetadata) -> set[int]:
         """Take what the scheduler tells with a step, whose loads come at once; returns the blocks to which nothing came."""
@@ -206,8 +212,8 @@ class ScriptedWorker:
         """Return what is due; `bad`: blocks of loads within the step to which nothing came."""
         over = [one for one in self.loads if one.due <= turn]
         self.loads = [one for one in self.loads if one.due > turn]
-        sent = {name for name, due in self.sends.items() if due <= turn}
-        self.sends = {name: due for name, due in self.sends.items() if name not in sent}
+        self.sent = sent = {name: what for name, (due, *what) in self.sends.items() if due <= turn}
+        self.sends = {name: one for name, one in self.sends.items() if name not in sent}
         for load in over:
             bad |= self._arrive(load)
         failed = {one.name for one in over if self.script(one.name).fails}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.vllm import fuzz
-from tests.vllm.connector_fuzz import compare
+from tests.vllm.connector_fuzz import breaking, compare, replayed, session_of
 from tests.vllm.core import make_scheduler, vllm_config
 from tests.vllm.fuzz import RequestScript, Session
+from tests.vllm.plugins import install_broken
 from vajra_py.errors import ConfigError
+from vajra_py.plugins import build_registry
 from vajra_py.vllm import Scheduler
 from vajra_py.vllm.plugin import check
 
@@ -31,12 +33,39 @@ def test_a_session_is_vllms(tiny_model: str, seed: int) -> None:
     assert found is None
 
 
+@pytest.mark.parametrize("seed", range(5_000_000, 5_000_003))
+def test_a_session_with_adapters_is_vllms(tiny_model: str, seed: int) -> None:
+    found, counts = compare(tiny_model, seed, has_adapters=True)
+    assert found is None
+    assert counts["requests"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(5_000_000, 5_000_003))
+def test_a_recorded_session_is_replayed(tiny_model: str, tmp_path: Path, seed: int, is_async: bool) -> None:
+    assert replayed(tiny_model, session_of(seed, is_async=is_async), tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(5_000_000, 5_000_004))
+def test_other_policies_take_over_when_transfers_are_over(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_async: bool
+) -> None:
+    install_broken(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = build_registry(metadata.entry_points(group="vajra"))
+    monkeypatch.setattr("vajra_py.vllm.scheduler.load_registry", lambda: registry)
+    found, has_broken = breaking(tiny_model, session_of(seed, is_async=is_async), tmp_path, at_step=3)
+    assert found is None
+    assert has_broken
+
+
 def test_sessions_of_this_run_alone(tiny_model: str) -> None:
     """Other seeds each time; a failure names its own."""
     first = random.SystemRandom().randrange(10**9)
     for seed in range(first, first + 2):
         found, _ = compare(tiny_model, seed)
-        assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1 MODES=connector: {found}"
+        assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1 RUNS=connector/sync: {found}"
 
 
 @pytest.fixture
@@ -55,8 +84,8 @@ def scheduler(config: Any) -> Iterator[Any]:
     made.shutdown()
 
 
-def request(name: str = "r0", num_tokens: int = 16, **transfer: Any) -> Any:
-    script = RequestScript(name, tuple(range(100, 100 + num_tokens)), 4, 0, 0.0, transfer=transfer)
+def request(name: str = "r0", num_tokens: int = 16, *, first: int = 100, **transfer: Any) -> Any:
+    script = RequestScript(name, tuple(range(first, first + num_tokens)), 4, 0, 0.0, transfer=transfer)
     fuzz._MADE.setdefault("zero", 0.0)
     fuzz.init_none_hash(fuzz._HASH)
     return fuzz.request_of(script, Session(0, BLOCK, 32, {"caches": True}, [script], [], False, False))
@@ -155,23 +184,6 @@ def refused(config: Any, **given: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         check(config, (0, 33))
     return str(caught.value)
-
-
-def test_asynchronous_scheduling_is_refused(config: Any) -> None:
-    config.scheduler_config.async_scheduling = True
-    assert "Add --no-async-scheduling" in refused(config)
-
-
-def test_a_recording_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VAJRA_VLLM_SAVE_RUN", str(tmp_path / "run"))
-    assert "what a connector answers is not recorded" in refused(config)
-
-
-def test_a_fallback_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "vllm.yaml"
-    file.write_text(json.dumps({"version": 1, "preset": "vllm-v1", "backend": {"vllm": {"fallback": "vllm-v1"}}}))
-    monkeypatch.setenv("VAJRA_VLLM_EXPERIMENT", str(file))
-    assert "goes with no fallback ('vllm-v1')" in refused(config)
 
 
 @pytest.mark.parametrize("is_part", [False, True])

@@ -20,9 +20,9 @@ from vajra_py.runtime.records.input_log import (
     Abandonment,
     Answer,
     Arrival,
+    CacheReport,
     Failure,
     Input,
-    KvReport,
     Restart,
     ServerReport,
     TransferEnd,
@@ -136,7 +136,7 @@ class RouteCore(Backend[BackendReplica]):
         for one in inputs:
             if isinstance(one, ServerReport):
                 self._apply_report(one)
-            elif isinstance(one, KvReport):
+            elif isinstance(one, CacheReport):
                 self._apply_kv_report(one)
             elif isinstance(one, Arrival):
                 self._driver.events.push(tick, Phase.ARRIVAL, Submitted(one))
@@ -161,7 +161,7 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
-    def report_kv(self, clock: int, report: KvReport) -> None:
+    def report_kv(self, clock: int, report: CacheReport) -> None:
         """Take what a server that is up tells of its prefix cache; nothing happens before it tells all of it (`begins`)."""
         if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
             return
@@ -198,7 +198,7 @@ class RouteCore(Backend[BackendReplica]):
         if gate is not None and gate.waits_for_change:
             self._driver.ask_deferred()
 
-    def _apply_kv_report(self, report: KvReport) -> None:
+    def _apply_kv_report(self, report: CacheReport) -> None:
         memory = self._ones[report.replicaset, report.replica_id].replica.memory
         if not isinstance(memory, ServerMemory) or (memory.told is None and not report.begins):
             return

@@ -23,7 +23,7 @@ from vajra_py.route.connections import ServerFault
 from vajra_py.route.core import AGAIN, NEVER, RouteCore, Submitted
 from vajra_py.route.kv_events import ServerBlocks
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
-from vajra_py.runtime.records.input_log import Arrival, KvReport
+from vajra_py.runtime.records.input_log import Arrival, CacheReport
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_seconds
@@ -345,7 +345,7 @@ class RouteSession:
             self._set_timer()
 
     def _kv_news(self, key: tuple[str, int], news: KvNews) -> None:
-        report = KvReport(0, *key, news.stored, news.removed, news.begins, news.ends)
+        report = CacheReport(0, *key, news.stored, news.removed, news.begins, news.ends)
         self.core.report_kv(self._clock.now(), report)
         self._set_timer()
 

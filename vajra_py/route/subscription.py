@@ -29,7 +29,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass(frozen=True, slots=True)
 class KvNews:
-    """Change of what a server's cache holds; see `KvReport`."""
+    """Change of what a server's cache holds; see `CacheReport`."""
 
     stored: Sequence[str] = ()
     removed: Sequence[str] = ()

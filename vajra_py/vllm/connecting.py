@@ -5,39 +5,30 @@ A connector that works on vLLM's own block pool, beside which there is none here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vajra_py.config import SystemConfig
 from vajra_py.config.single import only_replicaset
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.vllm.settings import VajraOptions
+from vajra_py.vllm.mechanism import ConnectorRules
 
 if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
 
+NOT_LOADED = "its KV could not be loaded"
+"""Reason of an end that a client is told."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
 """Methods by which a connector takes part in vLLM's own block pool."""
 
 
-def check_connector(vllm_config: Any, options: VajraOptions, fallback: str | None) -> None:
+def check_connector(vllm_config: Any) -> None:
     """Raise `ConfigError` for a connector, or what is to go with it, that cannot be scheduled."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
     where, problems = "--kv-transfer-config", []
-    if vllm_config.scheduler_config.async_scheduling:
-        message = "is not scheduled asynchronously: blocks that a load gets may still be written by a step in flight"
-        problems.append(Problem(where, message, "Add --no-async-scheduling"))
-    if options.save_run is not None:
-        message = "goes with no recording: what a connector answers is not recorded"
-        problems.append(Problem(where, message, "Leave VAJRA_VLLM_SAVE_RUN and save_run out"))
-    if fallback is not None:
-        message = f"goes with no fallback ({fallback!r}): loads under way do not stop when other policies take over"
-        problems.append(Problem(where, message, "Leave backend.vllm.fallback out"))
-    if vllm_config.lora_config is not None:
-        message = "goes with no LoRA adapters: requests that wait for both were not compared with vLLM's own scheduler"
-        problems.append(Problem(where, message, "Leave --enable-lora out"))
     for connector in _classes(transfer):
         names = [name for name in _OF_VLLMS_MEMORY if _overrides(connector, name)]
         if names:
@@ -67,21 +58,39 @@ def _overrides(connector: type[Any], name: str) -> bool:
     return getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
 
 
-def connector_of(scheduler: Any, vllm_config: Any, on_lookup: OnLookup) -> Connector | None:
+def rules_of(vllm_config: Any, config: SystemConfig) -> ConnectorRules | None:
+    """Return the rules by which a vLLM's connector is used; None: it has none."""
+    if vllm_config.kv_transfer_config is None:
+        return None
+    prioritizer = only_replicaset(config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
+    return ConnectorRules(
+        holding_order="begin" if prioritizer == "fcfs" else "urgency",
+        on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
+        forms_ahead=bool(vllm_config.scheduler_config.async_scheduling),
+    )
+
+
+def connector_of(
+    scheduler: Any, vllm_config: Any, on_lookup: OnLookup, num_in_flight: Callable[[str], int]
+) -> Connector | None:
     """Return the connector that `--kv-transfer-config` asks for, joined to the scheduler's mechanism; None: it asks for none.
 
-    Raises what making it raises.
+    Raises what making it raises. `num_in_flight` gives the tokens of a request in steps that have not come back.
     """
-    if vllm_config.kv_transfer_config is None:
+    rules = rules_of(vllm_config, scheduler.config)
+    if rules is None:
         return None
     from vajra_py.vllm.connector import Connector
 
-    prioritizer = only_replicaset(scheduler.config).scheduling.choice(Layer.REQUEST_PRIORITIZER).policy
-    return Connector(
+    made = Connector(
         vllm_config,
         scheduler.kv_cache_config,
         scheduler.mechanism,
         on_lookup,
-        by_urgency=prioritizer != "fcfs",
+        rules=rules,
+        num_in_flight=num_in_flight,
         log_stats=scheduler.log_stats,
     )
+    if scheduler.config.backend.settings.fallback is not None:
+        made.relieve()
+    return made

@@ -7,7 +7,9 @@ ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobo
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -20,6 +22,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.vllm.late_ends import LateEnds
 from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
 from vajra_py.vllm.records import Record
 
@@ -37,24 +40,29 @@ class Connector:
     What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
     """
 
-    def __init__(  # what vLLM's scheduler has at hand
+    def __init__(  # noqa: PLR0913  # what vLLM's scheduler has at hand
         self,
         vllm_config: Any,
         kv_cache_config: Any,
         mechanism: Mechanism,
         on_lookup: OnLookup,
         *,
-        by_urgency: bool,
+        rules: ConnectorRules,
+        num_in_flight: Callable[[str], int],
         log_stats: bool,
     ) -> None:
-        """`by_urgency`: requests that hold blocks are ordered as others are, not by the begin of their load."""
+        """`num_in_flight` gives the tokens of a request in steps that have not come back."""
         self.vllms: Any = KVConnectorFactory.create_connector(
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
-        rules = ConnectorRules(
-            holding_order="urgency" if by_urgency else "begin",
-            on_failure=vllm_config.kv_transfer_config.kv_load_failure_policy,
-        )
+        self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
+        """Ends where steps are formed before the last one has come back; None: they are not."""
+        self._void: dict[str, Request] = {}
+        """Requests that the mechanism is to end because what they computed is void, until no step computes any of it."""
+        self._newly_void: dict[str, Request] = {}
+        self._formed: deque[bool] = deque()
+        """For each step that has not come back, true if it was formed by the policies."""
+        self.recomputes = rules.on_failure == "recompute"
         self._mechanism = mechanism
         self._memory = mechanism.replica.memory
         self._connected = mechanism.use_connector(self, rules)
@@ -66,6 +74,10 @@ class Connector:
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
         self._loaded: set[str] = set()
         """Requests with a load beside steps that were not admitted since."""
+        self._loading: set[str] = set()
+        self._sending: set[str] = set()
+        """Requests of which a transfer is under way."""
+        self._relieves = False
         self._loads_now = False
         """True if a request of the step that is being formed loads within it."""
         self._last: dict[str, EngineCoreOutput] = {}
@@ -91,11 +103,22 @@ class Connector:
         """A request ends that the mechanism does not know, or not any more; nothing if the connector was told."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
-            self._finish(record, [])
+            own = record.own
+            if self._late is not None and own is not None and own in self._late.untold:
+                self._late.told(record.request_id, wants=self._finish_of(record, own))
+            else:
+                self._finish(record, [])
 
-    def ends_with(self, output: EngineCoreOutput) -> None:
-        """Note the last output of a request that ends with the step in flight, to which the connector may add parameters."""
+    def ends_with(self, record: Record, output: EngineCoreOutput) -> None:
+        """Note the last output of a request, which ends with the step in flight; the connector may add parameters to it."""
         self._last[output.request_id] = output
+        self.taken_back(record)
+
+    def taken_back(self, record: Record) -> None:
+        """A request that the mechanism knows ends for its client; asynchronously the connector is told now, else when the mechanism ends it."""
+        own = record.own
+        if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
+            self._late.told(record.request_id, wants=self._finish_of(record, own))
 
     def raise_error(self) -> None:
         """Raise what the connector raised while the mechanism asked it."""
@@ -155,6 +178,7 @@ class Connector:
         self._guarded(lambda: self.vllms.update_state_after_alloc(vllms, blocks, num_tokens), None)
         if begins:
             self._loaded.add(name)
+            self._loading.add(name)
             vllms.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self._enter(name, _IN_PROGRESS)
         else:
@@ -167,16 +191,25 @@ class Connector:
 
     def ended(self, request: Request, num_blocks: int) -> bool:
         """See `KvConnector`."""
-        name = request.request_id
-        record = self._known.pop(name, None)
-        if record is None:
-            return False
-        num_loaded = self._connected.num_tokens_of(request)
+        if self._relieves and self._mechanism.fault is not None:
+            if self._late is not None:
+                self._late.forget(request)
+            return False  # it goes on under other policies
+        if self._late is not None and (keeps := self._late.ends(request)) is not None:
+            return keeps
+        goes_on = self.recomputes and request.request_id in self._void
+        record = None if goes_on else self._known.pop(request.request_id, None)
+        return record is not None and self._finish_of(record, request)
+
+    def _finish_of(self, record: Record, request: Request) -> bool:
+        name, num_loaded, memory = record.request_id, self._connected.num_tokens_of(request), self._memory
         vllms = self._look_at(record, request)
-        vllms.num_computed_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
+        vllms.num_computed_tokens = num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
         self._loaded.discard(name)
         self._enter(name, None)
-        return self._finish(record, [block + 1 for block in self._memory.block_table(request)[:num_blocks]])
+        has_blocks = self._mechanism.fault is None and memory.num_held_blocks(request) > 0
+        held = memory.block_table(request)[: memory.blocks_for(num_tokens)] if has_blocks else ()
+        return self._finish(record, [block + 1 for block in held])
 
     def _finish(self, record: Record, blocks: list[int]) -> bool:
         vllms = record.request
@@ -197,6 +230,8 @@ class Connector:
             if output.prefill_stats is not None and params.get("do_remote_prefill"):
                 params["remote_prefill_cached_tokens"] = output.prefill_stats.num_cached_tokens
             output.kv_transfer_params = params
+        if keeps:
+            self._sending.add(record.request_id)
         return bool(keeps)
 
     def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int) -> KVCacheBlocks:
@@ -209,9 +244,14 @@ class Connector:
 
     # Steps
 
-    def tell(self, output: SchedulerOutput) -> None:
-        """Add what the connector tells its workers to a step's message. Raises what the connector raises."""
+    def tell(self, output: SchedulerOutput, *, is_formed: bool) -> None:
+        """Add what the connector tells its workers to a step's message. Raises what the connector raises.
+
+        `is_formed`: the policies have formed the step.
+        """
         self.raise_error()
+        if self._late is not None:
+            self._formed.append(is_formed)
         for one in output.scheduled_new_reqs:
             self._bring_up(one.req_id, one.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -231,17 +271,58 @@ class Connector:
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, num_scheduled: Mapping[str, int]) -> set[str]:
-        """Return the running requests whose result of a step is void, since a block that they use was not loaded."""
+        """Return the requests whose result of a step is void, since a block that they use was not loaded."""
         if not output or not output.invalid_block_ids:
-            return set()
+            return set(self._void)
         bad = {block - 1 for block in output.invalid_block_ids}
-        void = self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0))
-        return {one.request_id for one in void}
+        void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))
+        if self._late is not None:
+            void += [one for one in self._late.untold if not bad.isdisjoint(self._memory.block_table(one))]
+        self._newly_void = {one.request_id: one for one in void}
+        return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
         """End the step in flight with what the connector's workers report, which it is told then. Raises what it raises."""
-        self._mechanism.land(self._report(output) if output else None)
+        report = self._report(output) if output else None
+        if self._late is not None:
+            self._void |= self._newly_void
+            report = self._late_report(self._late, report or KvReport())
+        self._mechanism.land(report)
+        self._told(output)
+
+    def land_late(self, output: Any) -> list[Request]:
+        """Take what the connector's workers report with a step that ended when the next one was formed.
+
+        Returns requests that ended with it, and would not have if all KV had been loaded. Raises what the connector raises.
+        """
+        assert self._late is not None
+        ended = [one for one in self._newly_void.values() if one.state is RequestState.ENDED]
+        for request in ended:
+            self._late.void(request)
+            del self._newly_void[request.request_id]
+        self._void |= self._newly_void
+        self._mechanism.take_report(self._late_report(self._late, self._report(output) if output else KvReport()))
+        self._told(output)
+        return ended
+
+    def is_void(self, request: Request) -> bool:
+        """Return true if what a request that ends in the mechanism has computed is void."""
+        return self._void.get(request.request_id) is request
+
+    def computes_again(self, request: Request) -> bool:
+        """Return true if a request whose result is void ends in the mechanism alone, and is to be computed again."""
+        if not self.recomputes:
+            return False
+        if self._late is not None:
+            self._late.void(request)
+        return True
+
+    def _told(self, output: Any) -> None:
         self._last.clear()
+        self._newly_void.clear()
+        for request in [one for one in self._void.values() if one.state is RequestState.ENDED]:
+            if self._late is not None and not self._late.is_written(request.request_id):
+                del self._void[request.request_id]
         self.raise_error()
         if output:
             self.vllms.update_connector_output(output)
@@ -250,10 +331,18 @@ class Connector:
         if own is not None and not own.is_empty():
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
+    def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
+        """Return a report of a step that has come back, where who has ended may hold blocks of it."""
+        for request in report.sent:
+            late.sent(request)
+        return replace(report, sent=late.take_released(), num_returned=int(self._formed.popleft()))
+
     def _report(self, output: Any) -> KvReport:
         for name in output.finished_recving or ():
-            if name in self._known:
+            if name in self._known and name in self._loading:
                 self._enter(name, _COMPLETED)
+        self._loading.difference_update(output.finished_recving or ())
+        self._sending.difference_update(output.finished_sending or ())
         return KvReport(
             received=list(self._named(output.finished_recving or ())),
             sent=list(self._named(output.finished_sending or ())),
@@ -272,6 +361,17 @@ class Connector:
             else:
                 yield own
 
+    # Faults of policies
+
+    def relieve(self) -> None:
+        """Requests go on under other policies if one breaks the contract: they do not end for the connector then."""
+        self._relieves = True
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing is loaded or sent that uses blocks."""
+        return not (self._loading or self._sending)
+
     # Counts
 
     @property
@@ -281,8 +381,8 @@ class Connector:
 
     @property
     def keeps(self) -> bool:
-        """True if ended requests hold blocks."""
-        return any(self._connected.kept)
+        """True if ended requests hold blocks for a transfer."""
+        return len(self._connected.kept) > (0 if self._late is None else self._late.num_waiting)
 
     @property
     def is_awaited(self) -> bool:

@@ -40,6 +40,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.connector import NOTHING, ConnectedKv, ConnectorRules, KvConnector, KvReport, Match
+from vajra_py.runtime.requests.kv_inputs import KvLook
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -50,6 +51,7 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.vllm.noted_connector import NotedConnector, news_of
 
 __all__ = [
     "NOTHING",
@@ -217,7 +219,10 @@ class Mechanism(Backend[_VllmReplica]):
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from a connector, whose answers may change between any two steps; before the first request."""
-        self._connected = self.replica.use_connector(connector, rules)
+        noted = (
+            connector if self.note is None else NotedConnector(connector, self.replica, self._note, lambda: self.now)
+        )
+        self._connected = self.replica.use_connector(noted, rules)
         return self._connected
 
     def watch(self, observers: Sequence[Observer]) -> None:
@@ -347,7 +352,7 @@ class Mechanism(Backend[_VllmReplica]):
 
         One that is not part of that step, which was formed before the token was known, is taken back instead.
         """
-        if self._one.plan is not None and _is_part(self._one.plan, request):
+        if self._one.plan is not None and self._one.plan.computes(request):
             self._one.stopped.add(request)
         elif request.state is not RequestState.ENDED:
             self.abort(request.request_id)
@@ -374,10 +379,19 @@ class Mechanism(Backend[_VllmReplica]):
         """
         if self._one.plan is not None:
             self._driver.advance_to(self.open_turn())
+            if report is not None:
+                self._note(news_of(report, self.replica, self.now, self._one.plan.step_index))
             self._end_step(at_once=False, report=report)
         elif report is not None:
-            self._driver.advance_to(self.open_turn())
-            self._driver.take_report(self._one, report)
+            self.take_report(report)
+
+    def take_report(self, report: KvReport) -> None:
+        """Apply what a connector's workers report without a step, or with the one before the step in flight."""
+        self._driver.advance_to(self.open_turn())
+        if self._one.plan is not None:
+            self._turn = None  # it happens before that step ends
+        self._note(news_of(report, self.replica, self.now, None))
+        self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
         """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
@@ -391,7 +405,11 @@ class Mechanism(Backend[_VllmReplica]):
         if before is not None:
             self._driver.events.push(tick, Phase.STEP_END, (one, None, one.epoch), one.rank)
         elif self._connected is not None:
-            self._driver.wake(self._one)
+            running_set = self.replica.running_set
+            if running_set.num_running or running_set.may_admit:
+                self._driver.events.push(
+                    tick, Phase.FAILURE, KvLook(tick, self.replica.replicaset, self.replica.replica_id)
+                )
         self._driver.events.bring_forward(tick)
         self._driver.run_until(tick)
         return None if one.plan is before else one.plan
@@ -477,11 +495,6 @@ class Mechanism(Backend[_VllmReplica]):
     def _note(self, entry: Input) -> None:
         if self.note is not None:
             self.note(entry)
-
-
-def _is_part(plan: StepPlan, request: Request) -> bool:
-    in_pool = plan.pool is not None and request in plan.pool
-    return in_pool or any(chunk.request is request for chunk in plan.chunks)
 
 
 def make_mechanism(

@@ -88,7 +88,7 @@ def check(config: Any, version: tuple[int, int]) -> None:
     options = vajra_options_of(config.additional_config)
     experiment = experiment_of(sizes, options, config.scheduler_config, registry)
     fallback_of(experiment, registry)
-    check_connector(config, options, experiment.backend.settings.fallback)
+    check_connector(config)
     check_policies(experiment, registry, sizes.max_model_len)
     if options.save_run is not None:
         check_is_free(options.save_run)

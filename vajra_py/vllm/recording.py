@@ -7,10 +7,11 @@ after a request had stopped, as happens with asynchronous scheduling, is written
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
-from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, Submission
+from vajra_py.vllm.mechanism import ConnectorRules, EndReason, Mechanism, Request, Submission
 from vajra_py.vllm.model_facts import model_facts_of
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.settings import Sizes
@@ -59,9 +60,12 @@ def _tokens(request: Request, submission: Submission) -> Sequence[int]:
     return known + [0] * (count - len(known))
 
 
-def facts_of(vllm_config: Any, sizes: Sizes, bytes_per_token: int) -> Mapping[str, Any]:
-    """Return the facts of a vLLM that a replay and a reader of the results need."""
+def facts_of(
+    vllm_config: Any, sizes: Sizes, bytes_per_token: int, connector: ConnectorRules | None
+) -> Mapping[str, Any]:
+    """Return the facts of a vLLM that a replay and a reader of the results need; `connector`: rules of the one that it has."""
     return {
+        **({} if connector is None else {"connector": asdict(connector)}),
         **model_facts_of(vllm_config),
         "forward": "vllm " + ".".join(map(str, sizes.version)),
         "kv_bytes_per_token": bytes_per_token,

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
-from vajra_py.vllm.connecting import check_connector, connector_of
+from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of, rules_of
 from vajra_py.vllm.drafting import DraftStats
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
@@ -89,7 +89,7 @@ class Scheduler(WithoutExtras):
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
-        check_connector(vllm_config, options, self.config.backend.settings.fallback)
+        check_connector(vllm_config)
         self._in_flight: deque[SchedulerOutput] = deque()
         block_sizes = block_size, hash_block_size or block_size
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
@@ -97,9 +97,8 @@ class Scheduler(WithoutExtras):
         self._recording: SessionRecording | None = None
         if options.save_run is not None:
             run = RunRecording(self.config, registry, options.save_run)
-            self._recording = start_recording(
-                run, self.mechanism, vllm_config, facts_of(vllm_config, sizes, bytes_per_token)
-            )
+            facts = facts_of(vllm_config, sizes, bytes_per_token, rules_of(vllm_config, self.config))
+            self._recording = start_recording(run, self.mechanism, vllm_config, facts)
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
@@ -119,7 +118,7 @@ class Scheduler(WithoutExtras):
         self._num_idle = 0
         """Number of times in a row that nothing was scheduled although a request waited."""
         self._events = kv_events
-        self._connected = connector_of(self, vllm_config, self._looked_up)
+        self._connected = connector_of(self, vllm_config, self._looked_up, self._num_in_flight)
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -191,6 +190,12 @@ class Scheduler(WithoutExtras):
         record = self._records.get(request.request_id)
         if record is None:
             return
+        if self._connected is not None and self._connected.is_void(request):
+            if self._connected.computes_again(request):
+                self._held.append(record)
+            else:
+                self._drop(record, FinishReason.ERROR, NOT_LOADED)
+            return
         if reason in _BY_ITSELF:
             self._forget_at_workers(record)
             return
@@ -238,6 +243,8 @@ class Scheduler(WithoutExtras):
             record.request.status = finished_status
             if not self._grammars.forget(record) and record not in self._held:
                 self.mechanism.abort(name)
+                if self._connected is not None:
+                    self._connected.taken_back(record)
             elif self._connected is not None:
                 self._connected.leave(record)
             self._end(record)
@@ -264,9 +271,9 @@ class Scheduler(WithoutExtras):
         """The next step, by the policies."""
         if self._grammars.num_compiling:
             self._take_compiled()
-        if self._held:
+        if self._held and (self.mechanism.fault is None or self._fallback is None):
             self._hand_in_held()
-        is_busy = any(one.total_num_scheduled_tokens for one in self._in_flight)
+        is_busy = self._is_busy
         plan = None
         if not (self._forgets and is_busy):
             self._forget_if_wanted()
@@ -282,9 +289,14 @@ class Scheduler(WithoutExtras):
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
         if self._connected is not None:
-            self._connected.tell(output)
+            self._connected.tell(output, is_formed=plan is not None)
         self._in_flight.append(output)
         return output
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if a step that computes something has not come back."""
+        return any(one.total_num_scheduled_tokens for one in self._in_flight)
 
     def _forget_if_wanted(self) -> None:
         if self._forgets:
@@ -328,9 +340,14 @@ class Scheduler(WithoutExtras):
         if fault is not None and fault is not self._fault:
             self._fault = fault
             _log.error("after %d steps: %s", self.mechanism.num_steps, fault)
-            if self._fallback is not None:
-                return self._fall_back()
+        if fault is not None and self._fallback is not None and self._may_fall_back:
+            return self._fall_back()
         return plan
+
+    @property
+    def _may_fall_back(self) -> bool:
+        """False while blocks, all of which others may get then, are loaded, sent, or written beside a connector."""
+        return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
     def _fall_back(self) -> StepPlan | None:
         """Let the other policies take over; requests in flight continue after their present tokens."""
@@ -418,6 +435,8 @@ class Scheduler(WithoutExtras):
             else:
                 self._connected.land(reported)
             self._settle()
+        elif self._connected is not None:
+            self._compute_again(self._connected.land_late(reported))
         if self._recording is not None:
             self._recording.take_tokens()
         if self._events is not None:
@@ -430,6 +449,16 @@ class Scheduler(WithoutExtras):
                 told[0] = EngineCoreOutputs()
             next(iter(told.values())).scheduler_stats = stats
         return told
+
+    def _compute_again(self, ended: Sequence[Request]) -> None:
+        """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
+        for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
+            assert self._connected is not None
+            # The workers have forgotten it, and are told prompts alone.
+            if self._connected.recomputes and not record.output:
+                self._held.append(record)
+            else:
+                self._drop(record, FinishReason.ERROR, NOT_LOADED)
 
     def _take_tokens(
         self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]], void: Collection[str]
@@ -484,7 +513,7 @@ class Scheduler(WithoutExtras):
             if record.own is not None and len(record.output) < record.limit:
                 self.mechanism.stop(record.own)
             if self._connected is not None:
-                self._connected.ends_with(told)
+                self._connected.ends_with(record, told)
             self._end(record)
         return told
 

@@ -21,6 +21,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, length_predictor, predictions
+from vajra_py.experiment.runs.replayed_kv import ReplayedConnector
 from vajra_py.experiment.runs.folder import FINISHED, RUNNING
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
@@ -29,7 +30,8 @@ from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog, read_draft
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
-from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, KvReport, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, CacheReport, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.requests.request import Request
@@ -222,6 +224,8 @@ class _RecordedExecutor(SimulatedExecutor):
         self._nothing = RecordedOutput()
         self.replicasets: Mapping[str, Replicaset] = {}
         """Replicasets of the replay, once they are built."""
+        self.connector: ReplayedConnector | None = None
+        """Connector of the one replica, once it is built; None: it has none."""
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Return the recorded length of finished requests; for failed ones one token more, at the latest in that step."""
@@ -252,7 +256,8 @@ class _RecordedExecutor(SimulatedExecutor):
                 tokens += [(request, token) for token in output.token_ids[position : position + count]]
                 if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
-        return StepResult(tokens, frozenset(stopped), failed, accepted)
+        report = None if self.connector is None else self.connector.report(plan)
+        return StepResult(tokens, frozenset(stopped), failed, accepted, report)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
         """Return the recorded number."""
@@ -313,7 +318,9 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.TRANSFER, one)
         elif isinstance(one, AdapterEnd | TierEnd):
             simulator.inject(one.tick, Phase.TIER, one)
-        elif not isinstance(one, PolicyViolation | StageEnd | Answer | ServerReport | KvReport):  # a violation recurs by itself, or is reported missing
+        elif isinstance(one, KvAnswer | KvEnd) or (isinstance(one, KvNews) and one.step is not None):
+            pass  # the connector gives them when it is asked
+        elif not isinstance(one, PolicyViolation | StageEnd | Answer | ServerReport | CacheReport):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 
@@ -336,6 +343,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         for name, facts in engine.items()
     }
     first = next(iter(models.values()))
+    connector = next((facts.get("connector") for facts in engine.values()), None)
     services = Services(
         registry=registry,
         latency=first.latency,
@@ -343,12 +351,14 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         seeds=seeds,
         facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
-        reserves_growth=True,
+        reserves_growth=connector is None,  # failed loads name blocks
         models=models,
         served_models=settings.served_models(engine),
     )
     controller = build_controller(sized_config(config, engine), services)
     executor.replicasets = controller.replicasets
+    if connector is not None:
+        executor.connector = ReplayedConnector(controller.only_replica(), connector, recording.inputs)
     return controller, executor
 
 

@@ -19,6 +19,7 @@ from vajra_py.contract.facts import FACTS
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
 from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvLook, KvNews
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 
@@ -319,7 +320,7 @@ class ServerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class KvReport:
+class CacheReport:
     """Change of what a server's prefix cache holds, by its KV events.
 
     Attributes:
@@ -337,7 +338,7 @@ class KvReport:
     ends: bool = False
 
 
-Control: TypeAlias = Gate | CacheReset | Stall
+Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews
 """An action of the executing side on a replica or on its policies."""
 
 
@@ -366,7 +367,9 @@ _Unrequested: TypeAlias = (
     | Retry
     | Answer
     | ServerReport
-    | KvReport
+    | CacheReport
+    | KvAnswer
+    | KvEnd
     | Control
 )
 Input: TypeAlias = Arrival | Abort | Expiry | Readmission | ProgramIdle | _Unrequested
@@ -390,10 +393,14 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "retry": Retry,
     "answer": Answer,
     "report": ServerReport,
-    "kv": KvReport,
+    "kv": CacheReport,
     "gate": Gate,
     "cache_reset": CacheReset,
     "stall": Stall,
+    "kv_answer": KvAnswer,
+    "kv_end": KvEnd,
+    "kv_look": KvLook,
+    "kv_news": KvNews,
 }
 
 

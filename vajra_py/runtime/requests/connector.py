@@ -11,11 +11,13 @@ Requests that hold blocks are offered before others. Source: vLLM 0.33, `vllm/v1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
 
 from vajra_py.contract import PriorityKey, RequestView
+from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
@@ -52,6 +54,13 @@ class KvConnector(Protocol):
         """Return True if a request that ends keeps its blocks, so many with computed tokens, until the connector has sent them."""
 
 
+class FormedStep(Protocol):
+    """A step, of which it matters here whom it computes."""
+
+    def computes(self, request: Request) -> bool:
+        """Return True if a running request is part of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvReport:
     """Report of a connector's workers with a step."""
@@ -64,6 +73,8 @@ class KvReport:
     """Requests of whose load nothing has come."""
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
+    num_returned: int = 0
+    """Steps that have come back with it, where steps are formed before the last one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,8 @@ class ConnectorRules:
     """True if a load ends with its request; else the request's blocks are kept until it is over."""
     reports_with_steps: bool = True
     """True if the connector reports when steps come back; else at times of its own."""
+    forms_ahead: bool = False
+    """True if steps are formed before the last one has come back, which may still write blocks: those whom it computes are not preempted."""
 
 
 @dataclass(slots=True)
@@ -131,6 +144,19 @@ class ConnectedKv:
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
         """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
+        self._ahead: deque[FormedStep] = deque()
+        """Steps that have not come back, where the next one is formed before."""
+
+    # Steps that are formed ahead
+
+    def step_formed(self, plan: FormedStep) -> None:
+        """Note a step that computes something."""
+        if self.rules.forms_ahead:
+            self._ahead.append(plan)
+
+    def is_written(self, request: Request) -> bool:
+        """Return True if a step that has not come back computes tokens of a running request."""
+        return any(plan.computes(request) for plan in self._ahead)
 
     # Offering waiting requests
 
@@ -143,7 +169,7 @@ class ConnectedKv:
     ) -> Iterator[RequestView]:
         """Iterate over the waiting requests that may be admitted, those that hold blocks first.
 
-        Left out is who waits for a load or an answer. When the step is full nobody is asked about any more.
+        Left out is who waits for a load, an answer or a slot for an adapter. When the step is full nobody is asked about any more.
         """
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
@@ -155,8 +181,13 @@ class ConnectedKv:
             if own in self._loads or own in arrived or own in others:
                 continue
             is_own = own.replica_id != -1 and own.state in _ASKED_ABOUT
-            if not is_own or self._is_full() or self._ask(own) is not None:
+            if not is_own or self._is_full() or (self._fits(own) and self._ask(own) is not None):
                 yield own
+
+    def _fits(self, request: Request) -> bool:
+        """Return True unless a request lacks a slot for its adapter; such are not asked about."""
+        adapters = self._running_set.adapters
+        return adapters is None or adapters.fits(request)
 
     def _is_ready(self, request: Request, now: float) -> bool:
         load = self._loads.get(request)
@@ -167,7 +198,9 @@ class ConnectedKv:
                 self._lifecycle.loaded(request, load.num_tokens, now)
             else:
                 self._lifecycle.load_again(request, now)
-        if request.state is _LOADED or self._ask(request) is not None:
+        if request.state is _LOADED:
+            return self._fits(request)
+        if self._fits(request) and self._ask(request) is not None:
             return True
         del self._loads[request]
         return False
@@ -245,6 +278,14 @@ class ConnectedKv:
 
     # Reports
 
+    def report_of(self, news: KvNews) -> KvReport:
+        """Return the report that was recorded so, of requests that are known here."""
+        known = {one.index: one for one in (*self._loads, *self._kept)}
+        received, sent, failed = (
+            [known[index] for index in each if index in known] for each in (news.received, news.sent, news.failed)
+        )
+        return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
+
     def num_tokens_of(self, request: Request) -> int | None:
         """Leading tokens that the load of a request brings, or that are kept of one that has ended; None if it is neither."""
         kept = self._kept.get(request)
@@ -261,7 +302,7 @@ class ConnectedKv:
         return holding
 
     @property
-    def kept(self) -> Iterable[Request]:
+    def kept(self) -> Collection[Request]:
         """Ended requests that still hold their blocks."""
         return self._kept.keys()
 
@@ -276,13 +317,15 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a load, a send or an answer that is not known yet may be why nobody can run."""
-        return (
-            bool(self._kept) or any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
+        """True if a load, a send, a step or an answer that is not known yet may be why nobody can run."""
+        return bool(self._kept or self._ahead) or (
+            any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )
 
     def take_report(self, report: KvReport) -> None:
-        """Note which loads are over, and free the blocks of ended requests that the connector needs no longer."""
+        """Note which loads are over and steps are back, and free the blocks of ended requests that the connector needs no longer."""
+        for _ in range(min(report.num_returned, len(self._ahead))):
+            self._ahead.popleft()
         for request in report.received:
             load = self._loads.get(request)
             if load is not None:
@@ -371,3 +414,4 @@ class ConnectedKv:
         self._matches.clear()
         self._kept.clear()
         self._computes.clear()
+        self._ahead.clear()

@@ -44,6 +44,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import KvReport
+from vajra_py.runtime.requests.kv_inputs import KvLook, KvNews
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -745,8 +746,13 @@ class Driver(Generic[R]):
                 self.isolate(what.replicaset, stall)
             return
         one = self._replicas[what.replicaset][what.replica_id]
+        if isinstance(what, KvNews):
+            self.take_report(one, one.replica.report_of(what))
+            return
         if isinstance(what, Gate):
             one.replica.set_gate(what)
+        elif isinstance(what, KvLook):
+            pass
         else:
             movement = self._movements.get(what.replicaset)
             try:

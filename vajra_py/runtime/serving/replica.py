@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -23,6 +24,7 @@ from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
 from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import ConnectedKv, ConnectorRules, FailedLoads, KvConnector, KvReport
 from vajra_py.runtime.requests.decode_pool import DecodePool
+from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -84,6 +86,7 @@ class Replica:
         "_eviction_watchers",
         "_has_drafts",
         "_inherited",
+        "_late_tokens",
         "_listener_error",
         "_num_waiting_in_run",
         "_output_limits",
@@ -141,6 +144,8 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
+        self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
+        """Tokens of steps that have ended and not come back, where the next one is formed before."""
         """True if something outside is heard of with each step."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
@@ -450,6 +455,8 @@ class Replica:
         if plan.chunks or plan.num_pool_decodes:
             self.num_in_flight += 1
             self.num_steps += 1
+            if self._connected is not None:
+                self._connected.step_formed(plan)
             if builder.slots_held:
                 self._see_ends()
         if self._step_logs:
@@ -559,7 +566,11 @@ class Replica:
             lost = self._find_failed(result.report, list(plan.entries()))
         if result.tokens is not None:
             void = () if lost is None else lost.running
-            self._append_tokens([one for one in result.tokens if one[0] not in void] if void else result.tokens)
+            tokens = [one for one in result.tokens if one[0] not in void] if void else result.tokens
+            if self._connected is not None and self._connected.rules.forms_ahead and result.report is None:
+                self._late_tokens.append(tokens)
+            else:
+                self._append_tokens(tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
         if plan.drafts:
             done += self._apply_drafts(plan, result, now)
@@ -570,7 +581,8 @@ class Replica:
         if plan.chunks:
             done += self._apply_chunks(plan, result, now, lost)
         if result.stopped or result.failed:
-            done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
+            known = done if lost is None else [*done, *lost.running]
+            done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in known]
         # Requests aborted while the step was computed left before those that end with it, so they free their blocks first.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
@@ -596,7 +608,14 @@ class Replica:
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
         """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
         lost = None if self._connected is None else self._find_failed(report, ())
+        for _ in range(min(report.num_returned, len(self._late_tokens))):
+            tokens = self._late_tokens.popleft()
+            self._append_tokens(tokens if lost is None else [one for one in tokens if one[0] not in lost.running])
         return self._apply_report(report, lost, None, to_seconds(now))
+
+    def report_of(self, news: KvNews) -> KvReport:
+        """Return the report that was recorded so."""
+        return KvReport() if self._connected is None else self._connected.report_of(news)
 
     def _find_failed(self, report: KvReport, entries: Sequence[PlannedChunk]) -> FailedLoads | None:
         if self._connected is None or not (report.failed or report.bad_blocks):
@@ -607,28 +626,41 @@ class Replica:
     def _apply_report(
         self, report: KvReport, lost: FailedLoads | None, plan: StepPlan | None, now: float
     ) -> list[tuple[Request, EndReason]]:
-        """Let requests whose loads failed compute again or end, then note what was received and sent."""
+        """Let requests whose loads failed compute again or end, then note what was received and sent.
+
+        Where steps are formed ahead, who runs ends in any case, as a step that was formed since is void as well.
+        """
         connected = self._connected
         if connected is None:
             return []
         ended: list[tuple[Request, EndReason]] = []
         if lost is not None:
+            fails, all_end = connected.rules.on_failure == "fail", connected.rules.forms_ahead
             for request, num_valid in lost.running.items():
                 if plan is not None and plan.pool is not None:
                     self.running_set.take_back_token(request)
-                num_left = self._output_limit(request) - request.num_output_tokens
-                self.running_set.compute_again(request, num_valid, num_left)
-            if connected.rules.on_failure == "fail":
+                if not all_end:
+                    num_left = self._output_limit(request) - request.num_output_tokens
+                    self.running_set.compute_again(request, num_valid, num_left)
+            if fails or all_end:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
-                for request in sorted((*lost.waiting, *lost.running), key=lambda one: one.index):
+                for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
                     is_running = request in lost.running  # then its end releases it
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
                             self.parts.executor.release(request)
                         ended.append((request, _FAILED))
+        if report.bad_blocks and connected.rules.forms_ahead:
+            self._withdraw_kept(connected, report.bad_blocks)
         connected.take_report(report)
         return ended
+
+    def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
+        """Let nobody find what ended requests hold that computed from blocks to which nothing was loaded."""
+        for request in connected.kept:
+            if not bad_blocks.isdisjoint(self.memory.block_table(request)):
+                self.memory.withdraw_blocks(request, 0)
 
     def _finish_all(
         self, plan: StepPlan, done: list[Request], result: StepResult, now: float

@@ -622,6 +622,8 @@ class Builder(PlanDraft):
             raise IllegalPlan(own, f"cannot preempt what is {own.state.value}. Running requests can be preempted")
         if own.in_flight or own in self._returned:
             return Refusal.IN_FLIGHT
+        if self._connected is not None and self._connected.is_written(own):
+            return Refusal.IN_FLIGHT
         if mode is PreemptionMode.SWAP:
             num_to_keep = max(1, self._memory.blocks_for(own.num_computed_tokens))
             if num_to_keep > self._memory.free_host_blocks:

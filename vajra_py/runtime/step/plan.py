@@ -83,6 +83,11 @@ class StepPlan:
         """Every entry in batch order. Valid from the plan's making until its result is applied."""
         return in_batch_order(self.chunks, self._pool_entries(), self.pool_position, self.running_in_order)
 
+    def computes(self, request: Request) -> bool:
+        """Return True if a running request is part of the step; also when that has ended, until the next one is formed."""
+        in_pool = self.pool is not None and request in self.pool
+        return in_pool or any(chunk.request is request for chunk in self.chunks)
+
     def work(self) -> tuple[list[Request], list[int]]:
         """Requests and query tokens of `entries`, in batch order, without making the entries; valid for as long."""
         if self.running_in_order or self.pool is None:

@@ -1,0 +1,62 @@
+"""Inputs of a run that a connector of KV gives: its answers, and what its workers report. Requests are named by their index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KvAnswer:
+    """An answer of the connector about a waiting request.
+
+    Attributes:
+        num_tokens: what it can load behind the tokens that the prefix cache has; None: it does not know yet.
+        is_async: whether it loads beside steps.
+    """
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    index: int
+    num_tokens: int | None
+    is_async: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvEnd:
+    """Whether a request that ended kept its blocks for the connector."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    index: int
+    keeps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KvLook:
+    """A replica without a step in flight tried to form one, since answers may have changed."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvNews:
+    """Report of the connector's workers; see `KvReport`.
+
+    Attributes:
+        step: the step that it came with; None: it came by itself, or with an earlier step than the one in flight.
+    """
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    step: int | None
+    received: Sequence[int]
+    sent: Sequence[int]
+    failed: Sequence[int]
+    bad_blocks: Sequence[int]
+    num_returned: int
