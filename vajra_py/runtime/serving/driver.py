@@ -456,9 +456,7 @@ class Driver(Generic[R]):
             one.free_at = self.now
         replica = one.replica
         name = replica.replicaset
-        movement, outer = self._movements.get(name) if self._movements else None, self._completing
-        if movement is not None and (at_once or outer >= 0):
-            self._completing = one.rank
+        movement = self._movements.get(name) if self._movements else None
         if name in self._looks_at_departures and (others := self.fast_forward) is not None:
             if name not in self._looks_if_waiting or replica.may_end(plan, result):
                 others.sync_before(one)
@@ -469,12 +467,16 @@ class Driver(Generic[R]):
             if movement is not None and (
                 ended or replica.newly_held or plan.preempted or movement.attends_steps or movement.waiting or self._draining
             ):
-                self._look_after(movement, one, ended, has_freed=bool(ended or plan.preempted))
+                outer = self._completing
+                if at_once or outer >= 0:
+                    self._completing = one.rank
+                try:
+                    self._look_after(movement, one, ended, has_freed=bool(ended or plan.preempted))
+                finally:
+                    self._completing = outer
         except PolicyError as error:
             self.isolate(name, error)
             return
-        finally:
-            self._completing = outer
         if self._every and self.num_steps % self._every == 0:
             self.controller.check_conservation()
         if self._draining and self._elasticity.goes_down(one):
@@ -563,38 +565,37 @@ class Driver(Generic[R]):
     def _start(self, one: R) -> None:
         self._formed_at = self.now
         movements = self._movements
-        tiers = self._tiers[one.replica.replicaset] if one.replica.has_tiers else None
+        replica, builder = one.replica, one.replica.builder
+        tiers = self._tiers[replica.replicaset] if replica.has_tiers else None
         if tiers is not None:
             tiers.before_step(one)
         try:
-            plan = self.form_step(one.replica, self.now)
+            plan = self.form_step(replica, self.now)
             if tiers is not None:
                 tiers.after_step(one)
-            adapters = one.replica.adapters
+            adapters = replica.adapters
             if adapters is not None and adapters.loads:
                 self._begin_loads(one, adapters)
-            if one.replica.builder.dropped:
-                dropped = one.replica.take_dropped()
+            if builder.dropped:
+                dropped = replica.take_dropped()
                 self.controller.settle(dropped, self.now)
-                if one.replica.replicaset in movements:
-                    movements[one.replica.replicaset].requests_ended(dropped)
-            if movements:
-                builder = one.replica.builder
-                if builder.handed_off:
-                    movements[one.replica.replicaset].hand_offs.leave(one)
-                if builder.loads:
-                    movements[one.replica.replicaset].hand_offs.load(one)
+                if replica.replicaset in movements:
+                    movements[replica.replicaset].requests_ended(dropped)
+            if builder.handed_off:
+                movements[replica.replicaset].hand_offs.leave(one)
+            if builder.loads:
+                movements[replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
-            self.isolate(one.replica.replicaset, error)
+            self.isolate(replica.replicaset, error)
             return
         if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
             if self._draining and self._elasticity.goes_down(one):
                 return
-            if one.replica.builder.idle_at is not None and self._options.wakes:
-                self._waker.leave_idle(one, one.replica.builder.idle_at)
-            movement = movements.get(one.replica.replicaset)
+            if builder.idle_at is not None and self._options.wakes:
+                self._waker.leave_idle(one, builder.idle_at)
+            movement = movements.get(replica.replicaset)
             if movement is not None and movement.hand_offs.nothing_ran(one):
                 self.wake(one)
             return
@@ -602,8 +603,8 @@ class Driver(Generic[R]):
             self._set_idle(one, is_idle=False)
         self.num_steps += 1
         one.free_at = self._backend.launch(one, plan)
-        if self._overlapping and plan.chunks and one.replica.replicaset in self._overlapping:
-            overlap = movements[one.replica.replicaset].hand_offs.overlap
+        if self._overlapping and plan.chunks and replica.replicaset in self._overlapping:
+            overlap = movements[replica.replicaset].hand_offs.overlap
             assert overlap is not None
             overlap.step_formed(plan, one.free_at - self.now)
 

@@ -234,7 +234,7 @@ _MAX_GROUPS = 1000
 class ReplicaViews:
     """Views of the replicas of a replicaset that its scheduler is offered: live ones, or snapshots of an interval."""
 
-    __slots__ = ("_groups", "_live", "_snapshots", "interval_s")
+    __slots__ = ("_groups", "_latest", "_live", "_snapshots", "interval_s")
 
     def __init__(self, live: LiveLoads, interval_s: float) -> None:
         """`interval_s`: greatest age of a view, seconds; 0: it is live."""
@@ -242,6 +242,8 @@ class ReplicaViews:
         self.interval_s = interval_s
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
+        self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
+        """The groups again by the identity of tuples that were asked for: to hash a tuple is to look at every replica."""
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
         """Return the views of all replicas, by id."""
@@ -254,6 +256,9 @@ class ReplicaViews:
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in replicas]
+        latest = self._latest.get(id(replicas))
+        if latest is not None and latest[0] is replicas:
+            return latest[1]
         key = tuple(replicas)  # the same object, where they are a tuple
         found = self._groups.get(key)
         if found is None:
@@ -262,4 +267,8 @@ class ReplicaViews:
             found = self._groups[key] = LiveLoads()
             for one in replicas:
                 found.add(self._live[one.replica_id])
+        if key is replicas:  # it stays as it is
+            if len(self._latest) >= _MAX_GROUPS:
+                self._latest.clear()
+            self._latest[id(key)] = key, found
         return found
