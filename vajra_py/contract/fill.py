@@ -86,7 +86,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if not has_looked:
                 queued, has_looked = next(waiting, None), True
             if queued is not None and (
-                in_progress is None or replica.urgency(queued)[0] < replica.urgency(in_progress)[0]
+                in_progress is None or replica.urgency(queued)[:1] < replica.urgency(in_progress)[:1]
             ):
                 request, queued, has_looked = queued, None, False
         if request is None:

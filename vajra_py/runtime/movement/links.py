@@ -211,10 +211,11 @@ class Network:
         self._advance(now)
         if not self._ended:
             return []
-        ended, self._ended = self._ended, []
-        for one in ended:
-            del self._transfers[one.transfer_id]
-        return [one.transfer_id for one in ended]
+        ended = [one.transfer_id for one in self._ended]
+        self._ended = []
+        for transfer_id in ended:
+            del self._transfers[transfer_id]
+        return ended
 
     # Questions
 

@@ -26,9 +26,9 @@ _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
 """Kinds of a request's first chunk after it has got memory, by its state before; of others "resumed"."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Held:
-    """One stay of a request's KV on a replica that the request leaves."""
+    """One stay of a request's KV on a replica that the request leaves; never changed, and not frozen, which takes longer to make."""
 
     num_tokens: int
     """Tokens whose KV is here; elsewhere the request may have computed more."""

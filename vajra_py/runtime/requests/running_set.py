@@ -305,9 +305,10 @@ class StateView:
         return order
 
     def _with_kv_first(self) -> Iterator[RequestView]:
-        arrived, loading = self._running_set.arrived, self._running_set.loading
+        running_set = self._running_set
+        arrived, loading = running_set.arrived, running_set.loading
         first = sorted(arrived, key=self.urgency) if len(arrived) > 1 else list(arrived)
-        if self.num_waiting == len(arrived) + len(loading):
+        if running_set.num_waiting == len(arrived) + len(loading):
             return iter(first)
         return chain(first, (one for one in self._in_order() if one not in arrived and one not in loading))
 

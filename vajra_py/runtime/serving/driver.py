@@ -457,15 +457,20 @@ class Driver(Generic[R]):
         replica = one.replica
         name = replica.replicaset
         movement = self._movements.get(name) if self._movements else None
-        if name in self._looks_at_departures and (others := self.fast_forward) is not None:
-            if name not in self._looks_if_waiting or replica.may_end(plan, result):
-                others.sync_before(one)
+        others = self.fast_forward if name in self._looks_at_departures else None
+        if others is not None and (name not in self._looks_if_waiting or replica.may_end(plan, result)):
+            others.sync_before(one)
         try:
             ended = replica.complete_step(plan, result, self.now)
             if ended:
                 self.controller.settle(ended, self.now)
             if movement is not None and (
-                ended or replica.newly_held or plan.preempted or movement.attends_steps or movement.waiting or self._draining
+                ended
+                or replica.newly_held
+                or plan.preempted
+                or movement.attends_steps
+                or movement.waiting
+                or self._draining
             ):
                 outer = self._completing
                 if at_once or outer >= 0:

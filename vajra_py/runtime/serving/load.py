@@ -130,6 +130,8 @@ class LiveLoads(list[LiveLoad]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ids: set[int] = set()
+        """Ids of the replicas."""
         self._replicas: list[Replica] = []
         self._fixed: dict[str, NDArray[np.int64]] = {}
         self._are_plain = True
@@ -138,6 +140,7 @@ class LiveLoads(list[LiveLoad]):
     def add(self, load: LiveLoad) -> None:
         """Add the load of another replica."""
         self.append(load)
+        self.ids.add(load.replica_id)
         self._are_plain = self._are_plain and type(load) is LiveLoad
         self._replicas.append(load.replica)
         self._fixed.clear()
@@ -256,6 +259,10 @@ class ReplicaViews:
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in replicas]
+        return self.live_of(replicas)
+
+    def live_of(self, replicas: Sequence[Replica]) -> LiveLoads:
+        """Return the live loads of some replicas; the same object for the same replicas."""
         latest = self._latest.get(id(replicas))
         if latest is not None and latest[0] is replicas:
             return latest[1]

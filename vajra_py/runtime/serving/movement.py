@@ -71,9 +71,11 @@ class Movement(Generic[R]):
             self.requests_ended(ended)
         if self.attends_steps or self.waiting:
             self.hand_offs.step_ended(one)
-        if one.replica.newly_held:
-            for request in one.replica.take_newly_held():
-                self.hand_offs.begin(request, one)
+        replica = one.replica
+        if replica.newly_held:
+            begin = self.hand_offs.begin
+            for request in replica.take_newly_held():
+                begin(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
             self._drains.room_changed()

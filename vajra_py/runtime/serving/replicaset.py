@@ -498,7 +498,7 @@ class Replicaset:
             type(chosen) is int
             and 0 <= chosen < len(self.replicas)
             and self._live[chosen].is_up
-            and (not self._differs or self.replicas[chosen] in candidates)
+            and (not self._differs or chosen in self._views.live_of(candidates).ids)
         ):
             return chosen
         return self._checked(chosen, candidates, request, self.scheduler.assign)
