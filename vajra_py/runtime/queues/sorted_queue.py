@@ -55,7 +55,8 @@ class SortedQueue(RankedQueue):
     def _rank(self, request: RequestView, now: float) -> Rank:
         key = self._keys.key(request, now)
         self._newest = serial = self._newest + 1
-        return (key, request.arrived_at, request.index, serial, request, 0.0, request.num_remaining_tokens)
+        num_tokens = request.num_known_tokens - request.num_computed_tokens
+        return (key, request.arrived_at, request.index, serial, request, 0.0, num_tokens)
 
     def _enter(self, rank: Rank, now: float) -> None:
         self._order.add(rank)
