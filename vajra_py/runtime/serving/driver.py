@@ -145,7 +145,8 @@ class Driver(Generic[R]):
         self._completing = -1
         """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none.
 
-        A step that ends now and comes later is not applied by `touch` and `catch_up`."""
+        A step that ends now and comes later is not applied by `touch` and `catch_up`.
+        """
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:
@@ -456,7 +457,9 @@ class Driver(Generic[R]):
             one.free_at = self.now
         replica = one.replica
         name = replica.replicaset
-        movement = self._movements.get(name) if self._movements else None
+        movement, outer = self._movements.get(name) if self._movements else None, self._completing
+        if movement is not None and (at_once or outer >= 0):
+            self._completing = one.rank
         others = self.fast_forward if name in self._looks_at_departures else None
         if others is not None and (name not in self._looks_if_waiting or replica.may_end(plan, result)):
             others.sync_before(one)
@@ -472,16 +475,12 @@ class Driver(Generic[R]):
                 or movement.waiting
                 or self._draining
             ):
-                outer = self._completing
-                if at_once or outer >= 0:
-                    self._completing = one.rank
-                try:
-                    self._look_after(movement, one, ended, has_freed=bool(ended or plan.preempted))
-                finally:
-                    self._completing = outer
+                self._look_after(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
             self.isolate(name, error)
             return
+        finally:
+            self._completing = outer
         if self._every and self.num_steps % self._every == 0:
             self.controller.check_conservation()
         if self._draining and self._elasticity.goes_down(one):
