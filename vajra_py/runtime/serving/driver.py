@@ -143,10 +143,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none.
-
-        A step that ends now and comes later is not applied by `touch` and `catch_up`.
-        """
+        """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none."""
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:
