@@ -56,7 +56,8 @@ class FixedChunk:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
     def _room(self, batch: BatchBuilder) -> int:
-        return min(self._chunk_size - batch.num_tokens, batch.tokens_left)
+        room, tokens_left = self._chunk_size - batch.num_tokens, batch.tokens_left
+        return room if room < tokens_left else tokens_left
 
 
 def _build(config: FixedChunkConfig, context: PolicyContext) -> FixedChunk:

@@ -93,8 +93,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             break
         if request is in_progress:
             in_progress = next(partial, None)
-        if request in batch:
-            continue
+            if request in batch:
+                continue
         num_tokens = next_chunk(request, batch, replica)
         if num_tokens is None:
             break

@@ -199,6 +199,10 @@ class BlockPool:
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
         """Give back a request's references, of one table whose first `num_hashed` blocks carry hashes; what has no user is free."""
+        if not num_hashed and not self._extra_references and not self._is_fifo:
+            self._freed.extend(blocks if self._is_tail_first else reversed(blocks))
+            self.num_free += len(blocks)
+            return
         hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
         plain = self._without_users(blocks[num_hashed:] if num_hashed else blocks)
         if self._pins and hashed:
@@ -225,16 +229,17 @@ class BlockPool:
         if not num_filled or self.options is None or not self.options.retain_freed:
             self.release(blocks)
             return
-        run = blocks[:num_filled]
+        run, rest = blocks[:num_filled], blocks[num_filled:]
         if self._is_tail_first:
             run.reverse()
-            self.release(blocks[num_filled:])
+            if rest:
+                self.release(rest)
         self._idle[run[0]] = run
         if self.lower is not None:
             self.lower.retired(run[0], blocks[:num_filled], request)
         self.num_free += num_filled
-        if not self._is_tail_first:
-            self.release(blocks[num_filled:])
+        if rest and not self._is_tail_first:
+            self.release(rest)
 
     def _without_users(self, blocks: list[int]) -> list[int]:
         """Take one reference from each block; returns those that have none left."""

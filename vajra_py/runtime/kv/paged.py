@@ -404,11 +404,13 @@ class PagedKvMemory:
         Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already.
         """
         entry = self._tables[request]
-        num_blocks = self.blocks_for(num_tokens)
+        num_blocks = -(-num_tokens // self.block_size)
         if entry.blocks:
             return max(num_blocks - len(entry.blocks), 0)
         if entry.host:
             return max(num_blocks, len(entry.host))
+        if not entry.may_be_cached:
+            return num_blocks
         found = self._found(request, entry)
         return max(num_blocks - len(found), 0) + self._num_idle(entry, found)
 
@@ -432,15 +434,20 @@ class PagedKvMemory:
                 "It must hold no blocks, on device or host, and get at least 1 token."
             )
         pool = self._pool
-        found = self._found(request, entry)
-        num_new = max(self.blocks_for(num_tokens) - len(found), 0)
+        num_blocks = -(-num_tokens // self.block_size)
+        found = self._found(request, entry) if entry.may_be_cached else None
+        if not found:
+            if num_blocks > pool.num_free:
+                return None
+            entry.blocks = pool.take(num_blocks)
+            entry.lookup = None
+            entry.num_cached = entry.num_valid_tokens = 0
+            return 0
+        num_new = max(num_blocks - len(found), 0)
         if num_new + self._num_idle(entry, found) > pool.num_free:
             return None
-        if found:
-            pool.attach(found, request)
-            entry.blocks = found + pool.take(num_new)
-        else:
-            entry.blocks = pool.take(num_new)
+        pool.attach(found, request)
+        entry.blocks = found + pool.take(num_new)
         entry.lookup = None
         entry.num_cached = len(found)
         entry.num_valid_tokens = len(found) * self.block_size

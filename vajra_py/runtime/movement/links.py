@@ -211,10 +211,11 @@ class Network:
         self._advance(now)
         if not self._ended:
             return []
-        ended, self._ended = self._ended, []
-        for one in ended:
-            del self._transfers[one.transfer_id]
-        return [one.transfer_id for one in ended]
+        ended = [one.transfer_id for one in self._ended]
+        self._ended = []
+        for transfer_id in ended:
+            del self._transfers[transfer_id]
+        return ended
 
     # Questions
 
@@ -251,11 +252,15 @@ class Network:
         if self._touched and now > self._now:
             self._settle()
         events, starting = self._events, self._starting
-        while (events and events[0][0] <= now) or (starting and starting[0][0] <= now):
-            if not starting or (events and events[0] < starting[0]):
-                tick, kind, _, version, one = heappop(events)
-            else:
+        while events or starting:
+            if starting and (not events or starting[0] < events[0]):
+                if starting[0][0] > now:
+                    break
                 tick, kind, _, version, one = starting.popleft()
+            else:
+                if events[0][0] > now:
+                    break
+                tick, kind, _, version, one = heappop(events)
             if version != one.version:
                 continue
             if tick > self._now:
@@ -293,12 +298,14 @@ class Network:
         rate = self._rate_alone
         if not self._has_no_contention:
             for link in one.links:
-                if link.transfers:
+                users = link.transfers
+                if users:
                     rate = 0
-                link.transfers[one] = None
+                users[one] = None
             if rate == 0:
                 one.version += 1
-                self._touched.update(dict.fromkeys(one.links))
+                for link in one.links:
+                    self._touched[link] = None
         one.rate = rate
 
     def _resume(self, feed: Feed) -> None:
@@ -335,9 +342,10 @@ class Network:
         """Take a transfer off its links; what was to happen to it does not."""
         one.version += 1
         for link in one.links:
-            if one in link.transfers:
-                del link.transfers[one]
-                if link.transfers:
+            users = link.transfers
+            if one in users:
+                del users[one]
+                if users:
                     self._touched[link] = None
 
     def _push_end(self, one: Flow) -> None:

@@ -7,8 +7,8 @@ Everything that a queue orders by passes through here: a finite number, or a tup
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
+from math import isfinite
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ class KeyReader:
             raise
         except POLICY_EXCEPTIONS as error:
             raise _raised(self._policy, request, "key", error) from error
-        if self._length == _NUMBER and ((type(key) is float and math.isfinite(key)) or type(key) is int):
+        if self._length == _NUMBER and ((type(key) is float and isfinite(key)) or type(key) is int):
             return key
         return self._checked(key, request)
 
@@ -93,7 +93,7 @@ class GroupReader:
         except POLICY_EXCEPTIONS as error:
             message = f"group_key({group!r}) raised {type(error).__name__}: {error}"
             raise PolicyError.caused_by(self.policy, error, message=message) from error
-        if self._length == _NUMBER and ((type(key) is float and math.isfinite(key)) or type(key) is int):
+        if self._length == _NUMBER and ((type(key) is float and isfinite(key)) or type(key) is int):
             return key
         checked, self._length = _checked_key(key, self._length, f"group_key({group!r})", self.blame)
         return checked
@@ -122,7 +122,7 @@ class LineReader:
             raise _raised(self._policy, request, "line", error) from error
         if type(line) is tuple and len(line) == 2:
             intercept, slope = line
-            if type(intercept) is float and type(slope) is float and math.isfinite(intercept) and math.isfinite(slope):
+            if type(intercept) is float and type(slope) is float and isfinite(intercept) and isfinite(slope):
                 return line
         return self._checked(line, request)
 
@@ -162,7 +162,7 @@ class FallReader:
             raise
         except POLICY_EXCEPTIONS as error:
             raise _raised(self.policy, request, "falls_at", error) from error
-        if given is None or (type(given) is float and math.isfinite(given)):
+        if given is None or (type(given) is float and isfinite(given)):
             return given
         number = _number(given)
         if number is None:
@@ -233,7 +233,7 @@ def _number(part: object) -> float | int | None:
             part = float(part)
         except OverflowError:
             return None
-    return part if math.isfinite(part) else None
+    return part if isfinite(part) else None
 
 
 def _shape(length: int) -> str:

@@ -16,6 +16,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every request.
 _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
+_HELD, _REMOTE, _ARRIVED, _LOADED = RequestState.HELD, RequestState.REMOTE, RequestState.ARRIVED, RequestState.LOADED
 
 PinSeconds: TypeAlias = Callable[[Request, float], float]
 """(request, now in seconds) to seconds for which its content is pinned; 0: not at all."""
@@ -25,9 +26,9 @@ _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
 """Kinds of a request's first chunk after it has got memory, by its state before; of others "resumed"."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Held:
-    """One stay of a request's KV on a replica that the request leaves."""
+    """One stay of a request's KV on a replica that the request leaves; never changed, and not frozen, which takes longer to make."""
 
     num_tokens: int
     """Tokens whose KV is here; elsewhere the request may have computed more."""
@@ -85,7 +86,7 @@ class Lifecycle:
             request.replica_id = self.replica_id
         if kind is MOVED:
             del running_set.arrived[request]
-        elif request.state is RequestState.LOADED:
+        elif request.state is _LOADED:
             del running_set.arrived[request]
             kind = "admitted" if request.admitted_at is None else kind
         request.move_to(_RUNNING)
@@ -222,7 +223,7 @@ class Lifecycle:
     def hold(self, request: Request) -> None:
         """Take a running request out of the running set; its blocks stay until another replica has its KV."""
         self._running_set.drop(request)
-        request.move_to(RequestState.HELD)
+        request.move_to(_HELD)
         self.held[request] = Held(request.num_computed_tokens)
 
     def release_held(self, request: Request) -> None:
@@ -271,8 +272,8 @@ class Lifecycle:
 
     def arrived(self, request: Request, now: float) -> None:
         """The KV of a request for which blocks were set aside is here; it waits to run."""
-        is_queued = request.state is RequestState.REMOTE
-        request.move_to(RequestState.ARRIVED)
+        is_queued = request.state is _REMOTE
+        request.move_to(_ARRIVED)
         request.replica_id = self.replica_id
         if request.hashes is not None:
             self._running_set.memory.cache_blocks(request, request.num_computed_tokens)
@@ -284,7 +285,7 @@ class Lifecycle:
 
     def expect(self, request: Request, now: float) -> None:
         """Let a request wait here whose KV is on another replica; it is brought when the request is admitted."""
-        request.move_to(RequestState.REMOTE)
+        request.move_to(_REMOTE)
         request.replica_id = self.replica_id
         self.register(request, now)
         self._running_set.queue.add(request, now)
@@ -296,7 +297,7 @@ class Lifecycle:
             del self._running_set.loading[request]
             self._running_set.memory.free(request, 0, for_good=True)
         self._running_set.memory.forget(request)
-        request.move_to(RequestState.HELD)
+        request.move_to(_HELD)
 
     # KV comes from a lower tier or from swap space
 
@@ -319,7 +320,7 @@ class Lifecycle:
         running_set = self._running_set
         running_set.queue.remove(request)
         request.set_computed(min(num_tokens, request.num_known_tokens - 1))
-        request.move_to(RequestState.LOADED)
+        request.move_to(_LOADED)
         if request.hashes is not None:
             running_set.memory.cache_blocks(request, num_tokens)
         del running_set.loading[request]

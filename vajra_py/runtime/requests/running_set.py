@@ -80,11 +80,6 @@ class RunningSet:
         self.barred: set[Request] = set()
         """Requests that were preempted for this step and may not be admitted by it."""
 
-    @property
-    def is_gated(self) -> bool:
-        """True if some waiting request may not be admitted now."""
-        return not self.admits or bool(self.barred)
-
     def lets_in(self, request: RequestView) -> bool:
         """Return True if this waiting request may be admitted now, given memory."""
         lets_in = self.admits or (self.connected is not None and self.connected.holds(request))
@@ -304,15 +299,16 @@ class StateView:
             order = self._with_kv_first() if running_set.arrived or running_set.loading else self._in_order()
         if running_set.adapters is not None:
             order = filter(running_set.adapters.fits, order)
-        if running_set.is_gated:
+        if running_set.barred or not running_set.admits:
             is_closed = not running_set.admits and running_set.connected is None
             return filter(running_set.lets_in, () if is_closed else order)
         return order
 
     def _with_kv_first(self) -> Iterator[RequestView]:
-        arrived, loading = self._running_set.arrived, self._running_set.loading
+        running_set = self._running_set
+        arrived, loading = running_set.arrived, running_set.loading
         first = sorted(arrived, key=self.urgency) if len(arrived) > 1 else list(arrived)
-        if self.num_waiting == len(arrived) + len(loading):
+        if running_set.num_waiting == len(arrived) + len(loading):
             return iter(first)
         return chain(first, (one for one in self._in_order() if one not in arrived and one not in loading))
 

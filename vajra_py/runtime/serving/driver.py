@@ -311,7 +311,7 @@ class Driver(Generic[R]):
         self.announce(request, replica, at_once=True)
 
     def announce(self, request: Request, replica: Replica | None, *, at_once: bool = False) -> None:
-        """See `DriverServices`. `at_once`: see `_wake`."""
+        """See `DriverServices`. `at_once`: see `wake`."""
         backend, replicaset = self._backend, self.controller.replicasets[request.replicaset]
         if replica is not None:
             one = self._replicas[replicaset.name][replica.replica_id]
@@ -326,7 +326,7 @@ class Driver(Generic[R]):
                 except PolicyError as error:
                     self.isolate(replicaset.name, error)
                 return
-            self._wake(one, at_once=at_once)
+            self.wake(one, at_once=at_once)
             return
         backend.on_placed(request, self._replicas[replicaset.name])
         if self.fast_forward is not None:
@@ -419,7 +419,7 @@ class Driver(Generic[R]):
             self.isolate(name, error)
             return
         if has_ended and one is not None and not self._elasticity.goes_down(one):
-            self._wake(one)
+            self.wake(one, at_once=True)
 
     # Programs
 
@@ -450,14 +450,14 @@ class Driver(Generic[R]):
     # Steps
 
     def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
-        """Complete a step that came back now. `at_once`: see `_wake`."""
+        """Complete a step that came back now. `at_once`: see `wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
         replica = one.replica
-        movements, outer = self._movements, self._completing
-        if movements and (at_once or outer >= 0):
-            self._completing = one.rank
         name = replica.replicaset
+        movement, outer = self._movements.get(name) if self._movements else None, self._completing
+        if movement is not None and (at_once or outer >= 0):
+            self._completing = one.rank
         others = self.fast_forward if name in self._looks_at_departures else None
         if others is not None and (name not in self._looks_if_waiting or replica.may_end(plan, result)):
             others.sync_before(one)
@@ -465,19 +465,25 @@ class Driver(Generic[R]):
             ended = replica.complete_step(plan, result, self.now)
             if ended:
                 self.controller.settle(ended, self.now)
-            if movements and (movement := movements.get(replica.replicaset)) is not None:
+            if movement is not None and (
+                ended
+                or replica.newly_held
+                or plan.preempted
+                or movement.attends_steps
+                or movement.waiting
+                or self._draining
+            ):
                 self._look_after(movement, one, ended, has_freed=bool(ended or plan.preempted))
         except PolicyError as error:
-            self.isolate(replica.replicaset, error)
+            self.isolate(name, error)
             return
         finally:
-            if movements:
-                self._completing = outer
+            self._completing = outer
         if self._every and self.num_steps % self._every == 0:
             self.controller.check_conservation()
         if self._draining and self._elasticity.goes_down(one):
             return
-        self._wake(one, at_once=at_once)
+        self.wake(one, at_once=at_once)
 
     def take_report(self, one: R, report: KvReport) -> None:
         """Apply a report of a connector's workers that comes now, without a step."""
@@ -490,7 +496,7 @@ class Driver(Generic[R]):
         if one.free_at == NEVER:
             one.free_at = self.now
         one.replica.first_stage_completed(plan)
-        self._wake(one)
+        self.wake(one, at_once=True)
 
     def count_repeats(self, num_steps: int) -> None:
         """Count steps that a backend launched along with another one and that have ended."""
@@ -506,20 +512,18 @@ class Driver(Generic[R]):
         one.free_at = self.now
         self._set_idle(one, is_idle=True)
 
-    def _wake(self, one: R, *, at_once: bool = True) -> None:
-        """Let the replica form a step after everything else of this tick, unless it is busy.
+    def wake(self, one: R, *, at_once: bool = False) -> None:
+        """See `DriverServices`. `at_once`: it may form the step now if nothing else of this tick is left to wait for.
 
-        `at_once` is False when something of this tick is being handled that the event queue no longer shows.
+        That is for the last act of an event: something of it may be under way of which the event queue shows nothing.
         """
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
-        heap = self.events.heap
-        # Nothing else of this tick is left to wait for.
-        name = one.replica.replicaset
-        looks = name in self._syncs_forming and self._looks_around(name, one)
-        if at_once and not looks and (not heap or heap[0][0] > self.now):
-            self._start(one)
-            return
+        if at_once and (not (heap := self.events.heap) or heap[0][0] > self.now):
+            name = one.replica.replicaset
+            if name not in self._syncs_forming or not self._looks_around(name, one):
+                self._start(one)
+                return
         one.form_pending = True
         self.events.push(self.now, _FORM, one, one.rank)
 
@@ -563,38 +567,37 @@ class Driver(Generic[R]):
     def _start(self, one: R) -> None:
         self._formed_at = self.now
         movements = self._movements
-        tiers = self._tiers[one.replica.replicaset] if one.replica.has_tiers else None
+        replica, builder = one.replica, one.replica.builder
+        tiers = self._tiers[replica.replicaset] if replica.has_tiers else None
         if tiers is not None:
             tiers.before_step(one)
         try:
-            plan = self.form_step(one.replica, self.now)
+            plan = self.form_step(replica, self.now)
             if tiers is not None:
                 tiers.after_step(one)
-            adapters = one.replica.adapters
+            adapters = replica.adapters
             if adapters is not None and adapters.loads:
                 self._begin_loads(one, adapters)
-            if one.replica.builder.dropped:
-                dropped = one.replica.take_dropped()
+            if builder.dropped:
+                dropped = replica.take_dropped()
                 self.controller.settle(dropped, self.now)
-                if one.replica.replicaset in movements:
-                    movements[one.replica.replicaset].requests_ended(dropped)
-            if movements:
-                builder = one.replica.builder
-                if builder.handed_off:
-                    movements[one.replica.replicaset].hand_offs.leave(one)
-                if builder.loads:
-                    movements[one.replica.replicaset].hand_offs.load(one)
+                if replica.replicaset in movements:
+                    movements[replica.replicaset].requests_ended(dropped)
+            if builder.handed_off:
+                movements[replica.replicaset].hand_offs.leave(one)
+            if builder.loads:
+                movements[replica.replicaset].hand_offs.load(one)
         except PolicyError as error:
-            self.isolate(one.replica.replicaset, error)
+            self.isolate(replica.replicaset, error)
             return
         if plan is None:  # steps may be in later stages; the first stage is free
             if not one.is_idle:
                 self._set_idle(one, is_idle=True)
             if self._draining and self._elasticity.goes_down(one):
                 return
-            if one.replica.builder.idle_at is not None and self._options.wakes:
-                self._waker.leave_idle(one, one.replica.builder.idle_at)
-            movement = movements.get(one.replica.replicaset)
+            if builder.idle_at is not None and self._options.wakes:
+                self._waker.leave_idle(one, builder.idle_at)
+            movement = movements.get(replica.replicaset)
             if movement is not None and movement.hand_offs.nothing_ran(one):
                 self.wake(one)
             return
@@ -602,8 +605,8 @@ class Driver(Generic[R]):
             self._set_idle(one, is_idle=False)
         self.num_steps += 1
         one.free_at = self._backend.launch(one, plan)
-        if self._overlapping and plan.chunks and one.replica.replicaset in self._overlapping:
-            overlap = movements[one.replica.replicaset].hand_offs.overlap
+        if self._overlapping and plan.chunks and replica.replicaset in self._overlapping:
+            overlap = movements[replica.replicaset].hand_offs.overlap
             assert overlap is not None
             overlap.step_formed(plan, one.free_at - self.now)
 
@@ -667,7 +670,7 @@ class Driver(Generic[R]):
         self.touch(one)
         self.record(replace(what, tick=self.now))
         adapters.end_load(what.number)
-        self._wake(one)
+        self.wake(one, at_once=True)
 
     def _look_after(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
@@ -727,7 +730,7 @@ class Driver(Generic[R]):
             except PolicyError as error:
                 self.isolate(what.replicaset, error)
                 return
-        self._wake(one)
+        self.wake(one, at_once=True)
 
     def _abandon(self, replicaset: Replicaset, why: str) -> None:
         """End the requests that no replica will go on with: those of the shared queue, and without any that decodes all."""
@@ -764,7 +767,7 @@ class Driver(Generic[R]):
             except PolicyError as error:
                 self.isolate(what.replicaset, error)
                 return
-        self._wake(one)
+        self.wake(one, at_once=True)
 
     def _lose(self, one: R, what: Failure) -> None:
         self.interrupt(what.replicaset)
@@ -791,7 +794,7 @@ class Driver(Generic[R]):
         if movement is not None:
             movement.hand_offs.hold_back()
         for replica_id in sorted({replica.replica_id for _, replica in moved if replica is not None}):
-            self._wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # moves may follow
+            self.wake(self._replicas[replicaset][replica_id], at_once=movement is None)  # moves may follow
         if any(replica is None for _, replica in moved):
             self._offer(self.controller.replicasets[replicaset])
 
@@ -812,7 +815,7 @@ class Driver(Generic[R]):
             except PolicyError as error:
                 self.isolate(change.replicaset, error)
         for one in self._replicas[change.replicaset]:
-            self._wake(one)
+            self.wake(one, at_once=True)
         return swapped
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
@@ -863,21 +866,17 @@ class Driver(Generic[R]):
     def touch(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.interrupt(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def catch_up(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.catch_up(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.catch_up(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def blocks_taken(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.shorten(one)
-
-    def _ends_later(self, one: R) -> bool:
-        """Return True if a step of this replica that ends in this tick comes after the one that is being completed."""
-        return 0 <= self._completing < one.rank
 
     def replica(self, replicaset: str, replica_id: int) -> R:
         """See `DriverServices`."""
@@ -887,14 +886,10 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         return self._replicas[replicaset]
 
-    def wake(self, one: R) -> None:
-        """See `DriverServices`."""
-        self._wake(one, at_once=False)
-
     def wake_idle(self, replicaset: str) -> None:
         """See `DriverServices`."""
         for one in list(self._idle[replicaset].values()):
-            self._wake(one)
+            self.wake(one, at_once=True)
         if len(self.controller.replicasets[replicaset].shared):
             self._offer(self.controller.replicasets[replicaset])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Generic
 
 from vajra_py.contract import PoolRole, Refusal
@@ -55,7 +56,8 @@ class Stage(Enum):
 
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every hand-off.
-_RESERVING, _MOVING, _ARRIVING = Stage.RESERVING, Stage.MOVING, Stage.ARRIVING
+_PLACING, _RESERVING, _MOVING, _ARRIVING = Stage.PLACING, Stage.RESERVING, Stage.MOVING, Stage.ARRIVING
+_PREFILL = PoolRole.PREFILL
 _WITHOUT_BLOCKS = (Stage.PLACING, Stage.RESERVING, Stage.RETRYING, Stage.QUEUED)
 """Stages of a request for which its target has set no blocks aside."""
 
@@ -107,6 +109,8 @@ class HandOffs(Generic[R]):
         """True if requests may wait for the end of a step although no action in `Transfers.waiting` does."""
         self._transfers = transfers
         self._driver = driver
+        self._replicas = driver.replicas_of(replicaset.name)
+        """Those of the driver, by id."""
         self._num_started = 0
         self._of: dict[Request, HandOff[R]] = {}
         self._unplaced: dict[Request, HandOff[R]] = {}
@@ -165,7 +169,7 @@ class HandOffs(Generic[R]):
             request = newly.pop(0)
             if request not in self._replicaset.held_back or request in self._of:
                 continue
-            source = self._driver.replica(self._replicaset.name, request.replica_id)
+            source = self._replicas[request.replica_id]
             one = HandOff(request, source, request.num_known_tokens, stage=Stage.HELD_BACK, is_early=True)
             self._of[request] = one
             self._place(one)
@@ -179,17 +183,16 @@ class HandOffs(Generic[R]):
     def _place(self, one: HandOff[R]) -> None:
         request, source = one.request, one.source.replica
         chosen = self._replicaset.place_after_prompt(request, to_seconds(self._driver.now))
-        may_stay = source.parts.role is not PoolRole.PREFILL
-        if (chosen is None and may_stay) or chosen == source.replica_id:
+        if chosen == source.replica_id or (chosen is None and source.parts.role is not _PREFILL):
             self._stay(one)
             return
         if chosen is None:
-            one.stage, one.target = Stage.PLACING, None
+            one.stage, one.target = _PLACING, None
             self._unplaced[request] = one
             return
         if self._unplaced:
             self._unplaced.pop(request, None)
-        one.target = target = self._driver.replica(self._replicaset.name, chosen)
+        one.target = target = self._replicas[chosen]
         if self._reserves_at_admission:
             one.stage = Stage.QUEUED
             self._queue(request, target)
@@ -262,25 +265,22 @@ class HandOffs(Generic[R]):
             return False
         return True
 
-    def _look_at(self, target: R) -> None:
-        """Bring a target up to date whose blocks may be taken now; its steps go on unless it takes part between two of them."""
-        if self.follows_steps:
-            self._driver.touch(target)
-        else:
-            self._driver.catch_up(target)
-
     def _reserve(self, target: R) -> None:
         """Set blocks aside for those that wait in line for a target, as far as it has room."""
         line = self._lines.get(target.replica.replica_id)
         if not line:
             return
-        self._look_at(target)
-        if self.follows_steps and not self._may_act(target):
-            return
-        dropped, now = [], to_seconds(self._driver.now)
+        if not self.follows_steps:
+            self._driver.catch_up(target)
+        else:
+            self._driver.touch(target)
+            if not self._may_act(target):
+                return
+        reserve, now = target.replica.lifecycle.reserve, to_seconds(self._driver.now)
+        dropped = []
         while line:
             one = line[0]
-            hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
+            hit = reserve(one.request, self._tokens_reserved(one), now)
             if hit is not None:
                 line.popleft()
                 self._driver.blocks_taken(target)
@@ -291,7 +291,7 @@ class HandOffs(Generic[R]):
             if self._when_full == "wait":
                 break
             line.popleft()
-            one.stage, one.target = Stage.PLACING, None
+            one.stage, one.target = _PLACING, None
             if self._when_full == "hold":
                 self._unplaced[one.request] = one
             else:
@@ -305,7 +305,7 @@ class HandOffs(Generic[R]):
         """Set blocks aside at a target that takes any request for which it has room, or look again after a while."""
         if self._of.get(one.request) is not one or one.target is not target:
             return
-        self._look_at(target)
+        self._driver.catch_up(target)
         now = to_seconds(self._driver.now)
         hit = target.replica.lifecycle.reserve(one.request, self._tokens_reserved(one), now)
         if hit is not None:
@@ -340,20 +340,22 @@ class HandOffs(Generic[R]):
         target = one.target
         assert target is not None
         one.stage, one.has_reserved = _MOVING, True
-        one.number, self._num_started = self._num_started, self._num_started + 1
+        one.number = self._num_started
+        self._num_started += 1
         if one.num_sent is not None and self.overlap is not None:
             self.overlap.prompt_done(one)
             return
-        is_partial = self._moves_missing or one.is_migration
-        num_moved = one.num_tokens - (hit if is_partial else 0)
-        lacking, ends = (hit, one.num_tokens), (one.source, target)
-        self._transfers.start(one, ends, lacking, num_moved, lambda: self._moved(one, target))
+        num_tokens = one.num_tokens
+        num_moved = num_tokens - hit if self._moves_missing or one.is_migration else num_tokens
+        self._transfers.start(one, (one.source, target), (hit, num_tokens), num_moved, self._moved)
 
-    def _moved(self, one: HandOff[R], target: R) -> None:
+    def _moved(self, one: HandOff[R]) -> None:
+        target = one.target
+        assert target is not None
         one.stage = _ARRIVING
         self._driver.touch(target)
         if self._at_boundary:
-            self._transfers.between_steps(target, one.number, lambda: self._arrive(one, target))
+            self._transfers.between_steps(target, one.number, partial(self._arrive, one, target))
         else:
             self._arrive(one, target)
 
@@ -379,7 +381,7 @@ class HandOffs(Generic[R]):
         if held is None:
             return
         if self._at_boundary:
-            self._transfers.between_steps(source, one.number, lambda: self._release(request, source, held))
+            self._transfers.between_steps(source, one.number, partial(self._release, request, source, held))
         else:
             self._release(request, source, held)
 
@@ -448,7 +450,7 @@ class HandOffs(Generic[R]):
 
     def _may_go_on(self) -> bool:
         """Return True if a replica runs something, may do so in this tick, or has KV for it."""
-        for each in self._driver.replicas_of(self._replicaset.name):
+        for each in self._replicas:
             replica, running_set = each.replica, each.replica.running_set
             if each.form_pending or replica.num_in_flight or running_set.num_running:
                 return True
@@ -597,7 +599,7 @@ class HandOffs(Generic[R]):
                 self._unplaced[one.request] = one
         self.place_again()
         for replica_id in list(self._lines):  # blocks that were set aside for others may be free
-            self._reserve(self._driver.replica(self._replicaset.name, replica_id))
+            self._reserve(self._replicas[replica_id])
 
     def place_again(self) -> None:
         """Find targets for those that have none."""

@@ -130,6 +130,8 @@ class LiveLoads(list[LiveLoad]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ids: set[int] = set()
+        """Ids of the replicas."""
         self._replicas: list[Replica] = []
         self._fixed: dict[str, NDArray[np.int64]] = {}
         self._are_plain = True
@@ -138,6 +140,7 @@ class LiveLoads(list[LiveLoad]):
     def add(self, load: LiveLoad) -> None:
         """Add the load of another replica."""
         self.append(load)
+        self.ids.add(load.replica_id)
         self._are_plain = self._are_plain and type(load) is LiveLoad
         self._replicas.append(load.replica)
         self._fixed.clear()
@@ -234,7 +237,7 @@ _MAX_GROUPS = 1000
 class ReplicaViews:
     """Views of the replicas of a replicaset that its scheduler is offered: live ones, or snapshots of an interval."""
 
-    __slots__ = ("_groups", "_live", "_snapshots", "interval_s")
+    __slots__ = ("_groups", "_latest", "_live", "_snapshots", "interval_s")
 
     def __init__(self, live: LiveLoads, interval_s: float) -> None:
         """`interval_s`: greatest age of a view, seconds; 0: it is live."""
@@ -242,6 +245,8 @@ class ReplicaViews:
         self.interval_s = interval_s
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
+        self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
+        """The groups again by the identity of tuples that were asked for: to hash a tuple is to look at every replica."""
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
         """Return the views of all replicas, by id."""
@@ -254,6 +259,13 @@ class ReplicaViews:
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in replicas]
+        return self.live_of(replicas)
+
+    def live_of(self, replicas: Sequence[Replica]) -> LiveLoads:
+        """Return the live loads of some replicas; the same object for the same replicas."""
+        latest = self._latest.get(id(replicas))
+        if latest is not None and latest[0] is replicas:
+            return latest[1]
         key = tuple(replicas)  # the same object, where they are a tuple
         found = self._groups.get(key)
         if found is None:
@@ -262,4 +274,8 @@ class ReplicaViews:
             found = self._groups[key] = LiveLoads()
             for one in replicas:
                 found.add(self._live[one.replica_id])
+        if key is replicas:  # it stays as it is
+            if len(self._latest) >= _MAX_GROUPS:
+                self._latest.clear()
+            self._latest[id(key)] = key, found
         return found

@@ -170,7 +170,7 @@ class Migrations(Generic[R]):
         start, one.num_copied = one.num_copied, max(one.num_copied, num_full)
         ends = (one.source, one.target)
         lacking = start, one.num_copied
-        self._transfers.start(one, ends, lacking, one.num_copied - start, lambda: self._next_stage(one))
+        self._transfers.start(one, ends, lacking, one.num_copied - start, self._next_stage)
 
     def _reserve(self, one: Migration[R], num_tokens: int) -> str | None:
         """Set blocks aside at the target for so many leading tokens; return the reason if that cannot be."""

@@ -29,7 +29,9 @@ class Movement(Generic[R]):
         self._driver = driver
         self._transfers = Transfers(replicaset, rules, driver, is_timed=is_timed, asks=asks)
         self.hand_offs = HandOffs(replicaset, rules, self._transfers, driver)
-        self._follows_steps = self.hand_offs.follows_steps
+        self.attends_steps = self.hand_offs.follows_steps
+        self.waiting = self._transfers.waiting
+        """With both false, `step_ended` has something to do only if memory was freed, or a request has left, or a replica drains."""
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
         self._migrations.on_slot_free = self._drains.room_changed
@@ -67,11 +69,13 @@ class Movement(Generic[R]):
         """
         if ended:
             self.requests_ended(ended)
-        if self._follows_steps or self._transfers.waiting:
+        if self.attends_steps or self.waiting:
             self.hand_offs.step_ended(one)
-        if one.replica.newly_held:
-            for request in one.replica.take_newly_held():
-                self.hand_offs.begin(request, one)
+        replica = one.replica
+        if replica.newly_held:
+            begin = self.hand_offs.begin
+            for request in replica.take_newly_held():
+                begin(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
             self._drains.room_changed()

@@ -8,7 +8,6 @@ begins. So when the prompt is computed only that is left which the links could n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Generic
 
 from vajra_py.runtime.movement.rules import HandOffRules
@@ -29,7 +28,7 @@ class Overlap(Generic[R]):
         rules: HandOffRules,
         transfers: Transfers[R],
         hand_offs: Mapping[Request, HandOff[R]],
-        moved: Callable[[HandOff[R], R], None],
+        moved: Callable[[HandOff[R]], None],
     ) -> None:
         """`hand_offs`: all that are under way; `moved` is called when the KV of one is at its target."""
         self._transfers = transfers
@@ -65,8 +64,7 @@ class Overlap(Generic[R]):
         one.num_sent, one.num_announced = first, one.num_tokens
         ends, lacking = (one.source, target), (one.hit, one.num_tokens)
         num_moved = one.num_tokens - first
-        done = partial(self._moved, one, target)
-        self._transfers.start(one, ends, lacking, num_moved, done, is_computed=False)
+        self._transfers.start(one, ends, lacking, num_moved, self._moved, is_computed=False)
         return True
 
     def prompt_done(self, one: HandOff[R]) -> None:

@@ -772,9 +772,10 @@ class Replica:
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
         """Let a request whose prompt is computed leave the running set, unless its first token is its last."""
         if self.gives_first_token:
-            if request.add_output(now) == 1:
+            num_outputs = request.add_output(now)
+            if num_outputs == 1:
                 self.lifecycle.first_token(request, now)
-            if request.num_output_tokens >= self._output_limit(request):
+            if num_outputs >= self._output_limit(request):
                 done.append(request)
                 return
         self.lifecycle.hold(request)

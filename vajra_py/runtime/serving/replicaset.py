@@ -122,7 +122,7 @@ class Replicaset:
         self._differs = False
         """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
-        """Replicas that can run a request, where they differ."""
+        """Replicas that can run a request, where they differ and schedulers may refuse one."""
         self._serving: dict[Holders, Serving] = {}
         """Replicas that take requests, by the holders of a request, until the state of a replica changes."""
         self.sync: Callable[[], None] = _do_nothing
@@ -235,12 +235,13 @@ class Replicaset:
         """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
         if not self._differs:
             return self.replicas
+        holders = self.bounds.holders(request)
+        able = holders.all if self.places_itself else holders.of_prompts
+        if not self.may_refuse:
+            return able
         found = self._eligible.get(request)
         if found is None:
-            holders = self.bounds.holders(request)
-            found = holders.all if self.places_itself else holders.of_prompts
-            if self.may_refuse:
-                found = tuple(one for one in found if self._refusal_by(one, request, now) is None)
+            found = tuple(one for one in able if self._refusal_by(one, request, now) is None)
             self._eligible[request] = found
         return found
 
@@ -497,7 +498,7 @@ class Replicaset:
             type(chosen) is int
             and 0 <= chosen < len(self.replicas)
             and self._live[chosen].is_up
-            and (not self._differs or self.replicas[chosen] in candidates)
+            and (not self._differs or chosen in self._views.live_of(candidates).ids)
         ):
             return chosen
         return self._checked(chosen, candidates, request, self.scheduler.assign)

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from vajra_py.runtime.movement.links import Network
 from vajra_py.runtime.movement.rules import HandOffRules
@@ -35,6 +35,9 @@ class Moving(Protocol):
         """Return a hash of the object itself."""
 
 
+M = TypeVar("M", bound=Moving)
+
+
 class Transfers(Generic[R]):
     """Transfers of one replicaset, over links that are modelled, or that are not timed and end when the backend says so."""
 
@@ -48,7 +51,7 @@ class Transfers(Generic[R]):
         self._network = Network(rules.links) if is_timed else None
         self._asks = asks
         self._num_started = 0
-        self._sent: dict[Hashable, tuple[Transfer[R], Callable[[], None]]] = {}
+        self._sent: dict[Hashable, tuple[Transfer[R], Callable[[Any], None]]] = {}
         """Each transfer under way with its callback."""
         self._keys: dict[int, Hashable] = {}
         """Keys of the transfers under way that are not timed, by number."""
@@ -63,37 +66,39 @@ class Transfers(Generic[R]):
 
     def start(
         self,
-        key: Moving,
+        key: M,
         ends: tuple[R, R],
         lacking: tuple[int, int],
         num_moved: int,
-        done: Callable[[], None],
+        done: Callable[[M], None],
         *,
         is_computed: bool = True,
     ) -> None:
-        """Send KV from the first replica to the second; `done` is called when it has arrived.
+        """Send KV from the first replica to the second; `done` is called with the key when it has arrived.
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: tokens whose KV is sent. `is_computed`: if False,
         which takes links that are modelled, `release` says what is there to be sent, and `close` that all of it is.
         """
-        source, target = ends[0].replica.replica_id, ends[1].replica.replica_id
-        request, now = key.request, self._driver.now
+        sender, receiver = ends
+        source, target = sender.replica.replica_id, receiver.replica.replica_id
+        request, now, network = key.request, self._driver.now, self._network
         for observer in self._replicaset.hand_off_watchers:
             observer.on_transfer(request, source, target, num_moved, to_seconds(now))
-        one = Transfer(self._num_started, request, ends[0], ends[1], lacking[0], lacking[1])
+        number = self._num_started
         self._num_started += 1
+        one = Transfer(number, request, sender, receiver, *lacking)
         self._sent[key] = one, done
-        if self._network is None:
-            self._keys[one.number] = key
-            ends[0].replica.running_set.materialize()  # a copy names the blocks
+        if network is None:
+            self._keys[number] = key
+            sender.replica.running_set.materialize()  # a copy names the blocks
         self._driver.transfer(one)
-        if self._network is None:
+        if network is None:
             return
         if is_computed:
-            self._network.start(key, source, target, num_moved * self._bytes_per_token, now)
-            self._schedule(self._network)
+            network.start(key, source, target, num_moved * self._bytes_per_token, now)
+            self._schedule(network)
         else:
-            self._network.open(key, source, target, now)
+            network.open(key, source, target, now)
 
     # KV that is sent while it is computed: the links are modelled
 
@@ -143,7 +148,7 @@ class Transfers(Generic[R]):
         one, done = self._sent.pop(key)
         if self._replicaset.hand_off_watchers:
             self._tell_end(one)
-        done()
+        done(key)
 
     def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
         source, target = one.source.replica.replica_id, one.target.replica.replica_id
@@ -159,18 +164,19 @@ class Transfers(Generic[R]):
         """Call back for the timed transfers that have ended by now."""
         network, now = self._network, self._driver.now
         assert network is not None
-        if self._scheduled_at is not None:
-            if self._scheduled_at > now and not self._timers:
-                return  # they have ended at an earlier event
-            if self._scheduled_at <= now:
+        scheduled_at = self._scheduled_at
+        if scheduled_at is not None:
+            if scheduled_at <= now:
                 self._scheduled_at = None
+            elif not self._timers:
+                return  # they have ended at an earlier event
         ended = network.ended(now)
-        if ended:
-            self._ended.update(dict.fromkeys(ended))
-        while self._ended:
-            key = next(iter(self._ended))
-            del self._ended[key]
-            self._arrived(key)
+        for key in ended:
+            self._ended[key] = None
+        for key in ended:
+            if key in self._ended:  # otherwise it was called off meanwhile
+                del self._ended[key]
+                self._arrived(key)
         if self._timers:
             self.retry()
         self._schedule(network)

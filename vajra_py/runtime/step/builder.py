@@ -344,7 +344,7 @@ class Builder(PlanDraft):
         running_set, memory, num_loaded = self._running_set, self._memory, 0
         if self.preempted and any(request is victim for victim, _ in self.preempted):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
-        if running_set.is_gated and not running_set.lets_in(request):
+        if (running_set.barred or not running_set.admits) and not running_set.lets_in(request):
             return self._refuse(request, Refusal.NOT_ADMITTED)
         if running_set.adapters is not None and (refusal := self._adapter_refusal(running_set.adapters, request)):
             return self._refuse(request, refusal)
