@@ -25,6 +25,7 @@ def vajra_policies() -> list[PolicySpec]:
         round_robin,
         space_sharing,
     )
+    from vajra_policies.adapters import BATCHERS as ADAPTERS
     from vajra_policies.chunking import POLICIES as CHUNKING
     from vajra_policies.fairness import POLICIES as FAIRNESS
     from vajra_policies.fairness import ROUTERS as FAIR_ROUTERS
@@ -39,7 +40,15 @@ def vajra_policies() -> list[PolicySpec]:
     prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
     prioritizers += [*FAIRNESS, *SIZE, *PREFIXES, *PRIORITIZERS, *PROGRAMS]
     choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
-    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC, preemptive.SPEC, *BATCHERS, *CHUNKING]
+    batchers = [
+        fixed_chunk.SPEC,
+        dynamic_chunk.SPEC,
+        space_sharing.SPEC,
+        preemptive.SPEC,
+        *BATCHERS,
+        *CHUNKING,
+        *ADAPTERS,
+    ]
     routers = [prefix_affinity.SPEC, *ROUTERS, *FAIR_ROUTERS, *SLO_ROUTERS]
     return [*prioritizers, *choosers, *routers, *batchers, *POLICIES]
 

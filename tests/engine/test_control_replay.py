@@ -186,6 +186,7 @@ BATCHERS: list[Any] = [
     {"policy": "slos_serve", "params": {"chunk_size": 48, "step_s": 0.008}},
     {"policy": "adaserve", "params": {"chunk_size": 48, "budget_tokens": 12}},
     {"policy": "blendserve", "params": {"chunk_size": 48}},
+    {"policy": "chameleon", "params": {"chunk_size": 48, "refresh_s": 0.05}},
     {"policy": "sliding_serve", "params": {"min_chunk": 16, "max_chunk": 48, "grain": 8}},
 ]
 

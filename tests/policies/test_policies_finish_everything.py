@@ -81,6 +81,7 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("slos_serve", {"chunk_size": 48, "step_s": 0.008}),
     ("adaserve", {"chunk_size": 48, "budget_tokens": 12}),
     ("blendserve", {"chunk_size": 48}),
+    ("chameleon", {"chunk_size": 48, "refresh_s": 0.05}),
 ]
 
 requests: st.SearchStrategy[dict[str, Any]] = st.builds(

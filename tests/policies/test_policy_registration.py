@@ -45,6 +45,7 @@ OWN = {
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
         *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
         *("conserve", "micro_requests", "slos_serve", "adaserve", "blendserve", "sliding_serve"),
+        "chameleon",
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)

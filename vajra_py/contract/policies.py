@@ -229,6 +229,17 @@ class RefusesRequests(Protocol):
         """
 
 
+@runtime_checkable
+class EvictsAdapters(Protocol):
+    """Optional method of a replica scheduler that chooses which loaded LoRA adapter makes room for another one."""
+
+    def evict_adapter(self, idle: Sequence[str], now: float) -> str:
+        """One of `idle`: loaded adapters that nobody uses, the least recently used first, which is the one without this method.
+
+        Asked while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
+        """
+
+
 class SteadyState(Enum):
     """A situation in which every step computes all decodes of the replica and nothing else."""
 

@@ -72,7 +72,7 @@ OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
         "group_key": 1,
     },
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
-    Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
+    Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3, "evict_adapter": 2},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
 

@@ -43,6 +43,7 @@ _METHODS = (
     "schedule",
     "solo_chunk_size",
     "refuses",
+    "evict_adapter",
     "on_arrivals",
     "on_admission",
     "on_preemption",

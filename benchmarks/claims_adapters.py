@@ -1,0 +1,153 @@
+"""Claims on LoRA adapters: Chameleon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+from claims_parts import (
+    Cell,
+    Cells,
+    Claim,
+    Verdict,
+    lengths_of,
+    options_of,
+    ordered,
+    poisson,
+    served,
+    ttft,
+)
+
+from vajra_py.config.adapters import AdaptersConfig
+from vajra_py.testing.harness import PolicySource
+from vajra_py.workload.request import RequestSpec
+
+CHAMELEON = "tests/policies/test_chameleon.py"
+RANKS = (8, 16, 32, 64, 128)
+NUM_ADAPTERS = 100
+
+
+def adapters(max_loras: int) -> AdaptersConfig:
+    """A hundred adapters of ranks 8 to 128, as many of each; 20 ms of loading for each rank of 8."""
+    models = [
+        {"name": f"a{index}", "num_blocks": RANKS[index % 5] // 8, "load_s": RANKS[index % 5] / 8 * 0.02}
+        for index in range(NUM_ADAPTERS)
+    ]
+    return AdaptersConfig.model_validate({"max_loras": max_loras, "models": models})
+
+
+def chats(seed: int, rate: float, until_s: float) -> list[RequestSpec]:
+    """Prompts and outputs of log-normal lengths as in Azure's conversations, popular ranks by a power law, and adapters within."""
+    stream = np.random.default_rng([77, seed])
+    popular = np.array([1.0 / (index + 1) for index in range(NUM_ADAPTERS)])
+    places = stream.permutation(NUM_ADAPTERS)
+    chosen = popular / popular.sum()
+    return [
+        RequestSpec(
+            f"r{index}",
+            at,
+            int(np.clip(stream.lognormal(6.3, 1.1), 8, 4000)),
+            int(np.clip(stream.lognormal(4.9, 0.9), 2, 1000)),
+            adapter=f"a{places[stream.choice(NUM_ADAPTERS, p=chosen)]}",
+        )
+        for index, at in enumerate(poisson(stream, rate, until_s))
+    ]
+
+
+def mixed(seed: int) -> list[RequestSpec]:
+    """Nine short requests for each long one, which takes as much KV memory as twenty of them, for 200 s."""
+    stream = np.random.default_rng([78, seed])
+    specs = []
+    for index, at in enumerate(poisson(stream, 8.0, 200.0)):
+        is_long = stream.random() < 0.1
+        prompt, output = ((1500, 4000), (200, 600)) if is_long else ((50, 300), (20, 150))
+        name = f"{'long' if is_long else 'short'}{index}"
+        specs.append(RequestSpec(name, at, int(stream.integers(*prompt)), int(stream.integers(*output))))
+    return specs
+
+
+WAYS: dict[str, tuple[PolicySource, PolicySource]] = {
+    "fifo": ("fcfs", "vllm_v1"),
+    "sjf": ("sjf", "fixed_chunk"),
+    "chameleon": ("fcfs", "chameleon"),
+}
+
+
+def waits(how: str, seed: int) -> Cell:
+    """P99 of short requests and of all, and the longest, of times to first tokens; memory for a dozen long requests."""
+    specs = mixed(seed)
+    options = options_of(num_blocks=3000, max_batch_size=256, max_batch_tokens=2048, output_lengths=lengths_of(specs))
+    requests = served(*WAYS[how], specs, options)
+    times = [ttft(one) for one in requests]
+    short = [ttft(one) for one in requests if one.request_id.startswith("short")]
+    return {"short": float(np.quantile(short, 0.99)), "all": float(np.quantile(times, 0.99)), "longest": max(times)}
+
+
+def _waits(cells: Cells, metric: str, names: Sequence[str]) -> Verdict:
+    return ordered(cells.columns("waits under", metric, waits, names), " s")
+
+
+def _ratio(cells: Cells) -> Verdict:
+    columns = cells.columns("waits under", "short", waits, ("fifo", "chameleon"))
+    less = 1.0 - fmean(columns["chameleon"]) / fmean(columns["fifo"])
+    return Verdict(less >= 0.807 / 2, f"{-100 * less:.0f} %")
+
+
+SCORES: dict[str, dict[str, float]] = {
+    "the score": {},
+    "uses alone": {"recency_weight": 0.0, "size_weight": 0.0},
+    "last uses alone": {"frequency_weight": 0.0, "size_weight": 0.0},
+}
+
+
+def cached(which: str, seed: int) -> Cell:
+    """Mean time to first token with slots for 16 of the adapters, at a load at which nobody waits for anything else."""
+    specs = chats(seed, 2.0, 200.0)
+    options = options_of(num_blocks=6000, max_batch_size=256, output_lengths=lengths_of(specs), adapters=adapters(16))
+    return {"ttft": fmean(map(ttft, served("fcfs", ("chameleon", SCORES[which]), specs, options)))}
+
+
+def _cached(cells: Cells) -> Verdict:
+    return ordered(cells.columns("cached by", "ttft", cached, SCORES), " s")
+
+
+CLAIMS = [
+    Claim(
+        "chameleon",
+        "no queue gives more than its quota, but to a request that it has alone; all returns; the adapter with the least score goes",
+        "exact",
+        1,
+        test=CHAMELEON,
+    ),
+    Claim(
+        "chameleon",
+        "P99 TTFT of short requests beside long ones is below that of a line in order of arrival",
+        "-80.7 % (of all)",
+        2,
+        lambda cells: _waits(cells, "short", ("chameleon", "fifo")),
+    ),
+    Claim("chameleon", "the same, as a ratio", "-80.7 % (of all)", 3, _ratio),
+    Claim(
+        "chameleon",
+        "P99 TTFT of all is below it too",
+        "-80.7 %",
+        2,
+        lambda cells: _waits(cells, "all", ("chameleon", "fifo")),
+        why="within the error: it is of long requests, which wait for memory under either order",
+    ),
+    Claim(
+        "chameleon",
+        "the longest wait for a first token is below SJF's",
+        "no starvation",
+        2,
+        lambda cells: _waits(cells, "longest", ("chameleon", "sjf")),
+    ),
+    Claim(
+        "chameleon",
+        "mean TTFT with a cache by score is below that by uses alone, which is below that by last uses",
+        "below",
+        2,
+        _cached,
+    ),
+]
