@@ -26,6 +26,7 @@ def vajra_policies() -> list[PolicySpec]:
         space_sharing,
     )
     from vajra_policies.adapters import BATCHERS as ADAPTERS
+    from vajra_policies.adapters import ROUTERS as ADAPTER_ROUTERS
     from vajra_policies.chunking import POLICIES as CHUNKING
     from vajra_policies.fairness import POLICIES as FAIRNESS
     from vajra_policies.fairness import ROUTERS as FAIR_ROUTERS
@@ -49,7 +50,7 @@ def vajra_policies() -> list[PolicySpec]:
         *CHUNKING,
         *ADAPTERS,
     ]
-    routers = [prefix_affinity.SPEC, *ROUTERS, *FAIR_ROUTERS, *SLO_ROUTERS]
+    routers = [prefix_affinity.SPEC, *ROUTERS, *FAIR_ROUTERS, *SLO_ROUTERS, *ADAPTER_ROUTERS]
     return [*prioritizers, *choosers, *routers, *batchers, *POLICIES]
 
 

@@ -55,6 +55,10 @@ class Preemptive(FixedChunk):
             return
         running = sorted(replica.running(), key=replica.urgency)  # those that are not in the batch yet
         self._run(running, replica.waiting(), replica, batch)
+        if not batch.num_requests and replica.num_running > 1:
+            running = list(replica.running())
+            if len(running) == replica.num_running:  # nobody is in flight who may free enough
+                self._free_the_earliest(running, batch)
 
     def _run(
         self,
@@ -75,10 +79,6 @@ class Preemptive(FixedChunk):
                 self._continue(running.pop(0), running, batch)
             else:
                 break
-        if not batch.num_requests and replica.num_running > 1:
-            running = list(replica.running())
-            if len(running) == replica.num_running:  # nobody is in flight who may free enough
-                self._free_the_earliest(running, batch)
 
     def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
         """Return True if all have a turn in any order: nobody waits, and no decode lacks slot, token or block."""
