@@ -166,6 +166,8 @@ def test_moves_even_out_times_within_the_slots_of_the_target() -> None:
     moves = list(made.moves([Replica(0), target], 10.0))
     assert [move.request.adapter for move in moves] == ["b"] * 5 + ["c"] * 3
     assert {move.target for move in moves} == {1}
+    for move in moves:
+        made.on_moved(move.request, 0, 1, 10.1)
     assert not list(made.moves([Replica(0), target], 20.0))
 
 

@@ -39,13 +39,14 @@ OWN = {
         "polyserve",
         "dynaserve",
         "ascendra",
+        "dlora_migration",
     },
     Layer.REPLICA_SCHEDULER: {
         *("fixed_chunk", "dynamic_chunk", "space_sharing"),
         *("preemptive", "slack_chunk", "past_future", "hygen", "scorpio"),
         *("p_pas", "min_chunk_hold", "prefill_waves", "mixed_prefill_governor"),
         *("conserve", "micro_requests", "slos_serve", "adaserve", "blendserve", "sliding_serve"),
-        "chameleon",
+        *("chameleon", "dlora"),
     },
 }
 NAMES = sorted(name for names in OWN.values() for name in names)
