@@ -31,6 +31,7 @@ from vajra_py.contract.hookspecs import (
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
+    CountsKeyChanges,
     EndedRun,
     EndedStep,
     EvictsAdapters,
@@ -113,6 +114,7 @@ __all__ = [
     "CachedBlock",
     "ChunkRule",
     "ChunksSoloPrompts",
+    "CountsKeyChanges",
     "DeciderChoice",
     "DecodeStop",
     "Defer",

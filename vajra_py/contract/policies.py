@@ -92,6 +92,17 @@ class FallsWithTime(NamesFalls, Protocol):
 
 
 @runtime_checkable
+class CountsKeyChanges(RequestPrioritizer, Protocol):
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY` or `VOLATILE` that knows of times at which no key moves."""
+
+    def key_epoch(self) -> int:
+        """A number that is another one whenever the key of any waiting request may be another one, for whatever reason.
+
+        Asked before keys are read again: they are not, if it is the number of the last time. A request's own progress needs no other number.
+        """
+
+
+@runtime_checkable
 class GroupsRequests(RequestPrioritizer, Protocol):
     """Optional methods of a prioritizer that ranks by group first: by tenant, program, session or adapter.
 

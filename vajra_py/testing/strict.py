@@ -31,6 +31,7 @@ _METHODS = (
     "key",
     "line",
     "falls_at",
+    "key_epoch",
     "group",
     "group_key",
     "slack_s",
