@@ -163,7 +163,7 @@ def _merging(cells: Cells, metric: str, names: Sequence[str]) -> Verdict:
 def _faster(cells: Cells) -> Verdict:
     columns = cells.columns("merged", "mean", merging, ("dlora", "in order of arrival"))
     times = fmean(columns["in order of arrival"]) / fmean(columns["dlora"])
-    return Verdict(times >= 1.8 / 2, f"{times:.2f} times")
+    return Verdict(1.8 / 2 <= times <= 1.8 * 2, f"{times:.2f} times")
 
 
 PLACED: dict[str, PolicySource] = {
@@ -250,7 +250,14 @@ CLAIMS = [
         2,
         lambda cells: _merging(cells, "mean", ("dlora", "in order of arrival")),
     ),
-    Claim("dlora", "the same, as a ratio", "up to 1.8 times (S-LoRA)", 3, _faster),
+    Claim(
+        "dlora",
+        "the same, as a ratio",
+        "up to 1.8 times (S-LoRA)",
+        3,
+        _faster,
+        why="above a factor of two: one replica does not serve this load unmerged, so that waits grow with the run",
+    ),
     Claim(
         "dlora",
         "credits shorten the longest time of a rare adapter's request",
