@@ -68,7 +68,7 @@ class Preemptive(FixedChunk):
         batch: BatchBuilder,
         paused: frozenset[RequestView] = frozenset(),
     ) -> None:
-        """Take requests from the heads of both lines; `paused` ones are last of those that run, and only give way."""
+        """Take requests from the heads of both lines; `paused` ones are last of those that run, and only make room."""
         queued = next(waiting, None)
         while batch.slots_left > 0 and self._room(batch) > 0:
             is_last = not running or running[0] in paused
