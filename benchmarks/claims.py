@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import claims_adapters
 import claims_blend
 import claims_chunking
 import claims_drafts
@@ -42,6 +43,7 @@ CLAIMS: list[Claim] = [
     *claims_experience.CLAIMS,
     *claims_chunking.CLAIMS,
     *claims_drafts.CLAIMS,
+    *claims_adapters.CLAIMS,
     *claims_routing.CLAIMS,
     *claims_offline.CLAIMS,
     *claims_promises.CLAIMS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
@@ -52,20 +54,31 @@ class Preemptive(FixedChunk):
             fill(replica, batch, self._next_chunk, self._mode)
             return
         running = sorted(replica.running(), key=replica.urgency)  # those that are not in the batch yet
-        waiting = replica.waiting()
-        queued = next(waiting, None)
-        while batch.slots_left > 0 and self._room(batch) > 0:
-            if queued is not None and (not running or replica.urgency(queued) < replica.urgency(running[0])):
-                admits_more = self._admit(queued, running, replica, batch)
-                queued = next(waiting, None) if admits_more else None
-            elif running:
-                self._continue(running.pop(0), running, batch)
-            else:
-                break
+        self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
             if len(running) == replica.num_running:  # nobody is in flight who may free enough
                 self._free_the_earliest(running, batch)
+
+    def _run(
+        self,
+        running: list[RequestView],
+        waiting: Iterator[RequestView],
+        replica: LocalReplicaView,
+        batch: BatchBuilder,
+        paused: frozenset[RequestView] = frozenset(),
+    ) -> None:
+        """Take requests from the heads of both lines; `paused` ones are last of those that run, and only make room."""
+        queued = next(waiting, None)
+        while batch.slots_left > 0 and self._room(batch) > 0:
+            is_last = not running or running[0] in paused
+            if queued is not None and (is_last or replica.urgency(queued) < replica.urgency(running[0])):
+                admits_more = self._admit(queued, running, replica, batch)
+                queued = next(waiting, None) if admits_more else None
+            elif not is_last:
+                self._continue(running.pop(0), running, batch)
+            else:
+                break
 
     def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
         """Return True if all have a turn in any order: nobody waits, and no decode lacks slot, token or block."""

@@ -158,6 +158,7 @@ CHOOSERS: list[Any] = [
     *("lmetric", "consistent_hashing", "thunderagent", "llumnix", "splitwise_mixed_pool"),
     {"policy": "dynaserve", "params": {"min_part_tokens": 4}},
     {"policy": "ascendra", "params": {"margin_s": 0.01}},
+    {"policy": "dlora_migration", "params": {"interval_s": 0.05, "more_requests": 1}},
     "mooncake_conductor",
     {"policy": "d2lpm", "params": {"quantum": 60.0}},
     {"policy": "polyserve", "params": {"tiers_s": [0.01, 0.03]}},
@@ -186,6 +187,8 @@ BATCHERS: list[Any] = [
     {"policy": "slos_serve", "params": {"chunk_size": 48, "step_s": 0.008}},
     {"policy": "adaserve", "params": {"chunk_size": 48, "budget_tokens": 12}},
     {"policy": "blendserve", "params": {"chunk_size": 48}},
+    {"policy": "chameleon", "params": {"chunk_size": 48, "refresh_s": 0.05}},
+    {"policy": "dlora", "params": {"chunk_size": 48, "credit_bound": 2.0}},
     {"policy": "sliding_serve", "params": {"min_chunk": 16, "max_chunk": 48, "grain": 8}},
 ]
 

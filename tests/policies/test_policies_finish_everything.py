@@ -57,6 +57,7 @@ CHOOSERS: list[PolicySource] = [
     ("polyserve", {"tiers_s": [0.012, 0.03]}),
     ("dynaserve", {"min_part_tokens": 4}),
     ("ascendra", {"margin_s": 0.01}),
+    ("dlora_migration", {"interval_s": 0.05, "more_requests": 1}),
 ]
 BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("fixed_chunk", {"chunk_size": 48}),
@@ -81,6 +82,8 @@ BATCHERS: list[tuple[str, dict[str, Any]]] = [
     ("slos_serve", {"chunk_size": 48, "step_s": 0.008}),
     ("adaserve", {"chunk_size": 48, "budget_tokens": 12}),
     ("blendserve", {"chunk_size": 48}),
+    ("chameleon", {"chunk_size": 48, "refresh_s": 0.05}),
+    ("dlora", {"chunk_size": 48, "credit_bound": 2.0}),
 ]
 
 requests: st.SearchStrategy[dict[str, Any]] = st.builds(

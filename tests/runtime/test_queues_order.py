@@ -411,6 +411,39 @@ class NamedFallsMachine(QueueMachine):
             assert next(reader, None) is (todo.pop(0) if todo else None)
 
 
+class CountsChanges(Prioritizer):
+    """Keys that all change at times that a test chooses, and that are counted."""
+
+    def __init__(self, motion: KeyMotion) -> None:
+        super().__init__(motion)
+        self.num_changes = 0
+
+    def key_epoch(self) -> int:
+        return self.num_changes
+
+    def key(self, request: Any, now: float) -> Any:
+        self.num_reads += 1
+        intercept, slope = request.line
+        return (slope, intercept) if self.num_changes % 2 else (-intercept, slope)
+
+
+class CountedMachine(QueueMachine):
+    """The same life, with keys that change between steps."""
+
+    kind = CountsChanges
+
+    @rule()
+    def change_keys(self) -> None:
+        self.prioritizer.num_changes += 1
+        self.queue.begin_step()
+
+    @rule()
+    def begin_step(self) -> None:
+        self.queue.begin_step()
+
+    go_on_reading = NamedFallsMachine.go_on_reading
+
+
 def machine(motion: KeyMotion, of: type[QueueMachine] = QueueMachine, **attributes: Any) -> Any:
     case = type(f"{motion.name}{attributes}", (of,), {"motion": motion, **attributes}).TestCase
     case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -422,6 +455,7 @@ TestProgress = machine(KeyMotion.PROGRESS, block=2)
 TestTimeLinear = machine(KeyMotion.TIME_LINEAR)
 TestTimeLinearForward = machine(KeyMotion.TIME_LINEAR, forward=True, block=2)
 TestArbitrary = machine(KeyMotion.ARBITRARY)
+TestCounted = machine(KeyMotion.ARBITRARY, CountedMachine)
 TestNamedFalls = machine(KeyMotion.NAMED_FALLS, NamedFallsMachine)
 TestNamedFallsInBlocks = machine(KeyMotion.NAMED_FALLS, NamedFallsMachine, block=2)
 TestGroups = machine(KeyMotion.STATIC, GroupMachine, block=2)
@@ -452,6 +486,35 @@ def test_a_key_that_falls_without_a_word_is_a_breach_that_names_the_request() ->
         queue.peek(0.0)
     policy.fallen_requests.add(waiting[0])
     assert list(queue.ordered(0.0)) == waiting
+
+
+def test_keys_that_have_not_changed_are_not_read_again() -> None:
+    prioritizer: Any = CountsChanges(KeyMotion.ARBITRARY)
+    queue = make_queue(prioritizer)
+    for index in range(50):
+        queue.add(Waiting(index), 0.0)  # type: ignore[arg-type]
+    assert queue.peek(0.0) is not None
+    prioritizer.num_reads = 0
+    for now in range(1, 9):
+        queue.begin_step()
+        head = queue.peek(float(now))
+        assert head is not None
+        queue.remove(head)
+        queue.add(Waiting(100 + now), float(now))  # type: ignore[arg-type]
+    assert prioritizer.num_reads == 8
+    prioritizer.num_changes += 1
+    queue.begin_step()
+    queue.peek(9.0)
+    assert prioritizer.num_reads == 8 + 50
+
+
+def test_a_count_of_changes_that_is_no_number_is_named() -> None:
+    prioritizer: Any = CountsChanges(KeyMotion.ARBITRARY)
+    queue = make_queue(prioritizer, "mine")
+    prioritizer.num_changes = None
+    with pytest.raises(PolicyError, match=r"mine.*key_epoch\(\) is not a whole number"):
+        queue.add(Waiting(0), 0.0)  # type: ignore[arg-type]
+    assert not len(queue)
 
 
 def test_keys_that_rise_or_fall_cost_a_look_at_the_heads() -> None:

@@ -198,6 +198,18 @@ class Aging(Sinking):
         return float(request.arrived_at - int(now * 10))
 
 
+class Frozen(Aging):
+    """Keys that move with time, and a count of changes that does not."""
+
+    key_motion = KeyMotion.ARBITRARY
+
+    def __init__(self) -> None:
+        self._num_admitted = 0
+
+    def key_epoch(self) -> int:
+        return 0
+
+
 class Foretold(Aging):
     """The same, told beforehand."""
 
@@ -226,6 +238,7 @@ class Impatient(Returning):
         (Returning, SERVES, "has fallen, and nobody said so"),
         (Sinking, MOVES, "which was neither named nor told by falls_at"),
         (Sinking, SERVES, "has fallen, and nobody said so"),
+        (Frozen, MOVES, "and key_epoch() did not"),
         (Aging, MOVES, "which was neither named nor told by falls_at"),
         (Wandering, MOVES, "a request stays in its group"),
         (Impatient, MOVES, "and asked again"),

@@ -56,11 +56,11 @@ PARAMS: dict[str, Any] = {
     "fixed_chunk": {"chunk_size": 48},
     "space_sharing": {"target_batch_time_s": 0.02, "long_seq_kv_cache_len_threshold": 64},
 }
-PREEMPTS_NEVER = {"orca", "past_future"}
+PREEMPTS_NEVER = {"chameleon", "orca", "past_future"}
 """Policies that set memory aside at admission."""
 DROPS = {"scorpio"}
 """Policies that reject requests that cannot meet their objectives."""
-MOVES_KV = {"ascendra", "dynaserve", "llumnix", "splitwise_mixed_pool"}
+MOVES_KV = {"ascendra", "dlora_migration", "dynaserve", "llumnix", "splitwise_mixed_pool"}
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,17 @@ class AdaptersConfig(Section):
     max_loras: PositiveCount = Field(
         1, description="Slots: most adapters that a replica holds at once, and most that the requests of a step have."
     )
+    unmerged_factor: float = Field(
+        1.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="Simulated time of a step whose requests have several adapters, over that of one whose requests all have the same "
+        "one or none: its weights are merged for such a step. 1: adapters take no time.",
+    )
+    switch_s: Seconds = Field(
+        0.0,
+        description="Simulated time that a step takes longer which merges or unmerges weights, seconds; only with `unmerged_factor`.",
+    )
     models: tuple[AdapterConfig, ...] | None = Field(
         description="Adapters that it can load, one or more; null: every adapter that a request names, at once and without memory, as "
         "vLLM's scheduler counts them."

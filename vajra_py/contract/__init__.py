@@ -32,8 +32,10 @@ from vajra_py.contract.hookspecs import (
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
+    CountsKeyChanges,
     EndedRun,
     EndedStep,
+    EvictsAdapters,
     FallsWithTime,
     GroupsRequests,
     HandlesWakes,
@@ -113,6 +115,7 @@ __all__ = [
     "CachedBlock",
     "ChunkRule",
     "ChunksSoloPrompts",
+    "CountsKeyChanges",
     "DeciderChoice",
     "DecodeStop",
     "Defer",
@@ -121,6 +124,7 @@ __all__ = [
     "EndReason",
     "EndedRun",
     "EndedStep",
+    "EvictsAdapters",
     "ExpiresContent",
     "FallenGroups",
     "FallenRequests",

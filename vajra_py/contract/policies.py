@@ -92,6 +92,17 @@ class FallsWithTime(NamesFalls, Protocol):
 
 
 @runtime_checkable
+class CountsKeyChanges(RequestPrioritizer, Protocol):
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY` or `VOLATILE` that knows of times at which no key moves."""
+
+    def key_epoch(self) -> int:
+        """A number that is another one whenever the key of any waiting request may be another one, for whatever reason.
+
+        Asked before keys are read again: they are not, if it is the number of the last time. A request's own progress needs no other number.
+        """
+
+
+@runtime_checkable
 class GroupsRequests(RequestPrioritizer, Protocol):
     """Optional methods of a prioritizer that ranks by group first: by tenant, program, session or adapter.
 
@@ -226,6 +237,17 @@ class RefusesRequests(Protocol):
         would run it; where none would, the first answer goes to the client. A request that is preempted must be able to
         come back: think of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. An answer that rests
         on load turns requests away that could be served later; one that waits already is taken out by `BatchBuilder.drop`.
+        """
+
+
+@runtime_checkable
+class EvictsAdapters(Protocol):
+    """Optional method of a replica scheduler that chooses which loaded LoRA adapter makes room for another one."""
+
+    def evict_adapter(self, idle: Sequence[str], now: float) -> str:
+        """One of `idle`: loaded adapters that nobody uses, the least recently used first, which is the one without this method.
+
+        Asked while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
         """
 
 

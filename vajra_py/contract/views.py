@@ -97,6 +97,9 @@ class LocalReplicaView(Protocol):
     def num_adapter_slots(self) -> int:
         """Slots into which another adapter could be loaded now: free ones, and those of adapters that nobody uses."""
 
+    def adapter_blocks(self, name: str) -> int:
+        """Size of a LoRA adapter, KV blocks; 0 for one whose size is not stated, or that this replica does not have."""
+
     def running(self) -> Sequence[RequestView]:
         """Every running request that is not in flight, in order of (latest) admission."""
 

@@ -66,13 +66,14 @@ OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {
         "line": 1,
         "falls_at": 2,
+        "key_epoch": 0,
         "slack_s": 2,
         "slack_fraction": 2,
         "group": 1,
         "group_key": 1,
     },
     Layer.REPLICASET_SCHEDULER: {"place_after_prompt": 3, "moves": 2},
-    Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
+    Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3, "evict_adapter": 2},
 }
 """Optional methods of each layer's policies; an attribute with another signature is an error."""
 
@@ -274,6 +275,8 @@ def _check_named_falls(policy: object, what: str, plugin: str) -> None:
         if not names:
             raise PluginError(plugin, f"{what}: falls_at is for a policy with KeyMotion.NAMED_FALLS")
         check_methods(policy, {"falls_at": 2}, f"{what} (KeyMotion.NAMED_FALLS)", plugin)
+    if _has(policy, "key_epoch") and policy.key_motion not in (KeyMotion.ARBITRARY, KeyMotion.VOLATILE):  # type: ignore[attr-defined]
+        raise PluginError(plugin, f"{what}: key_epoch is for a policy with KeyMotion.ARBITRARY or VOLATILE")
     if names and _has(policy, "group"):
         raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is not for keys by group; they have fallen_groups")
 

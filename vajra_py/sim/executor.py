@@ -10,6 +10,7 @@ import numpy as np
 
 from vajra_py.contract.latency import LAST_S, LatencyModel
 from vajra_py.latency import CountsSteps, VariesSteps
+from vajra_py.runtime.requests.adapters import MergeRules
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.builder_options import DraftRules
@@ -98,14 +99,41 @@ class DraftingTimer:
         return self._timer.stage_ticks(plan) + to_ticks(self._rules.time_s(plan.features))
 
 
+class MergingTimer:
+    """Timer of one replica whose weights have the adapter of a step merged in where all its requests have the same one."""
+
+    def __init__(self, timer: StepTimer, rules: MergeRules) -> None:
+        self._timer = timer
+        self._rules = rules
+        self._merged = ""
+        """Adapter that is merged now; empty: none."""
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """See `StepTimer`."""
+        names = {request.adapter for request in plan.work()[0]}
+        ticks = self._timer.stage_ticks(plan)
+        if len(names) > 1:
+            ticks = round(ticks * self._rules.unmerged_factor)
+        merged = names.pop() if len(names) == 1 else ""
+        if merged != self._merged:
+            self._merged = merged
+            ticks += to_ticks(self._rules.switch_s)
+        return ticks
+
+
 def predicted_timers(latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0) -> Callable[[Replica], StepTimer]:
-    """Return the timer of each replica; they differ where the latency model draws random factors, or drafting takes time."""
+    """Return the timer of each replica; they differ where the latency model draws random factors, or drafts or adapters take time."""
     timers = _timers_of_models(latency, seeds, overhead_s)
 
     def timer_of(replica: Replica) -> StepTimer:
         rules = replica.parts.options.drafts
         takes_time = rules is not None and (rules.step_s or rules.token_s)
-        return DraftingTimer(timers(replica), rules) if rules is not None and takes_time else timers(replica)
+        timer: StepTimer = timers(replica)
+        if rules is not None and takes_time:
+            timer = DraftingTimer(timer, rules)
+        if replica.adapters is not None and replica.adapters.merging is not None:
+            timer = MergingTimer(timer, replica.adapters.merging)
+        return timer
 
     return timer_of
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias, cast
 
+from vajra_py.config.adapters import AdaptersConfig
 from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, RequestView, SchedulingPolicy
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
@@ -39,6 +40,7 @@ from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.admission import AdmissionGate
 from vajra_py.runtime.serving.alarms import AlarmClock, PolicyWakeUps, Sleeper
+from vajra_py.runtime.serving.build import adapters_of
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
@@ -101,6 +103,8 @@ class HarnessOptions:
     latency: LatencyModel = field(default_factory=_affine)
     """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
+    adapters: AdaptersConfig | None = None
+    """LoRA adapters of each replica; their slots take no memory here. None: there are none."""
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have none."""
     acceptance: AcceptanceModel | None = None
@@ -345,6 +349,7 @@ class Harness:
                 executor=self._executor,
                 listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler, *self._beside),
                 slack=self._slack,
+                adapters=adapters_of(replica_id, options.adapters),
             )
         )
 

@@ -110,6 +110,17 @@ class KeyWatch:
         if self.policy.key_motion is KeyMotion.NAMED_FALLS:
             self._note(request, now)
 
+    def _compare_epoch(self, request: RequestView, at: float, key: Key) -> None:
+        """Hold a waiting request's key to that of the same epoch, without progress."""
+        if request.is_resident:
+            return
+        state = (self.policy.key_epoch(), _progress_of(request))
+        before = self.seen.get(request)
+        if before is not None and before[0] == state:
+            text = f"key({request.request_id}, {at!r}) moved from {before[1]!r} to {key!r}, and key_epoch() did not ({state[0]})"
+            require(before[1] == key, text)
+        self.seen[request] = (state, key)
+
     def _compare(self, request: RequestView, at: float, key: Key) -> None:
         motion = self.policy.key_motion
         if motion is KeyMotion.TIME_LINEAR:
@@ -119,6 +130,8 @@ class KeyWatch:
             on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
             text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
             require(on_line, text)
+        elif hasattr(self.policy, "key_epoch"):
+            self._compare_epoch(request, at, key)
         elif motion is KeyMotion.NAMED_FALLS:
             self._compare_fall(request, at, key)
         elif motion in (KeyMotion.STATIC, KeyMotion.PROGRESS):

@@ -38,12 +38,23 @@ class LongestPrefixMatch:
     def __init__(self, config: LongestPrefixMatchConfig, num_replicas: int) -> None:
         self._limit = None if config.fcfs_above is None else config.fcfs_above * num_replicas
         self._waiting: dict[RequestView, None] = {}
+        self._num_epochs = 0
 
     def key(self, request: RequestView, now: float) -> float:
         """Minus the cached tokens; of one that runs, minus those that the cache spared it."""
-        if self._limit is not None and len(self._waiting) > self._limit:
+        if self._goes_by_arrival():
             return 0.0
         return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
+
+    def key_epoch(self) -> int:
+        """0 while all keys are 0; else another number each time."""
+        if self._goes_by_arrival():
+            return 0
+        self._num_epochs += 1
+        return self._num_epochs
+
+    def _goes_by_arrival(self) -> bool:
+        return self._limit is not None and len(self._waiting) > self._limit
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Count them."""

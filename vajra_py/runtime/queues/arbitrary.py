@@ -1,7 +1,7 @@
 """Queue for keys that may change at any event: keys are read again at each step.
 
 Every key is read again when a new time is asked about, or a new step begins: O(n), once. From there the order is made as far
-as it is read: a sorted part, and a heap of the rest.
+as it is read: a sorted part, and a heap of the rest. A policy that counts changes of its keys spares reading them where none has moved.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from vajra_py.contract import KeyMotion, PriorityKey, RequestPrioritizer, RequestView
+from vajra_py.contract import CountsKeyChanges, KeyMotion, PriorityKey, RequestPrioritizer, RequestView
 from vajra_py.runtime.queues.base import RankedQueue
-from vajra_py.runtime.queues.keys import KeyReader
+from vajra_py.runtime.queues.keys import EpochReader, KeyReader
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, REQUEST, SERIAL, Rank
 
 
@@ -25,6 +25,11 @@ class ArbitraryQueue(RankedQueue):
         super().__init__()
         self.is_volatile = prioritizer.key_motion is KeyMotion.VOLATILE
         self._keys = KeyReader(prioritizer, name)
+        self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
+        self._epoch: int | None = None
+        """Epoch of the keys of the ranks; None: they stand in no order, or nobody counts."""
+        self._entered_in: int | None = None
+        """Epoch in which the latest rank was read."""
         self._read_at: float | None = None
         """Time at which the keys of the ranks were read; None when they must be read again."""
         self._num_readings = 0
@@ -83,6 +88,10 @@ class ArbitraryQueue(RankedQueue):
         """Read every key again at `now`; if one breaks the contract, nothing changes."""
         if now == self._read_at:
             return
+        epoch = None if self._epochs is None else self._epochs.epoch()
+        if epoch is not None and epoch == self._epoch:
+            self._read_at = now
+            return
         key = self._keys.key
         ranks = {
             request: (key(request, now), rank[ARRIVED_AT], rank[INDEX], rank[SERIAL], request, 0.0, rank[NUM_TOKENS])
@@ -91,7 +100,7 @@ class ArbitraryQueue(RankedQueue):
         self._ranks = ranks
         self._first, self._rest = [], list(ranks.values())
         heapify(self._rest)
-        self._read_at = now
+        self._read_at, self._epoch = now, epoch
         self._num_readings += 1
 
     def _extend(self) -> bool:
@@ -104,19 +113,20 @@ class ArbitraryQueue(RankedQueue):
         return False
 
     def _rank(self, request: RequestView, now: float) -> Rank:
+        self._entered_in = None if self._epochs is None else self._epochs.epoch()
         key = self._keys.key(request, now)
         self._newest = serial = self._newest + 1
         num_tokens = request.num_known_tokens - request.num_computed_tokens
         return (key, request.arrived_at, request.index, serial, request, 0.0, num_tokens)
 
     def _enter(self, rank: Rank, now: float) -> None:
-        if now != self._read_at:
-            self._read_at = None  # keys that were read at different times have no order
+        if now != self._read_at and (self._epoch is None or self._epoch != self._entered_in):
+            self._read_at = self._epoch = None  # keys that were read at different times have no order
         elif self._first and rank < self._first[-1]:
             insort(self._first, rank)
         else:
             heappush(self._rest, rank)
 
     def _leave(self, rank: Rank) -> None:
-        if self._read_at is not None and self._first and rank <= self._first[-1]:
+        if (self._read_at is not None or self._epoch is not None) and self._first and rank <= self._first[-1]:
             del self._first[bisect_left(self._first, rank)]

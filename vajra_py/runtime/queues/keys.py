@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from vajra_py.contract import (
+    CountsKeyChanges,
     FallsWithTime,
     GroupsRequests,
     PredictsSlack,
@@ -172,6 +173,28 @@ class FallReader:
             place = place_of_definition(self._at)
             raise PolicyError(self.policy, message, request_id=request.request_id, place=place)
         return float(number)
+
+
+class EpochReader:
+    """Reads how often the keys of one prioritizer have changed."""
+
+    __slots__ = ("_epoch", "policy")
+
+    def __init__(self, prioritizer: CountsKeyChanges, name: str | None = None) -> None:
+        self.policy = name or type(prioritizer).__name__
+        self._epoch = prioritizer.key_epoch
+
+    def epoch(self) -> int:
+        """The number, checked."""
+        try:
+            epoch = self._epoch()
+        except POLICY_EXCEPTIONS as error:
+            message = f"key_epoch() raised {type(error).__name__}: {error}"
+            raise PolicyError.caused_by(self.policy, error, message=message) from error
+        if type(epoch) is not int:
+            message = f"key_epoch() is not a whole number (got {epoch!r})"
+            raise PolicyError(self.policy, message, place=place_of_definition(self._epoch))
+        return epoch
 
 
 class SlackReader:

@@ -10,8 +10,9 @@ Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from vajra_py.contract import Refusal, RequestView
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -19,6 +20,19 @@ from vajra_py.runtime.support.clock import to_ticks
 
 _GONE = (RequestState.RUNNING, RequestState.HELD, RequestState.ENDED)
 """States of requests that do not wait for an adapter."""
+
+
+class MergeRules(NamedTuple):
+    """Time that steps with several adapters take in simulations."""
+
+    unmerged_factor: float
+    """Time of a step of several adapters over that of a step of one, whose weights are merged."""
+    switch_s: float
+    """Time that a step takes longer which merges or unmerges weights, seconds."""
+
+
+ChoosesVictim: TypeAlias = Callable[[Sequence[str], float], str]
+"""`EvictsAdapters.evict_adapter`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,14 +53,25 @@ class AdapterLoad:
 class Adapters:
     """The adapters of one replica."""
 
-    def __init__(self, replica_id: int, max_loras: int, load_s: Mapping[str, float]) -> None:
-        """`load_s`: time to load each adapter that the replica serves, seconds, by name."""
+    def __init__(
+        self,
+        replica_id: int,
+        max_loras: int,
+        load_s: Mapping[str, float],
+        num_blocks: Mapping[str, int] | None = None,
+    ) -> None:
+        """`load_s`: time to load each adapter that the replica serves, seconds, by name. `num_blocks`: their sizes, KV blocks."""
         self.names = frozenset(load_s)
+        self.num_blocks: Mapping[str, int] = num_blocks or {}
+        self.chooses: ChoosesVictim | None = None
+        """Choice of the replica scheduler among idle adapters; None: the least recently used one."""
         self.max_loras = max_loras
         self.loads: list[AdapterLoad] = []
         """Loads that have begun and that nobody was told of yet."""
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
         """Time that a load takes, by name."""
+        self.merging: MergeRules | None = None
+        """Times of steps by their adapters; None: adapters take no time."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0
@@ -87,15 +112,15 @@ class Adapters:
             return load.has_ended
         return self.serves(name) and self.num_available() > 0
 
-    def admit(self, request: Request) -> Refusal | None:
-        """Return the reason that a request cannot run now; its adapter's load begins where a slot can be had."""
+    def admit(self, request: Request, now: float) -> Refusal | None:
+        """Return the reason that a request cannot run at `now`; its adapter's load begins where a slot can be had."""
         name = request.adapter
         load = self._slots.get(name)
         if load is None:
             if not self.fits(request):
                 return Refusal.ADAPTER
             if len(self._slots) >= self.max_loras:
-                victim = next(one for one in self._slots if self._is_idle(one))
+                victim = self._victim(request, now)
                 heapq.heappush(self._free, self._slots.pop(victim).slot)
             load = AdapterLoad(self._num_loads, name, heapq.heappop(self._free))
             load.has_ended = self._is_timed and not self.load_ticks[name]
@@ -148,6 +173,18 @@ class Adapters:
         slots = sorted([*self._free, *(load.slot for load in self._slots.values())])
         if slots != list(range(self.max_loras)) or not used <= set(self.loaded()):
             raise RuntimeError(f"slots hold {list(self._slots)} of {self.max_loras}, and {sorted(used)} are in use")
+
+    def _victim(self, request: Request, now: float) -> str:
+        idle = [one for one in self._slots if self._is_idle(one)]
+        if self.chooses is None:
+            return idle[0]
+        chosen = self.chooses(idle, now)
+        if chosen not in idle:
+            allowed = ", ".join(map(repr, idle))
+            raise ValueError(
+                f"request {request.request_id} cannot have the slot of adapter {chosen!r}. Allowed: {allowed}"
+            )
+        return chosen
 
     def _is_idle(self, name: str) -> bool:
         """Return True if nobody uses an adapter that is loaded, or waits for it alone."""

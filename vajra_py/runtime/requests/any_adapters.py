@@ -22,7 +22,7 @@ class AnyAdapters(Adapters):
         """See `Adapters`."""
         return bool(name)
 
-    def admit(self, request: Request) -> Refusal | None:
+    def admit(self, request: Request, now: float) -> Refusal | None:
         """See `Adapters`; nothing is kept for a request that is not admitted after all."""
         return None if self.fits(request) else Refusal.ADAPTER
 

@@ -274,6 +274,11 @@ class StateView:
         adapters = self._running_set.adapters
         return 0 if adapters is None else adapters.num_available()
 
+    def adapter_blocks(self, name: str) -> int:
+        """Size of an adapter, KV blocks."""
+        adapters = self._running_set.adapters
+        return 0 if adapters is None else adapters.num_blocks.get(name, 0)
+
     def running(self) -> Sequence[RequestView]:
         """Running requests in order of admission."""
         return self._running_set.running()

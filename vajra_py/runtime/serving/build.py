@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import DEFAULT_POOL, PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
+from vajra_py.config.adapters import AdaptersConfig
 from vajra_py.config.drafts import DraftConfig
 from vajra_py.config.replica import ElasticConfig
 from vajra_py.contract import (
@@ -40,7 +41,7 @@ from vajra_py.runtime.movement.links import LinkOptions
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
-from vajra_py.runtime.requests.adapters import Adapters
+from vajra_py.runtime.requests.adapters import Adapters, MergeRules
 from vajra_py.runtime.requests.any_adapters import AnyAdapters
 from vajra_py.runtime.requests.programs import Programs
 from vajra_py.runtime.requests.request import RequestFacts
@@ -550,7 +551,7 @@ def _build_replica(
             pins=policies.pins(replica_id),
             pool=plan.pool,
             role=plan.role,
-            adapters=_adapters_of(replica_id, plan.settings),
+            adapters=adapters_of(replica_id, plan.settings.adapters),
         )
     )
 
@@ -561,13 +562,19 @@ def _build_memory(plan: ReplicaPlan, retention: Retention | None, services: Serv
     return build_memory(plan.settings, plan.limits, services.records_copies, retention, plan.tiers)
 
 
-def _adapters_of(replica_id: int, settings: ReplicaConfig) -> Adapters | None:
-    adapters = settings.adapters
-    if adapters is None:
+def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | None:
+    """Return the adapters of one replica, with nothing loaded; None: it has none."""
+    if settings is None:
         return None
-    if adapters.models is None:
-        return AnyAdapters(replica_id, adapters.max_loras)
-    return Adapters(replica_id, adapters.max_loras, {one.name: one.load_s for one in adapters.models})
+    if settings.models is None:
+        adapters: Adapters = AnyAdapters(replica_id, settings.max_loras)
+    else:
+        load_s = {one.name: one.load_s for one in settings.models}
+        num_blocks = {one.name: one.num_blocks for one in settings.models}
+        adapters = Adapters(replica_id, settings.max_loras, load_s, num_blocks)
+    if settings.unmerged_factor > 1.0:
+        adapters.merging = MergeRules(settings.unmerged_factor, settings.switch_s)
+    return adapters
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:

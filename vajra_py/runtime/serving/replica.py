@@ -183,6 +183,8 @@ class Replica:
         self.lifecycle.listeners = parts.listeners
         self.builder.bind_policy(parts.policy_name)
         self._view.slack = parts.slack
+        if self.adapters is not None:
+            self.adapters.chooses = getattr(parts.policy, "evict_adapter", None)
         schedule = parts.policy.schedule
         around, name = self.around, parts.policy_name
         self._schedule = (

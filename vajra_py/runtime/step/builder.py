@@ -410,7 +410,7 @@ class Builder(PlanDraft):
         """Return why a request cannot run for want of its adapter, which is loaded if it can be; None if it can."""
         if not request.adapter:
             return None
-        refusal = adapters.admit(request)
+        refusal = adapters.admit(request, self.now)
         if refusal is Refusal.LOADING:
             self._lifecycle.bind(request, self.now)
         return refusal

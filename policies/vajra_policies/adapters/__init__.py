@@ -1,0 +1,1 @@
+"""LoRA adapters: which of them stay loaded, who runs with which, and where."""

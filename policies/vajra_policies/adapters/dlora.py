@@ -1,0 +1,205 @@
+"""dLoRA: a step runs requests of one adapter, merged into the weights, or of many, as load and credits say."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+
+from pydantic import Field
+
+from vajra_policies.preemption import preemption_mode
+from vajra_policies.preemptive import Preemptive, PreemptiveConfig
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    LocalReplicaView,
+    PolicyContext,
+    PolicySpec,
+    RequestView,
+    SchedulerTraits,
+)
+
+
+class DloraConfig(PreemptiveConfig):
+    """Parameters of `dlora`; the defaults are those of the authors' code."""
+
+    merged_step_s: float = Field(0.015, gt=0, description="Time of a step with one adapter, merged, seconds.")
+    unmerged_step_s: float = Field(0.027, gt=0, description="Time of a step with several adapters, seconds.")
+    switch_s: float = Field(0.02, ge=0, description="Time to merge or unmerge an adapter, seconds.")
+    decrease: float = Field(0.05, ge=0, description="What a threshold moves by in favour of the mode that did better.")
+    increase: float = Field(1.1, ge=1, description="Factor by which a threshold moves against the mode that did worse.")
+    credit_bound: float = Field(
+        10000.0, gt=0, description="Credit from which an adapter goes first; it goes on doing so down to half of it."
+    )
+
+
+class Thresholds:
+    """Share of the batch in order of arrival that one adapter needs so that merging begins (`begin`), and so that it goes on (`stay`).
+
+    After each phase in one mode, requests a second are compared with what the other mode would have run.
+    """
+
+    def __init__(self, config: DloraConfig) -> None:
+        self._config = config
+        self.begin = 1.0
+        self.stay = config.merged_step_s / config.unmerged_step_s
+        self._num_steps = self._num_merged = self._num_unmerged = self._num_switches = 0
+        self._favourite: str | None = None
+
+    def count(self, num_merged: int, num_unmerged: int, favourite: str, *, is_merged: bool) -> None:
+        """Count the requests that a step of either mode would run. `favourite`: the adapter that would be merged."""
+        self._num_steps += 1
+        self._num_merged += num_merged
+        self._num_unmerged += num_unmerged
+        if not is_merged and favourite != self._favourite:
+            self._favourite = favourite
+            self._num_switches += 1
+
+    def end_phase(self, *, was_merged: bool) -> None:
+        """Move the threshold by which the mode that ends now could have been left or kept."""
+        config, num_steps = self._config, self._num_steps
+        if not num_steps:
+            return
+        merged_s, unmerged_s = config.merged_step_s * num_steps, config.unmerged_step_s * num_steps
+        if was_merged:
+            merged_s += config.switch_s
+        else:
+            merged_s += config.switch_s * self._num_switches
+            unmerged_s += config.switch_s
+        gain = self._num_merged / merged_s - self._num_unmerged / unmerged_s
+        if was_merged and gain > 0 and self.begin - config.decrease > self.stay:
+            self.begin -= config.decrease
+        elif was_merged and gain < 0:
+            self.begin *= config.increase
+        elif not was_merged and gain < 0 and self.stay + config.decrease < self.begin:
+            self.stay += config.decrease
+        elif not was_merged and gain > 0:
+            self.stay /= config.increase
+        self._num_steps = self._num_merged = self._num_unmerged = self._num_switches = 0
+        self._favourite = None
+
+
+class Dlora(Preemptive):
+    """The batch in order of arrival (B requests at most, the prioritizer's order) is F; of all that run or wait, n_a have adapter a.
+
+    - Merged: the requests of one adapter alone, if n_a >= `begin` |F| for the adapter with the most; for as long as n_a >= `stay` |F|.
+      Otherwise unmerged: F. `Thresholds` learns both shares.
+    - Credits: for each request of F that is passed over, its adapter gets 1 / (r B) from the adapter that runs, half of it where the
+      batches differ in size; r = merged / unmerged step time. Credits start at 0 and always sum to 0.
+    - An adapter with the bound in credit goes first, before F, down to half of it: each of its requests that takes a place in F costs
+      1 / B. An adapter so far in debt that others have the bound each is not merged.
+
+    Requests that run and are not chosen are paused with their KV, and preempted where those chosen lack blocks, as by `preemptive`. A
+    request whose adapter has no slot is not counted. Requests of the base model count as those of one more adapter.
+
+    Left out: a verb to merge. Weights are merged whenever all requests of a step have one adapter (`replica.adapters.unmerged_factor`), in
+    simulations alone; neither the engine nor vLLM merges.
+
+    Source: Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI'24); code LLMServe/dLoRA-artifact.
+    """
+
+    traits = SchedulerTraits(is_work_conserving=True)
+
+    def __init__(self, config: DloraConfig, context: PolicyContext) -> None:
+        super().__init__(config, preemption_mode(config, context))
+        self.thresholds = Thresholds(config)
+        self.merged: str | None = None
+        """Adapter whose requests alone run; None: unmerged."""
+        self.credits: defaultdict[str, float] = defaultdict(float)
+        self._bound = config.credit_bound
+        self._speed = config.merged_step_s / config.unmerged_step_s
+        self._max_batch = context.limits.max_batch_size
+        self._ahead: list[str] = []
+        """Adapters that go first by their credit."""
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """Requests of the adapters that are chosen, by urgency; all of them where nobody of those can run."""
+        line = sorted([*replica.running(), *replica.waiting()], key=replica.urgency)
+        if not line:
+            return
+        chosen = self._choose(line)
+        running = [one for one in chosen if one.is_resident]
+        kept = set(chosen)
+        paused = [one for one in line if one.is_resident and one not in kept]
+        waiting = iter([one for one in chosen if not one.is_resident])
+        self._run([*running, *paused], waiting, replica, batch, frozenset(paused))
+        if not batch.num_requests:
+            super().schedule(replica, batch, now)
+
+    def _choose(self, line: Sequence[RequestView]) -> list[RequestView]:
+        by_arrival = list(line[: self._max_batch])
+        first = self._by_credit(line)
+        if first:
+            self._leave_merged()
+            taken = set(first)
+            chosen = [*first, *(one for one in by_arrival if one not in taken)][: self._max_batch]
+            self._settle(by_arrival, chosen, 1.0 / self._max_batch)
+            return chosen
+        counts = Counter(one.adapter for one in line)
+        least = -self._bound * (len(self.credits) - 1)
+        counts = Counter({name: count for name, count in counts.items() if self.credits[name] >= least})
+        if not counts:
+            self._leave_merged()
+            return by_arrival
+        favourite = max(counts, key=counts.__getitem__)
+        if self.merged is None or counts[self.merged] < self.thresholds.stay * len(by_arrival):
+            if counts[favourite] < self.thresholds.begin * len(by_arrival):
+                self._leave_merged()
+            else:
+                self.thresholds.end_phase(was_merged=self.merged is not None)
+                self.merged = favourite
+        name = favourite if self.merged is None else self.merged
+        num_merged = min(counts[name], self._max_batch)
+        self.thresholds.count(num_merged, len(by_arrival), favourite, is_merged=self.merged is not None)
+        if self.merged is None:
+            return by_arrival
+        chosen = [one for one in line if one.adapter == self.merged][: self._max_batch]
+        self._settle(by_arrival, chosen, 1.0 / (self._speed * self._max_batch))
+        return chosen
+
+    def _leave_merged(self) -> None:
+        if self.merged is not None:
+            self.thresholds.end_phase(was_merged=True)
+            self.merged = None
+
+    def _by_credit(self, line: Sequence[RequestView]) -> list[RequestView]:
+        """Requests of the adapters with enough credit, the most first."""
+        for request in line:
+            self.credits[request.adapter] += 0.0  # makes it known
+        ranked = sorted(self.credits, key=lambda name: -self.credits[name])
+        ahead = self._ahead
+        self._ahead = [
+            name for name in ranked if self.credits[name] >= (self._bound / 2.0 if name in ahead else self._bound)
+        ]
+        return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
+
+    def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
+        """Pay the adapters that are passed over from those that run in their place."""
+        due, kept = set(by_arrival), set(chosen)
+        passed = [one.adapter for one in by_arrival if one not in kept]
+        instead = [one.adapter for one in chosen if one not in due]
+        if len(passed) != len(instead):
+            price /= 2.0
+            instead = [next(iter(chosen)).adapter] * len(passed)
+        for name in passed:
+            self.credits[name] += price
+        for name in instead:
+            self.credits[name] -= price
+
+
+def _build(config: DloraConfig, context: PolicyContext) -> Dlora:
+    return Dlora(config, context)
+
+
+SPEC = PolicySpec(
+    name="dlora",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=DloraConfig,
+    build=_build,
+    summary="Steps of one adapter, merged into the weights, where it has most of the load; credits for those passed over.",
+    source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
+    advice=(
+        "Use it where few adapters have most of the load and steps of several take longer. Not on backends that never merge, "
+        "or with many adapters of equal load: then steps of one adapter only cost throughput."
+    ),
+)

@@ -1,0 +1,200 @@
+"""dLoRA's placement: by batches to run, with requests moved from replicas that have too many, and their adapters after them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from pydantic import Field
+
+from vajra_policies.routing import those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    Move,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+)
+
+
+class DloraMigrationConfig(PolicyConfig):
+    """Parameters of `dlora_migration`; the defaults are those of the authors' code."""
+
+    merged_ratio: float = Field(0.6, gt=0, description="Cost of a batch of one adapter, over that of a mixed one.")
+    load_cost: float = Field(
+        0.01, ge=0, description="Cost of an adapter that a replica does not have, in mixed batches."
+    )
+    interval_s: float = Field(10.0, gt=0, description="Time between looks for requests to move, seconds.")
+    more_requests: int = Field(16, ge=1, description="Requests above the mean from which a replica gives some away.")
+    full_fraction: float = Field(
+        0.9, gt=0, le=1, description="Part of the KV memory from which a replica does so, fraction."
+    )
+    move_s: float = Field(0.05, ge=0, description="Time that a move takes of its target, seconds.")
+    default_s: float = Field(5.0, gt=0, description="Time of a request of an adapter of which none has ended, seconds.")
+
+
+class DloraMigration:
+    """cost(replica) = sum over adapters floor(n_a / B) * 0.6 + floor(rest / B), + `load_cost` if it has not the adapter.
+
+    n_a requests with adapter a wait or run there; the rest is what full batches of one adapter leave. A request goes to the least cost; of
+    equal ones to the fewest requests.
+
+    Every interval, the replica with the most requests and the one with the fewest are paired, if the first has so many more than the
+    mean; or, before that, those with the most and least memory in use, if the first alone is full. Requests move from one to the other
+    while the longer of their times falls: the sum over requests of the mean time of their adapter, and `move_s` for each move. Requests
+    whose adapter is there already go first, then those of one adapter after the other, the rarest here first: adapters are loaded after
+    them, and no more of them than slots.
+
+    Left out: the integer program, whose place this greedy choice takes; more than one target; and the placement of adapters ahead
+    of requests, since a load begins with the first request.
+
+    Source: Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI'24); code LLMServe/dLoRA-artifact.
+    """
+
+    def __init__(self, config: DloraMigrationConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._max_batch = context.limits.max_batch_size
+        self._wake = context.wake
+        self._is_set = False
+        self._place: dict[RequestView, ReplicaId] = {}
+        """Requests by the order in which they came."""
+        self._began_at: dict[RequestView, float] = {}
+        self._times: dict[str, tuple[int, float]] = {}
+        """Ended requests of each adapter, and the sum of their times, seconds."""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The replica of least cost that is up."""
+        if not self._is_set:
+            self._is_set = True
+            self._wake.at(now + self._config.interval_s)
+        counts = self._counts()
+
+        def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
+            there = counts[replica.replica_id]
+            is_absent = (
+                request.adapter and request.adapter not in there and request.adapter not in replica.loaded_adapters
+            )
+            extra = self._config.load_cost if is_absent else 0.0
+            return (self.cost(there) + extra, sum(there.values()), replica.replica_id)
+
+        best = min(those_up(replicas), key=cost, default=None)
+        if best is None:
+            return None
+        self._place[request] = best.replica_id
+        return best.replica_id
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+    def cost(self, counts: Counter[str]) -> float:
+        """Batches of the requests, by adapter, in mixed ones."""
+        full = sum(count // self._max_batch for count in counts.values())
+        rest = sum(count % self._max_batch for count in counts.values())
+        return full * self._config.merged_ratio + rest // self._max_batch
+
+    def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
+        """Requests from one replica to another of its pool."""
+        pools: dict[str, list[ReplicaLoadView]] = {}
+        for one in those_up(replicas):
+            pools.setdefault(one.pool, []).append(one)
+        return [move for pool in pools.values() for move in self._moves(pool)]
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Look again after the interval, while there are requests."""
+        self._is_set = bool(self._place)
+        if self._is_set:
+            self._wake.at(now + self._config.interval_s)
+
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """The request is there, and its time begins."""
+        self._place[request] = replica_id
+        self._began_at.setdefault(request, now)
+
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """The request is at its target."""
+        self._place[request] = target
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Learn times, and forget the requests."""
+        for request in requests:
+            self._place.pop(request, None)
+            began_at = self._began_at.pop(request, None)
+            if began_at is not None:
+                count, total = self._times.get(request.adapter, (0, 0.0))
+                self._times[request.adapter] = count + 1, total + now - began_at
+
+    def _counts(self) -> defaultdict[ReplicaId, Counter[str]]:
+        counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
+        for request, replica_id in self._place.items():
+            counts[replica_id][request.adapter] += 1
+        return counts
+
+    def _pair(self, pool: Sequence[ReplicaLoadView]) -> tuple[ReplicaLoadView, ReplicaLoadView] | None:
+        """(source, target), None if loads are even enough."""
+        config, counts = self._config, self._counts()
+        used = {one.replica_id: 1.0 - one.free_blocks / one.num_blocks for one in pool}
+        fullest, emptiest = (choose(pool, key=lambda one: used[one.replica_id]) for choose in (max, min))
+        if used[fullest.replica_id] >= config.full_fraction > used[emptiest.replica_id]:
+            return fullest, emptiest
+        numbers = {one.replica_id: sum(counts[one.replica_id].values()) for one in pool}
+        most, fewest = (choose(pool, key=lambda one: numbers[one.replica_id]) for choose in (max, min))
+        is_uneven = numbers[most.replica_id] - fmean(numbers.values()) >= config.more_requests
+        return (most, fewest) if is_uneven else None
+
+    def _moves(self, pool: Sequence[ReplicaLoadView]) -> Iterable[Move]:
+        pair = self._pair(pool) if len(pool) > 1 else None
+        if pair is None:
+            return []
+        source, target = pair
+        counts = self._counts()
+        here, there = counts[source.replica_id], counts[target.replica_id]
+        source_s, target_s = (sum(self._time_s(name) * count for name, count in one.items()) for one in (here, there))
+        names = {name for name in (*there, *target.loaded_adapters) if name}
+        movable = [one for one, place in self._place.items() if place == source.replica_id and _can_move(one)]
+        movable.sort(key=lambda one: (one.adapter not in names, here[one.adapter], one.adapter))
+        moved = []
+        for request in movable:
+            is_new = bool(request.adapter) and request.adapter not in names
+            if is_new and target.max_loras and len(names) >= target.max_loras:
+                continue
+            time_s = self._time_s(request.adapter)
+            if target_s + time_s + self._config.move_s >= source_s:
+                break
+            source_s, target_s = source_s - time_s, target_s + time_s + self._config.move_s
+            names.add(request.adapter)
+            if not request.is_resident:  # who runs is there when its KV is
+                self._place[request] = target.replica_id
+            moved.append(Move(request, target.replica_id, "fewer batches there"))
+        return moved
+
+    def _time_s(self, adapter: str) -> float:
+        count, total = self._times.get(adapter, (0, 0.0))
+        return total / count if count else self._config.default_s
+
+
+def _can_move(request: RequestView) -> bool:
+    return request.is_prefill_complete if request.is_resident else not request.is_swapped
+
+
+def _build(config: DloraMigrationConfig, context: PolicyContext) -> DloraMigration:
+    return DloraMigration(config, context)
+
+
+SPEC = PolicySpec(
+    name="dlora_migration",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=DloraMigrationConfig,
+    build=_build,
+    summary="To the replica with the fewest batches to run; moves requests, and their adapters after them, where loads come apart.",
+    source="dLoRA (Wu et al., OSDI'24); code LLMServe/dLoRA-artifact",
+    advice=(
+        "Use it with adapters on several replicas whose requests differ in length: it evens out what placement could not know. "
+        "Not with short requests, which end before the next look, or over slow links."
+    ),
+)
