@@ -82,6 +82,17 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/routers/thunderagent_rules.py::ThunderTable._pause 1 -> 2 #0": (
         "A counter whose values are compared with each other alone."
     ),
+    "vajra_py/runtime/serving/load.py::LiveLoads.__init__ True -> False #0": (
+        "Figures are then read through the views, with the same result."
+    ),
+    "vajra_py/runtime/movement/links.py::Network._flow 1 -> 2 #0": "Any other version makes events void.",
+    "vajra_py/runtime/step/builder.py::Builder._from_tiers to_hold < done + num_tokens -> "
+    "(to_hold <= done + num_tokens) #0": "Where both are equal, one takes the place of the other.",
+    "vajra_py/runtime/kv/paged.py::PagedKvMemory._withdraw entry.num_cached > num_kept -> "
+    "(entry.num_cached >= num_kept) #0": "Where both are equal, no block is withdrawn.",
+    "vajra_py/runtime/requests/adapters.py::Adapters.clear self._awaiting.clear() -> pass #0": (
+        "It is read for adapters in slots alone, and set anew when one gets its slot."
+    ),
 }
 """Survivors judged to be equivalent: the key of the mutant, and the reason."""
 

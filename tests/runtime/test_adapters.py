@@ -22,7 +22,10 @@ from vajra_py.contract import (
 from vajra_py.contract.observer import EndReason, Observer, StepRecord
 from vajra_py.engine.refusals import check_replica
 from vajra_py.errors import ConfigError
+from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.testing.simulated import simulated_system
 from vajra_py.workload import PromptContent, RequestSpec
 
@@ -76,8 +79,10 @@ def served(
     max_loras: int,
     load_s: float | None = 0.0,
     scheduler: str = "vllm_v1",
+    lost_at: tuple[float, float] | None = None,
     **changes: Any,
 ) -> Watch:
+    """`lost_at`: when the first replica fails and when it comes back, seconds."""
     models = None if load_s is None else [{"name": name, "load_s": load_s, "num_blocks": 2} for name in "abcd"]
     replica = {
         "max_batch_size": 4,
@@ -92,6 +97,10 @@ def served(
     controller, simulator = simulated_system(spec, scheduling, {"replica": replica, **changes})
     watch = Watch(controller)
     controller.watch([watch])
+    if lost_at is not None:
+        failure, restart = map(to_ticks, lost_at)
+        simulator.inject(failure, Phase.FAILURE, Failure(failure, "default", 0, "test", max_reruns=0))
+        simulator.inject(restart, Phase.FAILURE, Restart(restart, "default", 0))
     simulator.run(list(requests))
     controller.check_conservation()
     assert controller.num_alive == 0
@@ -125,6 +134,15 @@ def test_the_least_recently_used_adapter_gives_way() -> None:
     watch = served(requests, max_loras=2, load_s=1.0)
     waits = [watch.admitted_at[one.request_id] - one.arrived_at for one in requests]
     assert waits == pytest.approx([1, 1, 0, 1, 0, 1])  # c takes the place of b, a stays
+
+
+def test_a_lost_replica_has_lost_its_adapters() -> None:
+    """One is in use then, and another one on its way."""
+    requests = [asked("1", 0.0, "a", num_output=2000), asked("2", 5.5, "b"), asked("3", 8.0, "a")]
+    watch = served(requests, max_loras=2, load_s=5.0, lost_at=(6.0, 7.0))
+    assert watch.ends["1"][0] is EndReason.FAILED
+    assert watch.admitted_at["2"] == pytest.approx(12.0)
+    assert watch.admitted_at["3"] == pytest.approx(13.0)
 
 
 def test_adapters_that_a_server_keeps_itself_are_slots_alone() -> None:

@@ -470,3 +470,17 @@ def test_decodes_are_added_once_however_often_one_asks() -> None:
     assert bench.result == (2, 2, 2)
     assert step is not None
     assert step.tokens == {"a": 1, "b": 1}
+
+
+def test_each_decode_takes_one_slot_and_one_token() -> None:
+    bench = Bench(replace(OPTIONS, max_batch_tokens=9))
+    requests = [bench.submit(name, 2) for name in "abc"]
+    bench.step()
+
+    def one_by_one(replica: LocalReplicaView, batch: BatchBuilder) -> Any:
+        return [(batch.add(one, 1), batch.slots_left, batch.tokens_left) for one in requests]
+
+    step = bench.step(one_by_one)
+    assert bench.result == [(None, 3, 8), (None, 2, 7), (None, 1, 6)]
+    assert step is not None
+    assert step.num_tokens == 3

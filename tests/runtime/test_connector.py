@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.golden.readers.driver import Arrival, Driver, Setup
+from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.connector import ConnectorRules, KvReport, Match
@@ -158,6 +159,30 @@ def test_an_ended_request_keeps_its_blocks_until_they_were_sent(is_received: boo
     assert bench.replica.memory.free_blocks == 12
     assert bench.replica.is_empty
     bench.step(sent=[request], received=[request])  # nobody knows it any more
+
+
+def test_a_scheduler_is_not_asked_while_nobody_waits() -> None:
+    bench = Bench(Source(beside(8), keeps=True))
+    asked_at: list[float] = []
+
+    def counted(replicaset: str, layer: Layer, name: str, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        def call(replica: Any, batch: Any, now: float) -> None:
+            asked_at.append(now)
+            schedule(replica, batch, now)
+
+        return call
+
+    bench.replica.around = counted
+    bench.replica.bind_policy(bench.replica.parts)
+    bench.step()
+    request = bench.ask(8, num_output=1)
+    bench.step()
+    bench.step(received=[request])
+    bench.step()
+    assert bench.ended == {"r0": EndReason.LENGTH}
+    bench.step(sent=[request])
+    bench.step()
+    assert asked_at == [1.0, 2.0, 3.0]
 
 
 def test_a_request_that_is_aborted_while_it_loads_keeps_its_blocks_until_then() -> None:

@@ -358,6 +358,23 @@ def test_ends_are_those_of_exact_fractions(work: list[Started], size: tuple[floa
         assert ends[number] == pytest.approx(float(end), rel=1e-6, abs=64)
 
 
+def test_many_transfers_at_once_end_as_exact_fractions_say() -> None:
+    """So many that ends which are no longer expected are cleared away."""
+    random = np.random.default_rng(0)
+    gaps, sizes_ = random.integers(0, SECOND // 40, 60), random.integers(1, 3000, 60)
+    work = [(n, n + 60, int(size), int(at)) for n, (size, at) in enumerate(zip(sizes_, np.cumsum(gaps), strict=True))]
+    network = Network(LinkOptions(shared_bandwidth=1000.0))
+    ends: dict[Any, int] = {}
+    for number, one in enumerate(work):
+        while (change := network.next_change()) is not None and change <= one[3]:
+            ends.update(dict.fromkeys(network.ended(change), change))
+        network.start(number, *one)
+    ends.update(drained(network, work[-1][3]))
+    assert [ends[number] for number in range(60)] == pytest.approx(
+        [float(end) for end in fluid_ends(work, None, 1000.0, 0)], rel=1e-6, abs=64
+    )
+
+
 feeds = st.lists(
     st.tuples(st.integers(0, 3000), st.integers(0, 8).map(lambda gap: gap * SECOND // 5), st.integers(1, 5)),
     max_size=4,

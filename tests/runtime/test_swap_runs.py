@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,18 +38,19 @@ BLOCK_S = 0.016
 
 
 class SwapsOutOnce:
-    """Everyone runs who can; the request `victim` is swapped out once, when it has three tokens."""
+    """Everyone runs who can; a request whose name begins with `victim` is swapped out once, when it has three tokens."""
 
     traits = SchedulerTraits()
 
     def __init__(self) -> None:
-        self._is_out = False
+        self._were_out: set[str] = set()
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         for request in list(replica.running()):
-            if request.request_id == "victim" and request.num_output_tokens == 3 and not self._is_out:
+            name = request.request_id
+            if name.startswith("victim") and request.num_output_tokens == 3 and name not in self._were_out:
                 assert batch.preempt(request, PreemptionMode.SWAP) is None
-                self._is_out = True
+                self._were_out.add(name)
         batch.add_running()
         for request in list(replica.waiting()):
             batch.add(request, batch.max_chunk(request))
@@ -163,6 +165,16 @@ def test_host_blocks_are_held_until_the_request_is_back() -> None:
     simulator.run([VICTIM, during])
     assert seen == [30, 25, 30]
     memory.check()
+
+
+def test_a_copy_goes_on_with_the_whole_link_when_the_other_is_called_off() -> None:
+    controller, simulator, watch = built(link())
+    simulator.abort_at(3 * STEP_S + 8 * BLOCK_S, "victim 2")
+    simulator.run([VICTIM, replace(VICTIM, request_id="victim 2")])
+    out_s = 9 * BLOCK_S  # 4 of 5 blocks are gone while they share the link
+    assert watch.admitted["victim"][1] == pytest.approx(3 * STEP_S + out_s + 5 * BLOCK_S)
+    assert watch.reasons == {"victim": EndReason.STOP, "victim 2": EndReason.ABORTED}
+    controller.check_conservation()
 
 
 @pytest.mark.parametrize("delay_s", [0.2, 0.5 + 5 * BLOCK_S + 0.2])

@@ -25,9 +25,11 @@ from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.kv.block_hashes import output_segment
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE
+from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.acceptance import AcceptedInTrace, RatesByPosition, read_acceptance
+from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.workload import PromptContent, RequestSpec
 
@@ -78,6 +80,20 @@ def test_drafts_are_cut_by_budget_and_lengths() -> None:
     assert [step.num_tokens for step in past.steps_until_idle()] == [9, 4]  # a token behind the drafts fits, too
 
 
+def test_no_drafts_are_looked_for_where_none_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def num_drafts(executor: SimulatedExecutor, request: Request, at_most: int) -> int:
+        asked.append(at_most)
+        return at_most
+
+    monkeypatch.setattr(SimulatedExecutor, "num_drafts", num_drafts)
+    world = harness(acceptance=NONE)
+    world.submit("a", num_prompt_tokens=3, num_output_tokens=4, max_tokens=4)
+    assert [step.num_tokens for step in world.steps_until_idle()] == [3, 3, 2, 1]
+    assert asked == [2, 1]
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_blocks_of_rejected_drafts(keeps: bool) -> None:
     rules = replace(FOUR, keeps_blocks=keeps)
@@ -92,6 +108,14 @@ def test_blocks_of_rejected_drafts(keeps: bool) -> None:
     assert held == ([1, 3, 3] if keeps else [1, 2, 2])
     world.steps_until_idle()
     assert memory.free_blocks == 6
+
+
+def test_no_more_blocks_are_taken_than_the_drafts_fill() -> None:
+    world = harness(replace(FOUR, keeps_blocks=True), NONE, block_size=4, reserve_prompt=False)
+    request = world.submit("a", num_prompt_tokens=3, num_output_tokens=9, max_tokens=20)
+    world.step()
+    world.step()
+    assert world.replica().memory.num_held_blocks(request) == 2  # 3 + 1 + 4 tokens
 
 
 def test_what_a_policy_reserved_stays() -> None:
@@ -336,6 +360,16 @@ def test_a_token_is_guessed_or_not_whatever_the_steps() -> None:
     assert not right & others_wrong
     assert not wrong & others_right
     assert len(right & others_right) > 10
+
+
+def test_a_token_is_judged_by_the_number_at_its_place_in_the_stream_of_its_request() -> None:
+    numbers = SeedTree(5).stream("a").random(400)
+    accepted, place = accepted_by(RatesByPosition([0.7], SeedTree(5), endless=True), [3] * 80), 0
+    for count in accepted:
+        assert (numbers[place : place + count] < 0.7).all()
+        assert count == 3 or numbers[place + count] >= 0.7
+        place += 1 + count
+    assert place > 128  # more than are drawn at once
 
 
 SYSTEM: dict[str, Any] = {

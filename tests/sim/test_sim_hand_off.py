@@ -366,6 +366,24 @@ def test_an_idle_target_goes_on_when_what_it_waited_for_is_aborted() -> None:
     assert run.controller.num_alive == 0
 
 
+def test_all_that_fit_come_while_what_was_preempted_there_cannot_run() -> None:
+    """`long` gives way to itself, for want of one block; until `big` has come nothing runs, and the line waits for no step."""
+    pools = {"prefill": {}, "decode": {"replica": {"memory": {"num_blocks": 20}}}}
+    mapping = settings(pools=pools, hand_off=ONE_AT_A_TIME, links={"bandwidth_gb_s": 0.1})
+    requests = [
+        RequestSpec("long", 0.0, 100, 80),
+        RequestSpec("big", 0.9, 160, 2),
+        *(RequestSpec(name, 1.5, 48, 2) for name in ("x", "y")),
+    ]
+    ways = simulate(mapping, requests).ways
+    long, big = ways["long"], ways["big"]
+    assert long.arrived is not None
+    assert big.arrived is not None
+    preempted_at = long.arrived + 60 * DECODE_S  # it has filled the 10 blocks that `big` leaves
+    assert [ways[name].sent for name in ("x", "y")] == [pytest.approx(preempted_at)] * 2
+    assert big.arrived > preempted_at
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_one_reservation_at_a_time_and_repeated_steps_give_the_same(seed: int) -> None:
     random = np.random.default_rng(seed)
