@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from vajra_py.config.replica import ReplicaConfig
 from vajra_py.contract import (
+    BatchBuilder,
     KeyMotion,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicySpec,
     ReplicaLoadView,
@@ -93,7 +95,7 @@ def served(
     spec = changes.pop("spec", UNUSED)
     scheduling = {"replica_scheduler": {"policy": scheduler}}
     if spec is not UNUSED:
-        scheduling["replicaset_scheduler"] = {"policy": spec.name}
+        scheduling[spec.layer.value] = {"policy": spec.name}
     controller, simulator = simulated_system(spec, scheduling, {"replica": replica, **changes})
     watch = Watch(controller)
     controller.watch([watch])
@@ -235,6 +237,31 @@ def test_a_router_sees_what_is_loaded_and_what_waits(interval_s: float) -> None:
         (("a",), (), 2) if interval_s else (("a",), ("b",), 1),
         (("b", "c"), (), 2),
     ]
+
+
+class Looks:
+    """Everybody runs who can; keeps what it sees of adapters."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, tuple[str, ...], int]] = []
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        self.seen.append((now, tuple(replica.loaded_adapters), replica.num_adapter_slots))
+        batch.add_running()
+        for request in list(replica.waiting()):
+            batch.add(request, batch.max_chunk(request))
+
+
+def test_a_replica_scheduler_sees_what_is_loaded_and_which_slots_are_free() -> None:
+    policy = Looks()
+    spec = PolicySpec("looks", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda config, context: policy, "A test.")
+    requests = [asked("1", 0.0, "a", num_output=1), asked("2", 9.0, ""), asked("3", 10.0, "b", num_output=1)]
+    served(requests, 2, 5.0, spec=spec)
+    seen = {now: what for now, *what in policy.seen}
+    assert seen[0.0] == [(), 2]
+    assert seen[5.0] == [("a",), 1]  # a request waits for it alone
+    assert seen[9.0] == [("a",), 2]
+    assert seen[15.0] == [("a", "b"), 1]
 
 
 def test_workers_that_compute_the_base_model_alone_refuse_adapters_by_name() -> None:

@@ -372,6 +372,12 @@ def test_a_token_is_judged_by_the_number_at_its_place_in_the_stream_of_its_reque
     assert place > 128  # more than are drawn at once
 
 
+def test_a_number_that_equals_the_rate_is_a_rejection() -> None:
+    rate = float(SeedTree(5).stream("a").random())
+    assert 0.0 < rate < 1.0
+    assert accepted_by(RatesByPosition([rate], SeedTree(5), endless=True), [1]) == [0]
+
+
 SYSTEM: dict[str, Any] = {
     "version": 1,
     "seed": 4,
