@@ -97,6 +97,10 @@ EQUIVALENT: dict[str, str] = {
         "Names of private content only have to differ."
     ),
     "vajra_py/runtime/requests/any_adapters.py::AnyAdapters.acquire 1 -> 2 #0": "Numbers of loads only have to differ.",
+    "vajra_py/runtime/step/fast_forward.py::Repeats.surely_fit not running_set.has_spare_blocks -> "
+    "(running_set.has_spare_blocks) #0": (
+        "Repetitions are counted again, or go on: what runs has no spare blocks then, and there are blocks for all it may need."
+    ),
 }
 """Survivors judged to be equivalent: the key of the mutant, and the reason."""
 
