@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.golden.readers.driver import Arrival, Driver, Setup
-from vajra_py.contract import Layer
+from vajra_py.contract import BatchBuilder, LocalReplicaView
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.connector import ConnectorRules, KvReport, Match
@@ -20,6 +20,7 @@ from vajra_py.testing import Harness, HarnessOptions
 
 BLOCK = 4
 MAX_STEPS = 2000
+Schedule = Callable[[LocalReplicaView, BatchBuilder, float], None]
 
 
 class Source:
@@ -65,6 +66,11 @@ class Bench(Driver):
     def form(self) -> tuple[list[PlannedChunk], list[str]]:
         self._plan = plan = self.replica.next_plan(self._now)
         return ([], []) if plan is None else (list(plan.entries()), [])
+
+    def wrap(self, wrapped: Callable[[Schedule], Schedule]) -> None:
+        """Call what `wrapped` makes of the scheduler's method in place of it."""
+        self.replica.around = lambda replicaset, layer, name, schedule: wrapped(schedule)
+        self.replica.bind_policy(self.replica.parts)
 
     def ask(self, num_prompt: int, num_output: int = 2, first: int | None = None) -> Request:
         """A request arrives; prompts with an equal `first` token share what they can."""
@@ -165,15 +171,14 @@ def test_a_scheduler_is_not_asked_while_nobody_waits() -> None:
     bench = Bench(Source(beside(8), keeps=True))
     asked_at: list[float] = []
 
-    def counted(replicaset: str, layer: Layer, name: str, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        def call(replica: Any, batch: Any, now: float) -> None:
+    def counted(schedule: Schedule) -> Schedule:
+        def call(replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
             asked_at.append(now)
             schedule(replica, batch, now)
 
         return call
 
-    bench.replica.around = counted
-    bench.replica.bind_policy(bench.replica.parts)
+    bench.wrap(counted)
     bench.step()
     request = bench.ask(8, num_output=1)
     bench.step()
@@ -229,6 +234,29 @@ def test_a_load_of_which_nothing_came_is_asked_for_again() -> None:
     bench.step()
     assert bench.source.asked == ["r0", "r0"]
     assert request.state is RequestState.LOADING
+
+
+def test_who_is_asked_about_again_is_offered_when_the_answer_is_known() -> None:
+    """A load brought nothing, and the connector does not know at once what it has now."""
+    answers = [Match(10, is_async=True)]
+    bench = Bench(
+        Source(lambda request, local: answers[-1] if answers else None), rules=ConnectorRules(on_failure="recompute")
+    )
+    request = bench.ask(20)
+    bench.step()
+    offered: list[list[str]] = []
+
+    def looks(replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        offered.append([one.request_id for one in replica.waiting()])
+
+    bench.wrap(lambda schedule: looks)
+    answers.clear()
+    bench.step(failed=[request], received=[request])
+    bench.step()
+    assert offered == [[], []]
+    answers.append(Match(0))
+    bench.step()
+    assert offered == [[], [], ["r0"]]
 
 
 @pytest.mark.parametrize("on_failure", ["fail", "recompute"])
