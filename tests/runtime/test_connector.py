@@ -259,6 +259,25 @@ def test_who_is_asked_about_again_is_offered_when_the_answer_is_known() -> None:
     assert offered == [[], [], ["r0"]]
 
 
+def test_who_gives_up_what_was_loaded_computes_it() -> None:
+    """Nobody runs, blocks that are being sent do not come back, and the others do not suffice."""
+    answers = {"r0": Match(0), "r1": Match(16, is_async=True)}
+    rules = ConnectorRules(reports_with_steps=False)
+    bench = Bench(Source(lambda request, local: answers[request.request_id], keeps=True), rules=rules)
+    sending, loading = bench.ask(12, num_output=5), bench.ask(36)
+    bench.step()
+    bench.step(received=[loading])
+    while not bench.ended:
+        bench.step()
+    assert bench.replica.memory.free_blocks == 4
+    assert bench.step() == []
+    assert bench.replica.memory.free_blocks == 8
+    bench.step(sent=[sending])
+    (chunk,) = bench.step()
+    assert (chunk.request, chunk.num_computed_before) == (loading, 16)  # its blocks are still in the prefix cache
+    assert bench.source.asked.count("r1") == 1
+
+
 @pytest.mark.parametrize("on_failure", ["fail", "recompute"])
 def test_who_is_aborted_with_a_failed_block_in_its_step_is_no_more_concerned(on_failure: Any) -> None:
     bench = Bench(Source(lambda request, local: Match(max(8 - local, 0))), rules=ConnectorRules(on_failure=on_failure))
