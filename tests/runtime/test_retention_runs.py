@@ -205,6 +205,32 @@ def test_a_scheduler_pins_up_to_the_part_of_memory_that_pins_may_hold() -> None:
     assert answers == {"r0": None, "r1": None, "r2": Refusal.PINS}
 
 
+class PatientPinner(Pinner):
+    """Takes a request a second after it has come."""
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        newest = max((one.arrived_at for one in replica.waiting()), default=-1.0)
+        if now < newest + 1.0:
+            batch.idle_until(newest + 1.0)
+        else:
+            super().schedule(replica, batch, now)
+
+
+def test_a_scheduler_that_waits_on_purpose_keeps_its_pins(tmp_path: Path) -> None:
+    spec = PolicySpec(
+        "patient",
+        Layer.REPLICA_SCHEDULER,
+        PolicyConfig,
+        lambda config, context: PatientPinner(100.0, []),
+        "For this test.",
+    )
+    log = RetentionLog(tmp_path / RETENTION_FILE)
+    requests = [asked("first", 0.0, [("a", 4 * BLOCK)]), asked("second", 5.0, [("b", 4 * BLOCK)])]
+    served(requests, {"replica_scheduler": "patient"}, spec, observers=[log])
+    lines = list(read_retention(tmp_path / RETENTION_FILE))
+    assert {line.get("pinned") for line in lines} == {"first", "second"}
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), "long"])
 def test_a_negative_time_to_live_is_refused(seconds: Any) -> None:
     with pytest.raises(
