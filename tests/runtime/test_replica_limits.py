@@ -20,8 +20,8 @@ def limits(prefix_cache: bool = False, **settings: Any) -> ReplicaLimits:
 
 
 def test_groups_hold_a_number_of_tokens_of_one_request() -> None:
-    found = limits(kv_parallel={"groups": 3, "group_tokens": 64})
-    assert (found.kv_parallel_groups, found.kv_group_tokens) == (3, 64)
+    found = limits(kv_parallel={"groups": 2, "group_tokens": 64})
+    assert (found.kv_parallel_groups, found.kv_group_tokens) == (2, 64)
     alone = limits(kv_parallel={"groups": 1, "group_tokens": 64})
     assert (alone.kv_parallel_groups, alone.kv_group_tokens) == (1, None)
 
