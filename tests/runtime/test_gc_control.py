@@ -12,6 +12,12 @@ import pytest
 from vajra_py.runtime.support.gc_control import existing_objects_frozen, infrequent_collections, put_off_collections
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> None:
+    """Begin as in a process of its own, also in one that has frozen what it imported."""
+    gc.unfreeze()
+
+
 class Node:
     """Refers to itself, so that only the collector ends it."""
 
