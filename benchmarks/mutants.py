@@ -50,14 +50,15 @@ PLAN = Plan(
         "tests/systems",
         "tests/testing",
     ),
-    # The first two interrupt policies in the middle of a line, and of what notes that it ran; the third measures memory; the last
-    # two count frozen objects, which a fork of a process that has frozen some may lose.
+    # The first two interrupt policies in the middle of a line, and of what notes that it ran; the third measures memory; the others
+    # look at the collector, which has frozen objects in a fork.
     (
         "tests/plugins/test_watchdog.py",
         "tests/sim/test_sim_failures.py::test_the_error_names_the_policy_and_the_tables_are_kept"
         "[Layer.REPLICA_SCHEDULER-NeverReturns",
         "tests/testing/test_harness.py::test_counting_everything_costs_what_was_used_not_what_there_is",
         "tests/sim/test_sim_who_decides.py::test_the_garbage_collector_is_as_it_was_after_a_run",
+        "tests/runtime/test_gc_control.py",
     ),
     (
         "matplotlib.pyplot",
