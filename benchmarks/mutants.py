@@ -58,7 +58,6 @@ PLAN = Plan(
         "[Layer.REPLICA_SCHEDULER-NeverReturns",
         "tests/testing/test_harness.py::test_counting_everything_costs_what_was_used_not_what_there_is",
         "tests/sim/test_sim_who_decides.py::test_the_garbage_collector_is_as_it_was_after_a_run",
-        "tests/runtime/test_gc_control.py",
     ),
     (
         "matplotlib.pyplot",
