@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
@@ -14,8 +15,15 @@ from vajra_policies.slo.slos_serve import Prompt, most_in_time
 from vajra_py.contract import RequestView
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
-from vajra_py.testing.harness import Harness, HarnessOptions
+from vajra_py.testing.harness import Harness, HarnessOptions, Step
 from vajra_py.workload.request import RequestSpec
+
+
+def step(harness: Harness) -> Step:
+    done = harness.step()
+    assert done is not None
+    return done
+
 
 # SLOs-Serve
 
@@ -75,6 +83,29 @@ def test_everybody_who_is_admitted_has_the_first_token_in_time(facts: list[tuple
         assert request.first_token_at is not None
         if verdicts[spec.request_id]:
             assert request.first_token_at - request.arrived_at <= (spec.ttft_slo_s or 0.0) + 1e-9
+
+
+def decoding(num_requests: int, **options: Any) -> Harness:
+    """Steps of 45.5 ms and 1 ms a token, of which a step of 50 ms has room for four; so many requests decode."""
+    latency = AffineModel(0.0455, 0.001)
+    harness = Harness("fcfs", "round_robin", "slos_serve", HarnessOptions(latency=latency, **options))
+    for index in range(num_requests):
+        harness.submit(f"d{index}", 1, 20)
+    while len(step(harness).tokens) < num_requests:
+        pass
+    return harness
+
+
+def test_no_step_takes_longer_for_a_prompt_beside_decodes_that_fill_its_time() -> None:
+    harness = decoding(4)
+    harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
+    assert step(harness).tokens == dict.fromkeys(("d0", "d1", "d2", "d3"), 1)
+
+
+def test_a_promise_has_the_last_slot_of_a_batch() -> None:
+    harness = decoding(1, max_batch_size=2)
+    harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
+    assert step(harness).tokens == {"d0": 1, "prompt": 3}
 
 
 # QLM

@@ -103,6 +103,18 @@ def test_prompts_in_progress_share_the_tokens_and_no_third_one_joins_unless_it_i
         assert set(tokens) <= {"chat", "a", "b", "tiny"}
 
 
+def test_an_urgent_prompt_waits_like_others_while_as_many_as_may_be_are_in_progress() -> None:
+    options = HarnessOptions(num_blocks=2000)
+    params = {**GOVERNOR, "min_decode_steps": 0, "max_partial_prefills": 1}
+    one = Harness("priority", "round_robin", ("mixed_prefill_governor", params), options)
+    one.submit("chat", 10, 60, priority=1)
+    step(one)
+    one.submit("document", 400, priority=1)
+    step(one)
+    one.submit("urgent", 400, priority=0)
+    assert step(one).tokens == {"chat": 1, "document": 100}
+
+
 # Minimum-chunk hold
 
 HOLD = {"chunk_size": 1000, "min_chunk": 100, "max_delay_steps": 4}
