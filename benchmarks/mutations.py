@@ -82,6 +82,9 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/routers/thunderagent_rules.py::ThunderTable._pause 1 -> 2 #0": (
         "A counter whose values are compared with each other alone."
     ),
+    "policies/vajra_policies/systems/vllm_v1.py::VllmV1._make_room False -> True #0": (
+        "No request that runs can be refused there: what a step computes is attached by those alone whom it admits, later."
+    ),
 }
 """Survivors judged to be equivalent: the key of the mutant, and the reason."""
 

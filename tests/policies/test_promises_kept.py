@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
+from tests.policies.routing_views import Request as Asked
+from tests.policies.routing_views import context, replicas
 from vajra_policies.slo.qlm import Qlm, QlmConfig
 from vajra_policies.slo.slos_serve import Prompt, most_in_time
-from vajra_py.contract import RequestView
+from vajra_py.contract import Layer, RequestView
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
+from vajra_py.plugins import build_policy
+from vajra_py.runtime.records.input_log import Failure
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing.harness import Harness, HarnessOptions, Step
 from vajra_py.workload.request import RequestSpec
 
@@ -108,6 +115,17 @@ def test_a_promise_has_the_last_slot_of_a_batch() -> None:
     assert step(harness).tokens == {"d0": 1, "prompt": 3}
 
 
+def test_a_request_whose_first_token_is_out_goes_behind_promises_when_it_is_computed_again_elsewhere() -> None:
+    options = HarnessOptions(num_replicas=2, num_blocks=400, latency=AffineModel(0.01, 0.0001))
+    harness = Harness("fcfs", "least_loaded", "slos_serve", options)
+    simulator, at = harness.simulator(SimulationOptions()), to_ticks(0.2)
+    simulator.inject(at, Phase.FAILURE, Failure(at, "harness", 0, "lost", max_reruns=1))
+    simulator.run([RequestSpec("again", 0.0, 300, 50, ttft_slo_s=5.0), RequestSpec("new", 0.2, 900, 1, ttft_slo_s=9.0)])
+    assert (harness.request("again").first_token_at or 1.0) < 0.2
+    begun = next(step for step in harness.steps if step.replica_id == 1)
+    assert list(begun.tokens) == ["new"], "the first token of the other, due earlier, is out"
+
+
 # QLM
 
 
@@ -193,6 +211,15 @@ def test_who_would_be_late_moves_to_the_replica_that_is_kept_for_it() -> None:
     urgent = harness.request("urgent")
     assert urgent.first_token_at is not None
     assert urgent.first_token_at <= 0.01 + 0.4
+
+
+def test_nobody_moves_to_a_replica_that_has_as_much_to_do() -> None:
+    made = build_policy(Layer.REPLICASET_SCHEDULER, "ascendra", {}, context(2))
+    urgent: Any = Asked(100, ttft_slo_s=0.1)
+    urgent.num_remaining_tokens = 100
+    assert made.assign(urgent, replicas(num_pending_tokens=[0, 0]), 0.0) == 0
+    assert made.moves(replicas(num_pending_tokens=[500, 500]), 0.1) == []
+    assert [one.target for one in made.moves(replicas(num_pending_tokens=[500, 499]), 0.1)] == [1]
 
 
 # Equinox

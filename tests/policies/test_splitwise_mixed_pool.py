@@ -52,7 +52,9 @@ def test_prompts_go_by_pending_tokens_and_decodes_by_memory() -> None:
     assert [place(made, Asked(10), views()) for _ in range(2)] == [(1, 3), (1, 3)]
     assert place(made, short, views())[1] == 3, "120 tokens are placed there, and 1,050 at the other"
     computed(made, long, 0)
-    assert place(made, Asked(10), views()) == (0, 3), "no prompt is pending at 0 any more, and the KV of its output is to be at 2"
+    assert place(made, Asked(10), views()) == (0, 3), (
+        "no prompt is pending at 0 any more, and the KV of its output is to be at 2"
+    )
     long.end_reason = "stop"
     computed(made, long, 2)
     assert place(made, Asked(10), views())[1] == 2, "it has ended"
