@@ -109,6 +109,12 @@ def test_no_step_takes_longer_for_a_prompt_beside_decodes_that_fill_its_time() -
     assert step(harness).tokens == dict.fromkeys(("d0", "d1", "d2", "d3"), 1)
 
 
+def test_where_no_token_fits_the_time_of_a_step_one_is_computed_in_each() -> None:
+    harness = Harness("fcfs", "round_robin", "slos_serve", HarnessOptions(latency=AffineModel(0.06, 0.001)))
+    harness.submit("prompt", 3, 1, ttft_slo_s=60.0)
+    assert [one.tokens for one in harness.steps_until_idle()] == [{"prompt": 1}] * 3
+
+
 def test_a_promise_has_the_last_slot_of_a_batch() -> None:
     harness = decoding(1, max_batch_size=2)
     harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
@@ -155,6 +161,14 @@ def test_groups_go_by_arrival_until_one_is_predicted_to_be_late() -> None:
     again = [Job(2.0, 100.0), Job(2.1, 90.0)]
     policy.on_arrivals(again, 2.1)  # type: ignore[arg-type]
     assert policy.group_key(policy.group(again[0])) < policy.group_key(policy.group(again[1]))  # type: ignore[arg-type]
+
+
+def test_waits_follow_what_has_ended_unless_all_of_it_ended_at_once() -> None:
+    policy = Qlm(QlmConfig(throughput=100.0, output_tokens=100.0))
+    policy.on_departures([Job(0.0, 1.0, 10), Job(0.0, 1.0, 10)], 1000.0)  # type: ignore[list-item]
+    assert policy.wait_s(3) == 3.0, "as configured"
+    policy.on_departures([Job(0.0, 1.0, 10)], 1001.0)  # type: ignore[list-item]
+    assert policy.wait_s(3) == 1.5, "20 tokens in the second after the first end, and 10 of each request"
 
 
 class Watched(Qlm):

@@ -415,3 +415,13 @@ def test_throughput_decides_on_two_pools_together(rate: float, by_load: bool, ex
     decided = decide_by_throughput(rules, pools, Traffic(rate, 100.0, 10.0), OneRate(0.1))
     assert decided.requests_per_s == (10.0, 10.0)
     assert (decided.counts, decided.floors, decided.reason) == expected
+
+
+def test_pools_below_their_fewest_replicas_get_what_throughput_needs_of_each() -> None:
+    rules = PlannerRules("sla", Promises(1.0, 1.0, 1.0), scales_by_load=False, scales_by_throughput=True, max_change=2)
+    pools = [
+        PoolState(PoolRules(role, least=least), ready, [EngineLoad()] * ready)
+        for role, least, ready in ((PoolRole.PREFILL, 2, 1), (PoolRole.DECODE, 1, 3))
+    ]
+    decided = decide_by_throughput(rules, pools, Traffic(90.0, 100.0, 10.0), OneRate(0.1))
+    assert decided.counts == (3, 5), "two more of each"
