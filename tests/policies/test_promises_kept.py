@@ -121,6 +121,12 @@ def test_a_promise_has_the_last_slot_of_a_batch() -> None:
     assert step(harness).tokens == {"d0": 1, "prompt": 3}
 
 
+def test_a_promise_has_the_last_token_of_a_step() -> None:
+    harness = decoding(3)
+    harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
+    assert step(harness).tokens == dict.fromkeys(("d0", "d1", "d2", "prompt"), 1)
+
+
 def test_a_request_whose_first_token_is_out_goes_behind_promises_when_it_is_computed_again_elsewhere() -> None:
     options = HarnessOptions(num_replicas=2, num_blocks=400, latency=AffineModel(0.01, 0.0001))
     harness = Harness("fcfs", "least_loaded", "slos_serve", options)
