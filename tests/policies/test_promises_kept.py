@@ -63,6 +63,10 @@ def test_what_was_promised_before_stays_in_every_plan() -> None:
     assert most_in_time(plan, 100, 0) == [False, True, True]
 
 
+def test_a_prompt_that_is_late_is_not_in_time_for_want_of_room() -> None:
+    assert most_in_time([Prompt(50, -80, is_admitted=True), Prompt(10, -70)], 4, 4) == [True, False]
+
+
 arrivals = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 700), st.integers(1, 9)), min_size=1, max_size=12)
 
 
