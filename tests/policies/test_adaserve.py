@@ -66,6 +66,20 @@ def test_the_tight_promise_gets_the_scarce_drafts_and_a_faster_pace() -> None:
     assert loose.num_output_tokens == 60
 
 
+def test_a_request_that_is_on_pace_needs_no_drafts() -> None:
+    """Steps take 5.3 ms. The token that each decode has anyway is more than the promise asks for; the draft goes to the first of equals."""
+    options = HarnessOptions(
+        drafts=DraftRules(num_tokens=0, max_tokens=4), acceptance=RatesByPosition([0.8], SeedTree(0))
+    )
+    harness = Harness("fcfs", "round_robin", ("adaserve", {"budget_tokens": 3}), options)
+    harness.submit("free", 8, 60)
+    harness.submit("on pace", 8, 60, tpot_slo_s=0.01)
+    harness.step()
+    done = harness.step()
+    assert done is not None
+    assert done.tokens == {"free": 2, "on pace": 1}
+
+
 def test_without_drafts_it_decides_as_fixed_chunk() -> None:
     steps = []
     for policy in (("adaserve", {"chunk_size": 24}), ("fixed_chunk", {"chunk_size": 24})):

@@ -57,3 +57,12 @@ def test_both_ends_are_admitted_together() -> None:
     assert first is not None
     assert {name.rstrip("0123456789") for name in first.tokens} == {"read", "compute"}
     harness.steps_until_idle()
+
+
+def test_the_last_token_of_a_step_is_used() -> None:
+    harness = Harness("fcfs", "round_robin", ("blendserve", {"chunk_size": 101}), HarnessOptions())
+    for name in ("first", "second"):
+        harness.submit(name, 100, 10)
+    done = harness.step()
+    assert done is not None
+    assert sorted(done.tokens.values()) == [1, 100]

@@ -78,6 +78,16 @@ def test_steps_to_execution_follow_the_graph_or_what_was_seen() -> None:
     assert learned.steps_to_execution(program) == {"code": 1, "plan": 2}
 
 
+def test_no_more_stages_are_learned_than_may_be() -> None:
+    program: Any = type("Program", (), {})()
+    policy = Kvflow(KvflowConfig(max_learned_stages=2))
+    for stage in ("plan", "a", "plan", "b", "plan", "c", "plan"):
+        one = Hashable(program, stage)
+        policy.on_arrivals([one], 0.0)  # type: ignore[list-item]
+        policy.on_departures([one], 0.0)  # type: ignore[list-item]
+    assert policy.steps_to_execution(program) == {"a": 1, "b": 1, "plan": 2}
+
+
 def test_shared_content_counts_for_the_agent_whose_turn_is_next_and_content_of_nobody_goes_first() -> None:
     program: Any = type("Program", (), {})()
     policy = Kvflow(KvflowConfig(next_stages={"a": ("b",), "b": ("c",), "c": ("a",)}, hold_steps=5))

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
+from tests.policies.routing_views import Request as Asked
+from tests.policies.routing_views import context, replicas
 from vajra_policies.slo.qlm import Qlm, QlmConfig
 from vajra_policies.slo.slos_serve import Prompt, most_in_time
-from vajra_py.contract import RequestView
+from vajra_py.contract import Layer, RequestView
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
-from vajra_py.testing.harness import Harness, HarnessOptions
+from vajra_py.plugins import build_policy
+from vajra_py.runtime.records.input_log import Failure
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
+from vajra_py.sim.simulator import SimulationOptions
+from vajra_py.testing.harness import Harness, HarnessOptions, Step
 from vajra_py.workload.request import RequestSpec
+
+
+def step(harness: Harness) -> Step:
+    done = harness.step()
+    assert done is not None
+    return done
+
 
 # SLOs-Serve
 
@@ -48,6 +63,10 @@ def test_what_was_promised_before_stays_in_every_plan() -> None:
     assert most_in_time(plan, 100, 0) == [False, True, True]
 
 
+def test_a_prompt_that_is_late_is_not_in_time_for_want_of_room() -> None:
+    assert most_in_time([Prompt(50, -80, is_admitted=True), Prompt(10, -70)], 4, 4) == [True, False]
+
+
 arrivals = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 700), st.integers(1, 9)), min_size=1, max_size=12)
 
 
@@ -75,6 +94,52 @@ def test_everybody_who_is_admitted_has_the_first_token_in_time(facts: list[tuple
         assert request.first_token_at is not None
         if verdicts[spec.request_id]:
             assert request.first_token_at - request.arrived_at <= (spec.ttft_slo_s or 0.0) + 1e-9
+
+
+def decoding(num_requests: int, **options: Any) -> Harness:
+    """Steps of 45.5 ms and 1 ms a token, of which a step of 50 ms has room for four; so many requests decode."""
+    latency = AffineModel(0.0455, 0.001)
+    harness = Harness("fcfs", "round_robin", "slos_serve", HarnessOptions(latency=latency, **options))
+    for index in range(num_requests):
+        harness.submit(f"d{index}", 1, 20)
+    while len(step(harness).tokens) < num_requests:
+        pass
+    return harness
+
+
+def test_no_step_takes_longer_for_a_prompt_beside_decodes_that_fill_its_time() -> None:
+    harness = decoding(4)
+    harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
+    assert step(harness).tokens == dict.fromkeys(("d0", "d1", "d2", "d3"), 1)
+
+
+def test_where_no_token_fits_the_time_of_a_step_one_is_computed_in_each() -> None:
+    harness = Harness("fcfs", "round_robin", "slos_serve", HarnessOptions(latency=AffineModel(0.06, 0.001)))
+    harness.submit("prompt", 3, 1, ttft_slo_s=60.0)
+    assert [one.tokens for one in harness.steps_until_idle()] == [{"prompt": 1}] * 3
+
+
+def test_a_promise_has_the_last_slot_of_a_batch() -> None:
+    harness = decoding(1, max_batch_size=2)
+    harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
+    assert step(harness).tokens == {"d0": 1, "prompt": 3}
+
+
+def test_a_promise_has_the_last_token_of_a_step() -> None:
+    harness = decoding(3)
+    harness.submit("prompt", 10, 1, ttft_slo_s=60.0)
+    assert step(harness).tokens == dict.fromkeys(("d0", "d1", "d2", "prompt"), 1)
+
+
+def test_a_request_whose_first_token_is_out_goes_behind_promises_when_it_is_computed_again_elsewhere() -> None:
+    options = HarnessOptions(num_replicas=2, num_blocks=400, latency=AffineModel(0.01, 0.0001))
+    harness = Harness("fcfs", "least_loaded", "slos_serve", options)
+    simulator, at = harness.simulator(SimulationOptions()), to_ticks(0.2)
+    simulator.inject(at, Phase.FAILURE, Failure(at, "harness", 0, "lost", max_reruns=1))
+    simulator.run([RequestSpec("again", 0.0, 300, 50, ttft_slo_s=5.0), RequestSpec("new", 0.2, 900, 1, ttft_slo_s=9.0)])
+    assert (harness.request("again").first_token_at or 1.0) < 0.2
+    begun = next(step for step in harness.steps if step.replica_id == 1)
+    assert list(begun.tokens) == ["new"], "the first token of the other, due earlier, is out"
 
 
 # QLM
@@ -106,6 +171,14 @@ def test_groups_go_by_arrival_until_one_is_predicted_to_be_late() -> None:
     again = [Job(2.0, 100.0), Job(2.1, 90.0)]
     policy.on_arrivals(again, 2.1)  # type: ignore[arg-type]
     assert policy.group_key(policy.group(again[0])) < policy.group_key(policy.group(again[1]))  # type: ignore[arg-type]
+
+
+def test_waits_follow_what_has_ended_unless_all_of_it_ended_at_once() -> None:
+    policy = Qlm(QlmConfig(throughput=100.0, output_tokens=100.0))
+    policy.on_departures([Job(0.0, 1.0, 10), Job(0.0, 1.0, 10)], 1000.0)  # type: ignore[list-item]
+    assert policy.wait_s(3) == 3.0, "as configured"
+    policy.on_departures([Job(0.0, 1.0, 10)], 1001.0)  # type: ignore[list-item]
+    assert policy.wait_s(3) == 1.5, "20 tokens in the second after the first end, and 10 of each request"
 
 
 class Watched(Qlm):
@@ -162,6 +235,15 @@ def test_who_would_be_late_moves_to_the_replica_that_is_kept_for_it() -> None:
     urgent = harness.request("urgent")
     assert urgent.first_token_at is not None
     assert urgent.first_token_at <= 0.01 + 0.4
+
+
+def test_nobody_moves_to_a_replica_that_has_as_much_to_do() -> None:
+    made = build_policy(Layer.REPLICASET_SCHEDULER, "ascendra", {}, context(2))
+    urgent: Any = Asked(100, ttft_slo_s=0.1)
+    urgent.num_remaining_tokens = 100
+    assert made.assign(urgent, replicas(num_pending_tokens=[0, 0]), 0.0) == 0
+    assert made.moves(replicas(num_pending_tokens=[500, 500]), 0.1) == []
+    assert [one.target for one in made.moves(replicas(num_pending_tokens=[500, 499]), 0.1)] == [1]
 
 
 # Equinox

@@ -103,6 +103,26 @@ def test_prompts_in_progress_share_the_tokens_and_no_third_one_joins_unless_it_i
         assert set(tokens) <= {"chat", "a", "b", "tiny"}
 
 
+def test_an_urgent_prompt_waits_like_others_while_as_many_as_may_be_are_in_progress() -> None:
+    options = HarnessOptions(num_blocks=2000)
+    params = {**GOVERNOR, "min_decode_steps": 0, "max_partial_prefills": 1}
+    one = Harness("priority", "round_robin", ("mixed_prefill_governor", params), options)
+    one.submit("chat", 10, 60, priority=1)
+    step(one)
+    one.submit("document", 400, priority=1)
+    step(one)
+    one.submit("urgent", 400, priority=0)
+    assert step(one).tokens == {"chat": 1, "document": 100}
+
+
+def test_decodes_count_too_where_nothing_can_be_formed_while_they_are_in_a_stage() -> None:
+    """Two stages, of 6 ms for the prompt and 5.1 ms for a decode: the sixth step of `chat` begins at 54 ms, and the first half of it is idle."""
+    one = harness("mixed_prefill_governor", GOVERNOR, pipeline_stages=2)
+    one.run([RequestSpec("chat", 0.0, 10, 10), RequestSpec("document", 0.012 + 5 * 0.0102, 250, 1)])
+    begun = next(each for each in one.steps if "document" in each.tokens)
+    assert begun.tokens == {"chat": 1, "document": 100}
+
+
 # Minimum-chunk hold
 
 HOLD = {"chunk_size": 1000, "min_chunk": 100, "max_delay_steps": 4}

@@ -377,6 +377,16 @@ def test_a_mixed_pool_goes_down_as_far_as_throughput_lets_it(
     assert (decided.counts, decided.reason) == (counts, reason)
 
 
+@pytest.mark.parametrize("floors", [(3, 2), (2, 3)])
+def test_each_of_two_pools_goes_down_as_far_as_throughput_lets_it(floors: tuple[int, int]) -> None:
+    rules = PlannerRules("sla", Promises(ttft_s=1.0, itl_s=1.0, sensitivity=0.5), scales_by_throughput=True)
+    pools = [
+        PoolState(PoolRules(role), 3, [EngineLoad(num_decodes=1)] * 3, floor=floor)
+        for role, floor in zip((PoolRole.PREFILL, PoolRole.DECODE), floors, strict=True)
+    ]
+    assert decide_by_load(rules, pools, OneLatency(0.001)).counts == floors
+
+
 @pytest.mark.parametrize("role", [PoolRole.PREFILL, PoolRole.MIXED])
 def test_what_decodes_beside_prompts_counts_where_one_pool_does_both(role: PoolRole) -> None:
     model = OneLatency(0.001)
@@ -403,4 +413,15 @@ def test_throughput_decides_on_two_pools_together(rate: float, by_load: bool, ex
     rules = PlannerRules("sla", Promises(1.0, 1.0, 1.0), scales_by_load=by_load, scales_by_throughput=True)
     pools = [PoolState(PoolRules(role), 3, [EngineLoad()] * 3) for role in (PoolRole.PREFILL, PoolRole.DECODE)]
     decided = decide_by_throughput(rules, pools, Traffic(rate, 100.0, 10.0), OneRate(0.1))
+    assert decided.requests_per_s == (10.0, 10.0)
     assert (decided.counts, decided.floors, decided.reason) == expected
+
+
+def test_pools_below_their_fewest_replicas_get_what_throughput_needs_of_each() -> None:
+    rules = PlannerRules("sla", Promises(1.0, 1.0, 1.0), scales_by_load=False, scales_by_throughput=True, max_change=2)
+    pools = [
+        PoolState(PoolRules(role, least=least), ready, [EngineLoad()] * ready)
+        for role, least, ready in ((PoolRole.PREFILL, 2, 1), (PoolRole.DECODE, 1, 3))
+    ]
+    decided = decide_by_throughput(rules, pools, Traffic(90.0, 100.0, 10.0), OneRate(0.1))
+    assert decided.counts == (3, 5), "two more of each"

@@ -191,6 +191,16 @@ def test_sliding_serve_leaves_time_for_the_next_step_and_gives_up_who_is_late_an
     assert begun[0] == "short"
 
 
+def test_the_time_of_a_prompt_is_that_of_chunks_that_have_nothing_before_them() -> None:
+    """Ten milliseconds a pair: two tokens have three pairs and so take 30 ms, and 20 tokens ten times as long."""
+    latency = AffineModel(0.0, per_prefill_pair_s=0.01)
+    params = {"safety_factor": 1.0, "min_chunk": 1, "max_chunk": 2, "grain": 1}
+    one = Harness("fcfs", "round_robin", ("sliding_serve", params), HarnessOptions(latency=latency))
+    one.submit("long", 16, 2, ttft_slo_s=0.301)
+    one.submit("short", 4, 2, ttft_slo_s=0.301)
+    assert step(one).tokens == {"long": 2}, "both can be in time, so that nobody is passed over"
+
+
 # Past-Future
 
 

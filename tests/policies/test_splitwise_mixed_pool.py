@@ -52,7 +52,22 @@ def test_prompts_go_by_pending_tokens_and_decodes_by_memory() -> None:
     assert [place(made, Asked(10), views()) for _ in range(2)] == [(1, 3), (1, 3)]
     assert place(made, short, views())[1] == 3, "120 tokens are placed there, and 1,050 at the other"
     computed(made, long, 0)
-    assert place(made, Asked(10), views())[0] == 0, "nothing is pending there any more"
+    assert place(made, Asked(10), views()) == (0, 3), (
+        "no prompt is pending at 0 any more, and the KV of its output is to be at 2"
+    )
+    long.end_reason = "stop"
+    computed(made, long, 2)
+    assert place(made, Asked(10), views())[1] == 2, "it has ended"
+
+
+def test_a_request_that_moves_counts_where_it_went_and_there_alone() -> None:
+    made, long = router(), Asked(1000)
+    assert place(made, long, views()) == (0, 2)
+    computed(made, long, 0)
+    made.on_moved(long, 0, 3, 0.1)
+    assert [place(made, Asked(300, 100), views())[1] for _ in range(4)] == [2, 2, 2, 3], "1,050 tokens are at 3"
+    made.on_departures(list(made._placed), 1.0)
+    assert all((one.pending, one.memory, one.here) == (0, 0, {}) for one in made._scheduled.values())
 
 
 def test_a_long_queue_borrows_a_replica_of_the_other_pool_until_that_is_idle() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
+from vajra_py.plugins import build_policy
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import Request
 from vajra_py.testing.harness import Harness, HarnessOptions
@@ -272,3 +274,42 @@ def test_prompts_of_minivllm_may_use_up_the_budget() -> None:
     assert first.tokens == {"a": 10, "b": 10}
     assert second is not None
     assert second.tokens == {"c": 4}
+
+
+def test_vllm_keeps_its_watermark_free_where_a_chunk_needs_more_blocks_than_the_whole_prompt() -> None:
+    """[sliding windows leave blocks of a prompt behind between steps, so that all of it may take fewer than one chunk]"""
+
+    class Batch:
+        num_preempted, tokens_left, free_blocks = 0, 100, 10
+
+        def __init__(self, chunk_blocks: int) -> None:
+            self.chunk_blocks = chunk_blocks
+            self.added: list[int] = []
+
+        def add_running(self, cap: int | None) -> None:
+            """Nothing is in the way."""
+
+        def cached_tokens(self, request: Any) -> int:
+            return 0
+
+        def max_chunk(self, request: Any) -> int:
+            return 1000
+
+        def blocks_needed(self, request: Any, num_tokens: int, *, in_steps: bool = False) -> int:
+            return 5 if in_steps else self.chunk_blocks
+
+        def add(self, request: Any, num_tokens: int, *, reserve_tokens: int) -> None:
+            self.added.append(num_tokens)
+
+    class Replica:
+        num_running = num_waiting = 1
+
+        def waiting(self) -> Any:
+            return iter([type("Asked", (), {"num_known_tokens": 1000})])
+
+    context = harness_of("vllm_v1", num_blocks=10).context
+    scheduler = build_policy(Layer.REPLICA_SCHEDULER, "vllm_v1", {"watermark_fraction": 0.2}, context)
+    for chunk_blocks, added in ((8, [100]), (9, [])):
+        batch = Batch(chunk_blocks)
+        scheduler.schedule(Replica(), batch, 0.0)
+        assert batch.added == added

@@ -65,11 +65,11 @@ class MixedPrefillGovernor(PromptBudget):
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, and prompts if it is their turn."""
-        has_decodes = replica.num_decodes > 0
         self._num_partial = replica.num_partial_prefills
         super().schedule(replica, batch, now)
-        is_decodes_alone = self._num_decodes is None or batch.num_tokens == self._num_decodes
-        self._num_decode_steps = self._num_decode_steps + 1 if has_decodes and is_decodes_alone else 0
+        if batch.num_tokens:
+            is_decodes_alone = self._num_decodes is None or batch.num_tokens == self._num_decodes
+            self._num_decode_steps = self._num_decode_steps + 1 if is_decodes_alone else 0
 
     def _budget(self, replica: LocalReplicaView, now: float) -> int:
         config = self._config

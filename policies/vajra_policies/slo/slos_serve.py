@@ -59,7 +59,7 @@ def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) 
             if not prompt.is_admitted and (following[num] is None or state < following[num]):  # type: ignore[operator]
                 following[num] = state
             total = state[0] + prompt.num_tokens
-            is_in_time = total <= prompt.num_steps * (step_tokens - num_running - num)
+            is_in_time = total <= prompt.num_steps * max(step_tokens - num_running - num, 0)
             if is_in_time or (prompt.is_admitted and num == num_before):  # late anyway, not because of new ones
                 taken = (total, (*state[1], index))
                 known = following[num + 1]
