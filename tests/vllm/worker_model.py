@@ -91,9 +91,16 @@ class KvSlots:
                     raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
 
     def write(
-        self, name: str, expected: ExpectedTokens, tables: Sequence[Sequence[int]], start: int, end: int, right: int
+        self,
+        name: str,
+        expected: ExpectedTokens,
+        tables: Sequence[Sequence[int]],
+        start: int,
+        end: int,
+        right: int | None = None,
     ) -> None:
-        """Write KV of the tokens from `start` on, which are the request's up to `right`, and drafts that are rejected behind that."""
+        """Write KV of the tokens from `start` on: the request's up to `right` (None: all), and drafts that are rejected behind that."""
+        right = end if right is None else right
         for group, table in enumerate(tables):
             for position in range(start, end):
                 slot = (table[position // self.size], position % self.size)
