@@ -44,7 +44,6 @@ class PrefixCacheOptions:
     release_order: ReleaseOrder = "tail_first"
     """End of a request's block table that is freed first, and so reused first among blocks of equal rank: tail or head."""
     retain_freed: bool = True
-    drop_last_hit: bool = False
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
     """Block that a lookup finds among several of equal content: the first entered that is still there, or the last entered
@@ -54,6 +53,8 @@ class PrefixCacheOptions:
     keep: they stay, as in vLLM, and whoever finds them reads what was never written; for comparison with it alone."""
     max_pinned_fraction: float = 0.5
     """Part of the blocks that pins may hold."""
+    drop_last_hit: bool = False
+    """True if the last block of a hit is computed anew, as vLLM does for EAGLE's drafts."""
 
     def __post_init__(self) -> None:
         """Refuse misspelt options: a wrong word must not silently mean the other choice."""
