@@ -1,8 +1,7 @@
 """Log of the external inputs of a run, with the ticks at which the controller accepted them.
 
-One JSON line each, in the order in which they were handled: arrivals, aborts, failures, swaps of a policy, ends of transfers
-and loads, and the others of `Input`. With the durations of the steps (the decision log has them) and the tokens that came
-out, it is all that a run's decisions depend on besides its settings. It is complete up to the last line that was flushed.
+One JSON line each, in the order in which they were handled. With the durations of the steps (the decision log has them) and
+the tokens that came out, it is all that a run's decisions depend on besides its settings. Complete up to the last flush.
 """
 
 from __future__ import annotations
