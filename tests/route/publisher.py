@@ -78,7 +78,7 @@ class Publisher:
         return int(socket.bind_to_random_port("tcp://127.0.0.1"))
 
     def settings(self) -> dict[str, str]:
-        """What a router's file says of it."""
+        """Settings of it in a router's file."""
         found = {"endpoint": f"tcp://127.0.0.1:{self.port}"}
         if self._replay is not None:
             found["replay_endpoint"] = f"tcp://127.0.0.1:{self.replay_port}"

@@ -116,7 +116,7 @@ def test_a_server_cannot_fill_the_memory() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["store", "remove", "clear", "news"]), st.integers(0, 5), st.integers(0, 1))))
 def test_news_add_up_to_the_content(steps: list[tuple[str, int, int]]) -> None:
-    """Of two groups of layers: a block is held while one of them has it."""
+    """A block of two groups of layers is held while one of them has it."""
     blocks, named, known = ServerBlocks(SIZE, 1000), set(), set()
     for what, number, group in steps:
         tokens = [number] * SIZE

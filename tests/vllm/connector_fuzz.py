@@ -143,7 +143,7 @@ class ConnectedPlay(Play):
                 raise WorkerFault(f"{load.name}: is loaded to blocks that a step in flight writes")
 
     def _check_sent(self, name: str) -> None:
-        """What was sent is there until it was sent."""
+        """Check that what is sent stays until it was sent."""
         blocks, num_tokens = self.loader.sent[name]
         self.worker.slots.read(name, self.worker.expected[name], (blocks,), 0, num_tokens)
 

@@ -5,8 +5,9 @@ The names below load what they need when they are first used; importing this pac
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vajra_py.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vajra_py.engine.async_llm import AsyncLLM, StreamPart
@@ -27,19 +28,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncLLM": "vajra_py.engine.async_llm",
-    "EngineConfig": "vajra_py.engine.config",
-    "LLM": "vajra_py.engine.llm",
-    "RequestMetrics": "vajra_py.engine.requests",
-    "RequestOutput": "vajra_py.engine.requests",
-    "SamplingParams": "vajra_py.engine.compute",
-    "StreamPart": "vajra_py.engine.async_llm",
-    "TokenLogprobs": "vajra_py.engine.compute",
+    "AsyncLLM": "async_llm",
+    "EngineConfig": "config",
+    "LLM": "llm",
+    "RequestMetrics": "requests",
+    "RequestOutput": "requests",
+    "SamplingParams": "compute",
+    "StreamPart": "async_llm",
+    "TokenLogprobs": "compute",
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name the first time it is asked for (PEP 562)."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -46,8 +46,8 @@ class PromptTokenizer(Protocol):
         """Return the text of a conversation. Raises `ConfigError` where there is no template, or it does not fit."""
 
 
-class _Counter:
-    """Tokens without chat templates."""
+class _PlainTokenizer:
+    """Tokenizer without chat templates."""
 
     def __init__(self, encode: Callable[[str, bool], Sequence[int]]) -> None:
         self._encode = encode
@@ -71,7 +71,7 @@ def by_bytes(text: str) -> Sequence[int]:
 def tokenizer_of(path: str | None) -> PromptTokenizer:
     """Return what gives the tokens of prompts. Raises `OSError` or `ValueError` when the file is no tokenizer's, `ConfigError`."""
     if path is None:
-        return _Counter(lambda text, adds_special: by_bytes(text))
+        return _PlainTokenizer(lambda text, adds_special: by_bytes(text))
     if Path(path).expanduser().is_dir():
         return HubTokenizer(path)
     from tokenizers import Tokenizer
@@ -80,7 +80,7 @@ def tokenizer_of(path: str | None) -> PromptTokenizer:
         found = Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(str(error)) from None
-    return _Counter(lambda text, adds_special: found.encode(text, add_special_tokens=adds_special).ids)
+    return _PlainTokenizer(lambda text, adds_special: found.encode(text, add_special_tokens=adds_special).ids)
 
 
 def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:

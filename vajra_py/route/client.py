@@ -1,4 +1,4 @@
-"""What servers are asked: to answer requests, and how they are."""
+"""Requests to servers: those of clients, and for metrics, health and models."""
 
 from __future__ import annotations
 

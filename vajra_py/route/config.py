@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+")
 
 
 class KvEventsConfig(Section):
-    """Where a server publishes its KV events (`--kv-events-config` of vLLM and SGLang)."""
+    """Addresses of a server's KV events (`--kv-events-config` of vLLM and SGLang)."""
 
     endpoint: Text = Field(description="ZeroMQ address of its publisher: such as tcp://10.0.0.5:5557.")
     replay_endpoint: Text | None = Field(

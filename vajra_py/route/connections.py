@@ -46,7 +46,7 @@ class ServerFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens.
+    """Address of a server.
 
     Attributes:
         name: host and port, as the header `Host` has them.
@@ -168,20 +168,20 @@ class ServerAnswer:
         self.wake()
 
     def complete(self) -> None:
-        """The body has ended."""
+        """Note the end of the body."""
         self.is_complete = True
         self._timer.cancel()
         self.wake()
 
     def fail(self, fault: ServerFault) -> None:
-        """No more comes; what has come can still be read."""
+        """Note that no more comes; what has come can still be read."""
         if not self.is_complete and self._fault is None:
             self._fault = fault
             self._timer.cancel()
             self.wake()
 
     def release(self, *, is_at_end: bool = False) -> None:
-        """Nothing more is wanted of it: keep its connection if it is complete, or will be at once (`is_at_end`), else close it."""
+        """Give its connection back: it is kept if the answer is complete, or will be at once (`is_at_end`), else closed."""
         self._timer.cancel()
         self._connection.release(self.is_complete, is_at_end=is_at_end and self._fault is None)
 
@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether a request could be sent."""
+        """True if a request could be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, limit_s: float) -> ServerAnswer:

@@ -31,7 +31,7 @@ from vajra_py.serve.session.output_streams import End
 from vajra_py.serve.session.session import STOP_S, SessionState
 
 if TYPE_CHECKING:  # its packages may not be there
-    from vajra_py.route.subscription import KvFeeds, KvNews
+    from vajra_py.route.subscription import KvFeeds
 
 _log = logging.getLogger(__name__)
 _MOST_SILENCES = 3
@@ -148,7 +148,7 @@ class RouteSession:
                 if one.kv_events is not None:
                     memory = self.controller.replicasets[key[0]].replicas[key[1]].memory
                     blocks = ServerBlocks(memory.block_size, _MOST_NAMES * memory.num_blocks)
-                    self._kv_feeds.follow(key, one.kv_events, blocks, self._kv_news)
+                    self._kv_feeds.follow(key, one.kv_events, blocks, self._take_kv_report)
 
     async def ended(self) -> None:
         """Wait until nothing will be served any more."""
@@ -344,8 +344,7 @@ class RouteSession:
             self.core.report(self._clock.now(), *server.key, said)
             self._set_timer()
 
-    def _kv_news(self, key: tuple[str, int], news: KvNews) -> None:
-        report = CacheReport(0, *key, news.stored, news.removed, news.begins, news.ends)
+    def _take_kv_report(self, report: CacheReport) -> None:
         self.core.report_kv(self._clock.now(), report)
         self._set_timer()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from vajra_py.route.config import KvEventsConfig
 from vajra_py.route.kv_events import ServerBlocks
+from vajra_py.runtime.records.input_log import CacheReport
 
 _log = logging.getLogger(__name__)
 _REPLAY_S = 5.0
@@ -27,33 +27,24 @@ _MOST_BYTES = 64 * 2**20
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
-@dataclass(frozen=True, slots=True)
-class KvNews:
-    """Change of what a server's cache holds; see `CacheReport`."""
-
-    stored: Sequence[str] = ()
-    removed: Sequence[str] = ()
-    begins: bool = False
-    ends: bool = False
-
-
 class Subscription:
     """Keeps the index of one server's blocks as its events tell, and says what changes."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        name: str,
+        key: tuple[str, int],
         settings: KvEventsConfig,
         blocks: ServerBlocks,
-        on_news: Callable[[KvNews], None],
+        on_report: Callable[[CacheReport], None],
     ) -> None:
-        """`name`: the server's, for the log; `on_news` is called in the event loop's thread."""
+        """`key`: replicaset and replica of the server; `on_report` is called in the event loop's thread."""
         self._context = context
-        self._name = name
+        self._key = key
+        self._name = f"{key[0]}/{key[1]}"
         self._settings = settings
         self._blocks = blocks
-        self._on_news = on_news
+        self._on_report = on_report
         self._turn = asyncio.Lock()
         self._next: int | None = None
         """Number of the next batch; None: any."""
@@ -106,7 +97,7 @@ class Subscription:
                 elif self.is_following:
                     _log.warning("%s: its KV events have broken off", self._name)
                     self.is_following = False
-                    self._on_news(KvNews(ends=True))
+                    self._report(ends=True)
 
     async def _begin(self) -> None:
         """Begin with an empty index, and with what is kept for a replay."""
@@ -172,9 +163,14 @@ class Subscription:
         stored, removed = self._blocks.news()
         if self._is_new:
             self._is_new = False
-            self._on_news(KvNews(self._blocks.content, begins=True))
+            self._report(self._blocks.content, begins=True)
         elif stored or removed:
-            self._on_news(KvNews(stored, removed))
+            self._report(stored, removed)
+
+    def _report(
+        self, stored: Sequence[str] = (), removed: Sequence[str] = (), *, begins: bool = False, ends: bool = False
+    ) -> None:
+        self._on_report(CacheReport(0, *self._key, stored, removed, begins, ends))
 
     def _warn(self, message: str) -> None:
         """Log trouble, each kind once."""
@@ -197,12 +193,10 @@ class KvFeeds:
         key: tuple[str, int],
         settings: KvEventsConfig,
         blocks: ServerBlocks,
-        on_news: Callable[[tuple[str, int], KvNews], None],
+        on_report: Callable[[CacheReport], None],
     ) -> None:
-        """Follow the events of a server; `on_news` is called with its key, in the event loop's thread."""
-        one = self._ones[key] = Subscription(
-            self._context, f"{key[0]}/{key[1]}", settings, blocks, lambda news: on_news(key, news)
-        )
+        """Follow the events of a server; `on_report` is called in the event loop's thread, with tick 0."""
+        one = self._ones[key] = Subscription(self._context, key, settings, blocks, on_report)
         self._begin(one.run())
 
     def restart(self, key: tuple[str, int]) -> None:

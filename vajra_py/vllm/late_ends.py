@@ -23,10 +23,10 @@ class LateEnds:
         self._kept: dict[Request, bool] = {}
         """Requests that the mechanism has ended and that keep their blocks: whether the connector wants these, as far as is known."""
         self._untold: dict[str, Request] = {}
-        """Those of them of which the connector has not been told."""
+        """Requests among them of whose end the connector has not been told."""
 
     def told(self, name: str, *, wants: bool) -> None:
-        """The connector was told of an end, and wants the blocks or not."""
+        """Note that the connector was told of an end, and whether it wants the blocks."""
         request = self._untold.pop(name, None)
         if request is None:
             self._answers[name] = wants
@@ -34,7 +34,7 @@ class LateEnds:
             self._kept[request] = wants
 
     def ends(self, request: Request) -> bool | None:
-        """The mechanism ends a request: True if it keeps its blocks, False if not; None: the connector is to be asked now."""
+        """Return True if a request that the mechanism ends keeps its blocks, False if not; None: the connector is to be asked now."""
         name = request.request_id
         answer = self._answers.pop(name, None)
         is_written = self.is_written(name)
@@ -48,7 +48,7 @@ class LateEnds:
         return False
 
     def sent(self, request: Request) -> None:
-        """The connector has sent the blocks of a request."""
+        """Note that the connector has sent the blocks of a request."""
         self._kept[request] = False
 
     @property
@@ -57,11 +57,11 @@ class LateEnds:
         return self._untold.values()
 
     def void(self, request: Request) -> None:
-        """What a request was to get with its last step is void, so that it has not ended for its client: it keeps no blocks."""
+        """Let a request whose last step is void, so that it has not ended for its client, keep no blocks."""
         self._untold.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:
-        """The mechanism has lost a request with its blocks."""
+        """Forget a request that the mechanism has lost with its blocks."""
         self._answers.pop(request.request_id, None)
 
     @property

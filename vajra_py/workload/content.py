@@ -82,13 +82,8 @@ class ContentStore:
         """The content that ends at `node`, cut to the prompt's length."""
         segments: list[tuple[SegmentId, int]] = []
         # Elements of memoryviews are Python's integers, and read faster than those of arrays.
-        spaces, parent, space, number, tokens = (
-            self.spaces,
-            self.parent.data,
-            self.space.data,
-            self.number.data,
-            self.tokens.data,
-        )
+        spaces, parent, space = self.spaces, self.parent.data, self.space.data
+        number, tokens = self.number.data, self.tokens.data
         recent, last = self._recent, node
         known: _Segments | None = ()
         while node != NO_NODE and (known := recent.get(node)) is None:

@@ -71,7 +71,7 @@ def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
 
 
 def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
-    """What each queue needs, the first ones in full where not all can have it; what nobody needs is shared out equally."""
+    """Return each queue's quota: its need, the first ones in full where not all can have it, and an equal share of what is left."""
     quotas, left = [], num_tokens
     for need in needs:
         quotas.append(min(ceil(need), left))

@@ -63,6 +63,8 @@ class DloraMigration:
         self._is_set = False
         self._place: dict[RequestView, ReplicaId] = {}
         """Requests by the order in which they came."""
+        self._counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
+        """Requests of each replica by adapter; none of 0."""
         self._began_at: dict[RequestView, float] = {}
         self._times: dict[str, tuple[int, float]] = {}
         """Ended requests of each adapter, and the sum of their times, seconds."""
@@ -72,10 +74,9 @@ class DloraMigration:
         if not self._is_set:
             self._is_set = True
             self._wake.at(now + self._config.interval_s)
-        counts = self._counts()
 
         def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
-            there = counts[replica.replica_id]
+            there = self._counts[replica.replica_id]
             is_absent = (
                 request.adapter and request.adapter not in there and request.adapter not in replica.loaded_adapters
             )
@@ -85,7 +86,7 @@ class DloraMigration:
         best = min(those_up(replicas), key=cost, default=None)
         if best is None:
             return None
-        self._place[request] = best.replica_id
+        self._put(request, best.replica_id)
         return best.replica_id
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
@@ -113,31 +114,39 @@ class DloraMigration:
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The request is there, and its time begins."""
-        self._place[request] = replica_id
+        self._put(request, replica_id)
         self._began_at.setdefault(request, now)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """The request is at its target."""
-        self._place[request] = target
+        self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Learn times, and forget the requests."""
         for request in requests:
-            self._place.pop(request, None)
+            if request in self._place:
+                self._count(self._place.pop(request), request, -1)
             began_at = self._began_at.pop(request, None)
             if began_at is not None:
                 count, total = self._times.get(request.adapter, (0, 0.0))
                 self._times[request.adapter] = count + 1, total + now - began_at
 
-    def _counts(self) -> defaultdict[ReplicaId, Counter[str]]:
-        counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
-        for request, replica_id in self._place.items():
-            counts[replica_id][request.adapter] += 1
-        return counts
+    def _put(self, request: RequestView, replica_id: ReplicaId) -> None:
+        before = self._place.get(request)
+        if before is not None:
+            self._count(before, request, -1)
+        self._place[request] = replica_id
+        self._count(replica_id, request, 1)
+
+    def _count(self, replica_id: ReplicaId, request: RequestView, change: int) -> None:
+        counts = self._counts[replica_id]
+        counts[request.adapter] += change
+        if not counts[request.adapter]:
+            del counts[request.adapter]
 
     def _pair(self, pool: Sequence[ReplicaLoadView]) -> tuple[ReplicaLoadView, ReplicaLoadView] | None:
         """(source, target), None if loads are even enough."""
-        config, counts = self._config, self._counts()
+        config, counts = self._config, self._counts
         used = {one.replica_id: 1.0 - one.free_blocks / one.num_blocks for one in pool}
         fullest, emptiest = (choose(pool, key=lambda one: used[one.replica_id]) for choose in (max, min))
         if used[fullest.replica_id] >= config.full_fraction > used[emptiest.replica_id]:
@@ -152,8 +161,7 @@ class DloraMigration:
         if pair is None:
             return []
         source, target = pair
-        counts = self._counts()
-        here, there = counts[source.replica_id], counts[target.replica_id]
+        here, there = (self._counts[one.replica_id].copy() for one in (source, target))
         source_s, target_s = (sum(self._time_s(name) * count for name, count in one.items()) for one in (here, there))
         names = {name for name in (*there, *target.loaded_adapters) if name}
         movable = [one for one, place in self._place.items() if place == source.replica_id and _can_move(one)]
@@ -169,7 +177,7 @@ class DloraMigration:
             source_s, target_s = source_s - time_s, target_s + time_s + self._config.move_s
             names.add(request.adapter)
             if not request.is_resident:  # who runs is there when its KV is
-                self._place[request] = target.replica_id
+                self._put(request, target.replica_id)
             moved.append(Move(request, target.replica_id, "fewer batches there"))
         return moved
 

@@ -95,8 +95,7 @@ class EqualSeeds:
         return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
     def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
-        """Return up to `count` seeds, from the experiment's on, that give different runs, and the reason for fewer or the only source of variation.
-        """
+        """Return up to `count` seeds, from the experiment's on, that give different runs, and the reason for fewer or the only source of variation."""
         every = range(config.seed, config.seed + count)
         own = self.of_seeds(config, every)
         return tuple(every[i] for i in own.kept), own.why or own.same_load

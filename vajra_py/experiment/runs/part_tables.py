@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.metrics.tables.emitted import combined
 from vajra_py.metrics.tables.requests import ROW_GROUP_ROWS, TableBuilder
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 _REQUESTS, _STEPS, _TBT, _STEP_TIMES = "requests.arrow", "steps.arrow", "tbt.arrow", "step_times.json"
 _EMITTED, _NOTES, _TRANSFERS = "emitted.arrow", "notes.json", "transfers.arrow"

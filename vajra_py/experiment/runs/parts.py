@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, run_manifest
+from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.experiment.runs.backend import Progress, Run
 from vajra_py.experiment.runs.divided import Part, divide, why_whole
 from vajra_py.experiment.runs.folder import FINISHED, RunFolder
 from vajra_py.experiment.runs.part_tables import has_transfers, take_emitted, take_notes, take_part
 from vajra_py.experiment.runs.pool import MakePool, RunTask
-from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.experiment.runs.results import Tables, write_results
 from vajra_py.experiment.runs.run import load_workload
 from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.latency import StepTimes
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, MANIFEST_FILE, RunData
-from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.metrics.tables.further_columns import FurtherColumns
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.metrics.tables.transfers import TransfersBuilder
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_merge import merge_decision_logs

@@ -31,17 +31,17 @@ from vajra_py.metrics.summary.drafts import drafts_section
 from vajra_py.metrics.summary.movement import movement_section
 from vajra_py.metrics.summary.summary import summarise
 from vajra_py.metrics.tables.changes import Changes
+from vajra_py.metrics.tables.further_columns import FurtherColumns
 from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
 from vajra_py.metrics.tables.recorder import Recorder
-from vajra_py.metrics.tables.further_columns import FurtherColumns
 from vajra_py.metrics.tables.requests import write_parquet
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
 from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE, OutputLog
-from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller

@@ -21,19 +21,41 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, length_predictor, predictions
-from vajra_py.experiment.runs.replayed_kv import ReplayedConnector
 from vajra_py.experiment.runs.folder import FINISHED, RUNNING
+from vajra_py.experiment.runs.replayed_kv import ReplayedConnector
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog, read_admissions
-from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog, read_drafts
-from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
-from vajra_py.runtime.records.input_log import INPUTS_FILE, Abort, AdapterEnd, Answer, Arrival, Expiry, Input, CacheReport, PolicyViolation, ProgramIdle, Readmission, RecordedOutput, ReplicaChange, Retry, ServerReport, StageEnd, Swap, TierEnd, TransferEnd, WakeUp, read_inputs
-from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
+from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog, read_drafts
+from vajra_py.runtime.records.input_log import (
+    INPUTS_FILE,
+    Abort,
+    AdapterEnd,
+    Answer,
+    Arrival,
+    CacheReport,
+    Expiry,
+    Input,
+    PolicyViolation,
+    ProgramIdle,
+    Readmission,
+    RecordedOutput,
+    ReplicaChange,
+    Retry,
+    ServerReport,
+    StageEnd,
+    Swap,
+    TierEnd,
+    TransferEnd,
+    WakeUp,
+    read_inputs,
+)
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
+from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
@@ -48,6 +70,8 @@ from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.parquet"
+_RECURRING = PolicyViolation | StageEnd | Answer | ServerReport | CacheReport | KvAnswer | KvEnd
+"""Inputs that are not given: they happen by themselves, a replayed connector has them (as it has `KvNews` of steps), or a router."""
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
@@ -318,9 +342,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
             simulator.inject(one.tick, Phase.TRANSFER, one)
         elif isinstance(one, AdapterEnd | TierEnd):
             simulator.inject(one.tick, Phase.TIER, one)
-        elif isinstance(one, KvAnswer | KvEnd) or (isinstance(one, KvNews) and one.step is not None):
-            pass  # the connector gives them when it is asked
-        elif not isinstance(one, PolicyViolation | StageEnd | Answer | ServerReport | CacheReport):  # a violation recurs by itself, or is reported missing
+        elif not isinstance(one, _RECURRING) and not (isinstance(one, KvNews) and one.step is not None):
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 
@@ -423,7 +445,11 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 def _compare_lines(recorded: Path, replayed: Path) -> str | None:
     """Describe the first decision of the admission policy that differs, or of what replicas keep, or drafts that do."""
-    logs = (("admission decision", ADMISSIONS_FILE, read_admissions), ("retention", RETENTION_FILE, read_retention), ("drafts", DRAFTS_FILE, read_drafts))
+    logs = (
+        ("admission decision", ADMISSIONS_FILE, read_admissions),
+        ("retention", RETENTION_FILE, read_retention),
+        ("drafts", DRAFTS_FILE, read_drafts),
+    )
     for what, file, read in logs:
         try:
             pairs = zip_longest(*(read(one / file) for one in (recorded, replayed)))

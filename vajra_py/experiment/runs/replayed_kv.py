@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vajra_py.runtime.records.input_log import Input
-from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.requests.connector import NOTHING, ConnectorRules, KvReport, Match
+from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.device_figures import pools_of
 from vajra_py.metrics.comparison.intervals import mser5
@@ -18,12 +17,11 @@ from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
 from vajra_py.metrics.summary.drafts import drafts_section
 from vajra_py.metrics.summary.movement import movement_section
-from vajra_py.metrics.summary.tiers import tiers_section
-from vajra_py.metrics.tables.tier_log import TierLog
 from vajra_py.metrics.summary.pools import Pool, PoolInputs, pools_section
 from vajra_py.metrics.summary.programs import programs_section
 from vajra_py.metrics.summary.rates import steady_window
 from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
+from vajra_py.metrics.summary.tiers import tiers_section
 from vajra_py.metrics.summary.warnings import rate_warnings
 from vajra_py.metrics.tables.columns import write_table
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, ArrowTable, emitted_section
@@ -31,7 +29,9 @@ from vajra_py.metrics.tables.programs import PROGRAMS_FILE, programs_table
 from vajra_py.metrics.tables.replicas import REPLICAS_FILE, active_times, replicas_section, scaled_replicasets
 from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
 from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
+from vajra_py.metrics.tables.tier_log import TierLog
 from vajra_py.metrics.tables.transfers import TRANSFERS_FILE, TransfersBuilder
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 IdealMakespans: TypeAlias = Callable[[ArrowTable], Mapping[str, float]]
 _WARMUP_OFF = (0.0, 0)

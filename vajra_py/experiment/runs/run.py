@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,22 +10,22 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError, WorkloadError
+from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run
 from vajra_py.experiment.runs.backends import make_backend
-from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
 from vajra_py.experiment.runs.ideal_makespans import ideal_makespans
 from vajra_py.experiment.runs.results import Tables
-from vajra_py.metrics.tables.changes import Changes
-from vajra_py.metrics.tables.emitted import emitted_table
-from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
-from vajra_py.metrics.tables.tier_log import TierLog, links_of
-from vajra_py.metrics.tables.recorder import Recorder
-from vajra_py.metrics.tables.replicas import ReplicaStates
-from vajra_py.metrics.tables.further_columns import FurtherColumns
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
+from vajra_py.metrics.tables.changes import Changes
+from vajra_py.metrics.tables.emitted import emitted_table
+from vajra_py.metrics.tables.further_columns import FurtherColumns
+from vajra_py.metrics.tables.movement_log import MovementLog, paths_of
+from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.tables.replicas import ReplicaStates
+from vajra_py.metrics.tables.tier_log import TierLog, links_of
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, AdmissionLog
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE, DraftLog
@@ -124,7 +124,9 @@ class _Attempt:
         self._replicas = ReplicaStates()
         if any(one.scaling is not None for one in controller.replicasets.values()):
             self._observers.append(self._replicas)
-        if run.config.backend.kind != "simulator":  # simulations change nothing meanwhile, and every observer costs time
+        if (
+            run.config.backend.kind != "simulator"
+        ):  # simulations change nothing meanwhile, and every observer costs time
             self._observers.append(self._changes)
         logs = (self._log, self._admissions, self._retention, movement, self._tiers, self._drafts)
         self._observers += [one for one in logs if one is not None]

@@ -21,7 +21,7 @@ from vajra_py.latency import (
     description_of,
     step_times_of,
 )
-from vajra_py.plugins import Registry, OutputLengthInputs, build_latency_model, build_output_lengths
+from vajra_py.plugins import OutputLengthInputs, Registry, build_latency_model, build_output_lengths
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.replica import Replica
@@ -83,7 +83,9 @@ class SimulatedRun:
         self._simulator = Simulator(
             self.controller,
             executor,
-            lambda replica: timers.get(model_key(replica.replicaset, replica.parts.pool), timers[replica.replicaset])(replica),
+            lambda replica: timers.get(model_key(replica.replicaset, replica.parts.pool), timers[replica.replicaset])(
+                replica
+            ),
             options,
             _counting(run, len(run.workload)),
         )
@@ -185,9 +187,7 @@ def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Re
 def model_facts(latency: LatencyModel) -> ModelFacts:
     """Return what a latency model says about memory and lengths."""
     described = description_of(latency)
-    return ModelFacts(
-        described.kv_blocks, described.max_model_len, described.kv_bytes_per_token, described.num_layers
-    )
+    return ModelFacts(described.kv_blocks, described.max_model_len, described.kv_bytes_per_token, described.num_layers)
 
 
 def _intake(latency: LatencyModel) -> dict[str, Any]:

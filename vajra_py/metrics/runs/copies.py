@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.errors import RunError
 from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 SECTION = "replications"
 """Section of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""

@@ -17,19 +17,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
-from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
+from vajra_py.metrics.tables.further_columns import DRAFT_COLUMNS
 from vajra_py.metrics.tables.programs import PROGRAMS_FILE, no_programs
 from vajra_py.metrics.tables.replicas import REPLICAS_FILE, replicas_table
+from vajra_py.metrics.tables.requests import (
+    ADMISSION_COLUMNS,
+    ADMISSION_TEXTS,
+    PROGRAM_COLUMNS,
+    REQUEST_COLUMNS,
+    STATED_COLUMNS,
+    TBT_COLUMNS,
+    TEXT_COLUMNS,
+    with_facts,
+)
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.tables.tier_log import is_of_tiers
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, MOVEMENT_TEXTS, TRANSFERS_FILE, TransfersBuilder
-from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
-from vajra_py.metrics.tables.further_columns import DRAFT_COLUMNS
-from vajra_py.metrics.tables.requests import ADMISSION_COLUMNS, ADMISSION_TEXTS, PROGRAM_COLUMNS, REQUEST_COLUMNS, STATED_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS, with_facts
 from vajra_py.runtime.records.admission_log import ADMISSIONS_FILE, read_admissions
+from vajra_py.runtime.records.arrow_arrays import numpy_array
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.emitted import EmittedFigures
 

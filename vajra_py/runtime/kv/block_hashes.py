@@ -24,6 +24,9 @@ SegmentId: TypeAlias = int | str | tuple[str | int, ...]
 UNBOUNDED_TOKENS = sys.maxsize
 """Length of a run of tokens that is named before it is generated."""
 
+FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
+"""Hashes that a lookup asks for at first, and the factor by which it asks for more: most misses come early."""
+
 _MOST_NEW_SEGMENTS = 8
 """Segments by which a prompt may be longer than one that it is found to continue."""
 
@@ -186,7 +189,7 @@ class SegmentBlockHashes:
         *,
         recent: RecentPrompts | None = None,
     ) -> None:
-        """`recent`: prompts of the same run of a system, from which this one takes the hashes of what it continues."""
+        """`recent`: earlier prompts, from one of which this one takes the hashes of what it continues."""
         self._block_size = _checked_block_size(block_size)
         known = None if recent is None else recent.longest_prefix(segments, block_size, salt)
         if known is None:

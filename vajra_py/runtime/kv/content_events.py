@@ -10,10 +10,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from vajra_py.runtime.kv.block_hashes import BlockHashes, reads_cache
-
-_FIRST_LOOKUP_BLOCKS = 32
-_LOOKUP_GROWTH = 4
+from vajra_py.runtime.kv.block_hashes import FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH, BlockHashes, reads_cache
 
 
 class ContentChange(Enum):
@@ -81,7 +78,7 @@ def known_prefix_tokens(
 ) -> int:
     """Return the leading tokens of some content whose blocks are all known; at least one token stays to compute."""
     limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // block_size
-    found, width = 0, _FIRST_LOOKUP_BLOCKS
+    found, width = 0, FIRST_LOOKUP_BLOCKS
     if not known or not reads_cache(hashes):
         return 0
     while found < limit:
@@ -90,5 +87,5 @@ def known_prefix_tokens(
         found += held
         if held < len(wanted):
             break
-        width *= _LOOKUP_GROWTH
+        width *= LOOKUP_GROWTH
     return found * block_size

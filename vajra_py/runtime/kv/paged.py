@@ -15,7 +15,13 @@ from itertools import repeat
 from math import inf
 
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.kv.block_hashes import BlockHashes, PrivateBlockHashes, reads_cache
+from vajra_py.runtime.kv.block_hashes import (
+    FIRST_LOOKUP_BLOCKS,
+    LOOKUP_GROWTH,
+    BlockHashes,
+    PrivateBlockHashes,
+    reads_cache,
+)
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
@@ -26,9 +32,6 @@ from vajra_py.runtime.kv.retained_pool import RetainedBlockPool, Retention
 from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.runtime.kv.swaps import SwapsUnderWay
 from vajra_py.runtime.kv.tiers import KvTiers
-
-_FIRST_LOOKUP_BLOCKS = 32
-_LOOKUP_GROWTH = 4
 
 
 class _BlockTable:
@@ -270,7 +273,7 @@ class PagedKvMemory:
             return 0
         self.expire()
         blocks: list[int] = []
-        self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
+        self._match(hashes, blocks, limit, FIRST_LOOKUP_BLOCKS)
         return len(self._usable(blocks)) * self.block_size
 
     def cached_tokens(self, request: KvRequest) -> int:
@@ -295,7 +298,7 @@ class PagedKvMemory:
         lookup.num_removed = len(pool.removed)
         if lookup.num_cached != pool.num_cached:
             before = len(lookup.blocks)
-            self._match(hashes, lookup.blocks, limit, _FIRST_LOOKUP_BLOCKS if lookup.num_cached < 0 else 1)
+            self._match(hashes, lookup.blocks, limit, FIRST_LOOKUP_BLOCKS if lookup.num_cached < 0 else 1)
             lookup.num_cached = pool.num_cached
             if len(lookup.blocks) != before:
                 lookup.members = None
@@ -314,7 +317,7 @@ class PagedKvMemory:
             blocks += self._pool.match(hashes.block_hashes(start, stop))
             if len(blocks) < stop:
                 return
-            width *= _LOOKUP_GROWTH
+            width *= LOOKUP_GROWTH
 
     def _num_idle(self, entry: _BlockTable, found: list[int]) -> int:
         """Return how many of the found blocks are free: attaching them takes free capacity too."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.kv.block_hashes import BlockHashes, reads_cache
+from vajra_py.runtime.kv.block_hashes import FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH, BlockHashes, reads_cache
 from vajra_py.runtime.kv.block_pool import require
 from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.tier_store import TierBlock, TierStore
@@ -24,8 +24,6 @@ WriteRule: TypeAlias = Literal["write_back", "write_through", "write_through_sel
 
 DEVICE = "device"
 """Name of the memory above the first tier."""
-_FIRST_LOOKUP_BLOCKS = 32
-_LOOKUP_GROWTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +302,7 @@ class KvTiers:
     def levels_of(self, hashes: BlockHashes, start: int, limit: int) -> list[int]:
         """Return the nearest tier of each block from `start` on, before `limit`, up to the first that no tier holds."""
         levels: list[int] = []
-        width = _FIRST_LOOKUP_BLOCKS
+        width = FIRST_LOOKUP_BLOCKS
         while (at := start + len(levels)) < limit:
             stop = min(at + width, limit)
             for block_hash in hashes.block_hashes(at, stop):
@@ -312,7 +310,7 @@ class KvTiers:
                 if level is None:
                     return levels
                 levels.append(level)
-            width *= _LOOKUP_GROWTH
+            width *= LOOKUP_GROWTH
         return levels
 
     def hit_tokens(self, hashes: BlockHashes, num_known_tokens: int, num_on_device: int) -> Mapping[str, int]:

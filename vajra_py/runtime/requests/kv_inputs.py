@@ -12,7 +12,7 @@ class KvAnswer:
 
     Attributes:
         num_tokens: what it can load behind the tokens that the prefix cache has; None: it does not know yet.
-        is_async: whether it loads beside steps.
+        is_async: True if it loads beside steps.
     """
 
     tick: int
@@ -25,7 +25,11 @@ class KvAnswer:
 
 @dataclass(frozen=True, slots=True)
 class KvEnd:
-    """Whether a request that ended kept its blocks for the connector."""
+    """Answer of the connector about a request that ended.
+
+    Attributes:
+        keeps: True if the request keeps its blocks until the connector has sent them.
+    """
 
     tick: int
     replicaset: str

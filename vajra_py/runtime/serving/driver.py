@@ -26,6 +26,7 @@ from vajra_py.runtime.records.input_log import (
     Abandonment,
     Abort,
     AdapterEnd,
+    CacheReset,
     Control,
     Expiry,
     Failure,
@@ -44,7 +45,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import KvReport
-from vajra_py.runtime.requests.kv_inputs import KvLook, KvNews
+from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -754,9 +755,7 @@ class Driver(Generic[R]):
             return
         if isinstance(what, Gate):
             one.replica.set_gate(what)
-        elif isinstance(what, KvLook):
-            pass
-        else:
+        elif isinstance(what, CacheReset):  # a `KvLook` only wakes
             movement = self._movements.get(what.replicaset)
             try:
                 if movement is not None:
@@ -866,17 +865,21 @@ class Driver(Generic[R]):
     def touch(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt(one, up_to_now=not 0 <= self._completing < one.rank)
+            self.fast_forward.interrupt(one, up_to_now=not self._ends_later(one))
 
     def catch_up(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.catch_up(one, up_to_now=not 0 <= self._completing < one.rank)
+            self.fast_forward.catch_up(one, up_to_now=not self._ends_later(one))
 
     def blocks_taken(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.shorten(one)
+
+    def _ends_later(self, one: R) -> bool:
+        """Return True if a step of this replica that ends in this tick comes after the one that is being completed."""
+        return 0 <= self._completing < one.rank
 
     def replica(self, replicaset: str, replica_id: int) -> R:
         """See `DriverServices`."""

@@ -110,7 +110,7 @@ class HandOffs(Generic[R]):
         self._transfers = transfers
         self._driver = driver
         self._replicas = driver.replicas_of(replicaset.name)
-        """Those of the driver, by id."""
+        """The driver's replicas, by id."""
         self._num_started = 0
         self._of: dict[Request, HandOff[R]] = {}
         self._unplaced: dict[Request, HandOff[R]] = {}

@@ -144,9 +144,9 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
+        """True if something outside is heard of with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended and not come back, where the next one is formed before."""
-        """True if something outside is heard of with each step."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None
