@@ -2,14 +2,15 @@
 
 python benchmarks/route.py [RATE] [REQUESTS] [TOKENS]: requests arrive evenly at RATE a second, half of them streams, and each has TOKENS
 tokens, one every 10 ms. Both loads run at once, in turn request by request, so that the machine's state is the same for both. The
-router is a process of its own on one core. Printed: the time to the first byte and to the last one, at P50 and P99, directly and
-through the router, and the differences.
+router is a process of its own on one core. Printed: the time to the first byte of streams and to the last one of all, at P50 and P99,
+directly and through the router, and the differences.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -54,13 +55,15 @@ def _serve(port: int) -> None:
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, number: int, num_tokens: int) -> tuple[float, float]:
-    body = {"model": "m", "prompt": f"{number} " + "word " * 200, "max_tokens": num_tokens, "stream": number % 4 < 2}
+    """Return the times to the first byte, not a number for an answer that is no stream, and to the last one, seconds."""
+    is_stream = number % 4 < 2
+    body = {"model": "m", "prompt": f"{number} " + "word " * 200, "max_tokens": num_tokens, "stream": is_stream}
     started, first = time.perf_counter(), 0.0
     async with http.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
         async for _ in answer.content.iter_any():
             first = first or time.perf_counter() - started
-    return first, time.perf_counter() - started
+    return first if is_stream else math.nan, time.perf_counter() - started
 
 
 async def _load(urls: list[str], rate: float, num_requests: int, num_tokens: int) -> list[np.ndarray]:
@@ -125,9 +128,9 @@ async def _wait_for(urls: list[str]) -> None:
 
 async def _measure(urls: list[str], load: tuple[int, int, int]) -> None:
     direct, routed = await _load(urls, *load)
-    for column, name in enumerate(("first byte", "last byte")):
+    for column, name in enumerate(("first byte of streams", "last byte")):
         for percent in (50, 99):
-            one, other = (1e3 * float(np.percentile(times[:, column], percent)) for times in (direct, routed))
+            one, other = (1e3 * float(np.nanpercentile(times[:, column], percent)) for times in (direct, routed))
             print(f"{name} P{percent}: {one:.2f} ms directly, {other:.2f} ms routed, {other - one:+.2f} ms")
 
 
