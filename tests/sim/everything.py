@@ -302,7 +302,9 @@ def _remember(mapping: dict[str, Any], draw: random.Random) -> None:
     if retention is not None:
         params = {"ttl": {"ttl_s": 0.3}, "session_pin": {"pin_s": draw.choice([0.05, 5.0])}}.get(retention, {})
         scheduling["retention"] = {"policy": retention, "params": params}
-    models = [{"name": name, "num_blocks": 2, "load_s": draw.choice([0.0, 0.03])} for name in sorted({*ADAPTERS} - {""})]
+    models = [
+        {"name": name, "num_blocks": 2, "load_s": draw.choice([0.0, 0.03])} for name in sorted({*ADAPTERS} - {""})
+    ]
     replica["adapters"] = {"max_loras": draw.choice([1, 2]), "models": models}
     if draw.random() < 0.7:
         rules = {"rejected_blocks": draw.choice(["free", "keep"]), "past_max_tokens": draw.random() < 0.5}
