@@ -103,7 +103,8 @@ class Restless:
                 for one in replicas
                 if one.is_up and one.role != avoided and one.replica_id != request.replica_id and _fits(request, one)
             ]
-            if not is_running:
+            again = (one for one in replicas if one.role != "decode")
+            if not is_running and any(request.num_known_tokens <= _num_tokens(one) for one in again):
                 targets.append(None)
             if targets:
                 yield Move(request, targets[self._chance(len(targets), "target", request_id, round(now, 6))])
@@ -124,7 +125,11 @@ class RestlessPlacing(Restless):
 
 
 def _fits(request: Request, replica: ReplicaLoadView) -> bool:
-    return request.num_prompt_tokens + request.max_tokens <= replica.num_blocks * replica.limits.block_size
+    return request.num_prompt_tokens + request.max_tokens <= _num_tokens(replica)
+
+
+def _num_tokens(replica: ReplicaLoadView) -> int:
+    return replica.num_blocks * replica.limits.block_size
 
 
 class Moody:

@@ -83,6 +83,11 @@ class Migrations(Generic[R]):
             raise self._wrong(request, "moves a request that has ended")
         if move.target is not None:
             self._check_target(request, move.target)
+        elif not self._replicaset.bounds.holders(request).of_prompts:
+            num_tokens = request.num_known_tokens
+            raise self._wrong(
+                request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
+            )
         if request.state is not RequestState.RUNNING:
             self._end(request, PREEMPTED)  # while it moved
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
