@@ -58,9 +58,18 @@ MIGRATES_WHEN_HANDED_OFF = 99
 MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN = 100
 """A replica drains and goes down that has set blocks aside for a request that migrates to it."""
 
+GREW_BEYOND_ITS_PROMPTS_REPLICAS = 10020
+"""A replica is lost, and prompt and output of one of its requests fit on no replica that computes prompts."""
+
 
 @pytest.mark.parametrize(
-    "seed", [CAME_FROM_ANOTHER_REPLICA, MIGRATES_WHEN_HANDED_OFF, MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN, 2]
+    "seed",
+    [
+        CAME_FROM_ANOTHER_REPLICA,
+        MIGRATES_WHEN_HANDED_OFF,
+        MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN,
+        GREW_BEYOND_ITS_PROMPTS_REPLICAS,
+    ],
 )
 def test_nothing_is_lost_where_requests_are_calls_of_agents(seed: int) -> None:
     assert check_world(seed, agents=True) > 0
