@@ -61,10 +61,17 @@ MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN = 100
 GREW_BEYOND_ITS_PROMPTS_REPLICAS = 10020
 """A replica is lost, and prompt and output of one of its requests fit on no replica that computes prompts."""
 
+WAIT_FOR_EACH_OTHERS_ADAPTERS = 10248
+"""Requests leave two replicas for each other, whose only slots have the adapters of those that leave."""
+LOADED_AND_NOT_LOOKED_AT = 10275
+"""The last prompt is loaded from a tier, and its memory is full of requests that wait for its blocks elsewhere."""
+
 
 @pytest.mark.parametrize(
     "seed",
     [
+        WAIT_FOR_EACH_OTHERS_ADAPTERS,
+        LOADED_AND_NOT_LOOKED_AT,
         CAME_FROM_ANOTHER_REPLICA,
         MIGRATES_WHEN_HANDED_OFF,
         MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN,
