@@ -79,12 +79,13 @@ class Opens(threading.Condition):
 class Bench:
     """A worker that computes in the test's thread, the runner under it, and what it delivers."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[], object] | None = None) -> None:
+        """`call`: called when a step has to wait, in place of opening the gate for one copy."""
         self.news: SimpleQueue[WorkerNews] = SimpleQueue()
         self.runner = Gated()
         self.worker = InlineWorker(KEY, self.runner)
         self.num_waits = 0
-        self.worker._copier._changed = Opens(self._open)
+        self.worker._copier._changed = Opens(call or self._open)
         self.worker.start(8, 8, self.news.put)
 
     def _open(self) -> None:
@@ -144,35 +145,89 @@ def test_content_that_is_found_may_be_read_while_it_is_copied() -> None:
 
 
 def test_a_copy_to_the_device_waits_for_the_one_that_reads_its_block() -> None:
+    may_read = threading.Event()
+
+    class Reads(FakeRunner):
+        def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+            if copies[0].direction is CopyDirection.TO_HOST:
+                assert may_read.wait(30)
+            super().move_kv(copies)
+
+    class Waits(threading.Condition):
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+            if worker._copier._up.moves and not predicate():
+                may_read.set()
+            return super().wait_for(predicate, timeout)
+
+    worker, news = InlineWorker(KEY, Reads(OPTIONS)), SimpleQueue[WorkerNews]()
+    worker._copier._changed = Waits()
+    worker.start(8, 8, news.put)
+    worker.copy_kv(down(0, 3, 0))
+    worker.copy_kv(up(1, 1, 3))
+    assert news.get(timeout=30) == KvMoved(KEY, 0)
+    assert news.get(timeout=30) == KvMoved(KEY, 1)
+    worker.close()
+
+
+def test_a_copy_comes_after_decodes_that_were_begun_ahead() -> None:
     bench = Bench()
-    bench.worker.copy_kv(down(0, 3, 0))
-    bench.worker.copy_kv(up(1, 1, 3))
-    bench.worker.copy_kv(down(2, 4, 2))
-    bench.runner.gate.release(3)
-    news = [bench.next() for _ in range(3)]
-    assert news.index(KvMoved(KEY, 0)) < min(news.index(KvMoved(KEY, 1)), news.index(KvMoved(KEY, 2)))
+    bench.runner.begin_ahead = lambda: bench.runner.log.append("ahead")  # type: ignore[method-assign]
+    bench.runner.gate.release()
+    bench.worker.copy_kv(up(0, 0, 0))
+    assert bench.next() == KvMoved(KEY, 0)
+    assert bench.runner.log == ["ahead", (0, 0)]
     bench.worker.close()
 
 
 def test_after_a_copy_that_failed_steps_fail_and_no_copy_is_begun() -> None:
-    bench = Bench()
-    bench.worker.copy_kv(KvMove(0, [BlockCopy(99, 0, CopyDirection.TO_HOST)]))
-    bench.worker.copy_kv(down(1, 1, 1))
-    bench.runner.gate.release(2)
-    failed = bench.next()
-    assert isinstance(failed, Finished)
-    assert failed.error is not None
-    assert "IndexError" in failed.error
+    began, may_fail, may_end = threading.Event(), threading.Event(), threading.Event()
+    made: list[Sequence[BlockCopy]] = []
+
+    class Fails(FakeRunner):
+        def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+            made.append(copies)
+            if copies[0].direction is CopyDirection.TO_HOST:
+                assert may_fail.wait(30)
+                raise ExecutorError("KV copy: out of memory")
+            began.set()
+            assert may_end.wait(30)
+
+    def failed(why: str) -> Finished:
+        return Finished(KEY, None, why)
+
+    worker, news = InlineWorker(KEY, Fails(OPTIONS)), SimpleQueue[WorkerNews]()
+    worker.start(8, 8, news.put)
+    worker.copy_kv(up(0, 0, 0))
+    assert began.wait(30)
+    for number in (1, 2):
+        worker.copy_kv(down(number, number, number))
+    may_fail.set()
+    assert news.get(timeout=30) == failed("KV copy: out of memory")
+    may_end.set()
+    assert news.get(timeout=30) == KvMoved(KEY, 0)  # it had begun
+    worker.submit(step(4, 5))
+    worker.copy_kv(up(3, 0, 0))
+    for _ in range(2):
+        assert news.get(timeout=30) == failed("a copy of KV failed before (KV copy: out of memory)")
+    worker.close()
+    assert len(made) == 2
+    assert news.empty()
+
+
+def test_a_step_that_waits_for_a_copy_ends_with_the_worker() -> None:
+    closing: list[threading.Thread] = []
+
+    def close() -> None:
+        closing.append(threading.Thread(target=bench.worker.close))
+        closing[0].start()
+
+    bench = Bench(close)
+    bench.worker.copy_kv(down(0, 2, 0))
     bench.worker.submit(step(2, 3))
-    later = bench.next()
-    assert isinstance(later, Finished)
-    assert later.error is not None
-    assert "a copy of KV failed before" in later.error
-    bench.worker.copy_kv(down(2, 1, 1))
-    assert isinstance(bench.next(), Finished)
-    bench.worker.close()
-    assert bench.runner.log == []
-    assert bench.news.empty()
+    ended = bench.next()
+    bench.runner.gate.release()
+    closing[0].join(30)
+    assert ended == Finished(KEY, None, "the worker has been closed")
 
 
 @pytest.mark.parametrize("how", ["close", "discard"])

@@ -145,9 +145,8 @@ def written_blocks(step: StepInput, block_size: int) -> Iterator[int]:
     """Yield the device blocks that a request has taken by this step to write them, and those that swapped content comes back to."""
     starts = {chunk.slot: chunk.num_computed // block_size for chunk in step.chunks}
     for update in step.tables:
-        yield from update.block_ids[
-            max(0, starts.get(update.slot, 0) - update.start) :
-        ]  # content was found in those before
+        num_found = max(0, starts.get(update.slot, 0) - update.start)
+        yield from update.block_ids[num_found:]
     yield from _loaded(step.copies)
 
 
