@@ -177,14 +177,16 @@ def test_a_process_killed_in_the_middle_of_a_copy_costs_no_request(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", ["in_process", "process"])
-def test_a_real_model_gives_the_tokens_that_it_gives_without_a_tier(workers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "rule"), [("in_process", RULES[0]), ("process", RULES[1])])
+def test_a_real_model_gives_the_tokens_that_it_gives_without_a_tier(
+    workers: str, rule: dict[str, Any], tmp_path: Path
+) -> None:
     from vajra_py.engine.tiny import write_tiny_model
 
     model = write_tiny_model(tmp_path / "tiny")
     engine = {"num_threads": 1, "random_weights": False, "workers": workers}
     tokens = {}
-    for name, rules in (("without", None), ("with", RULES[1])):
+    for name, rules in (("without", None), ("with", rule)):
         mapping = tiered(model, rules, num_replicas=1, engine=engine)
         mapping["replica"] |= {"max_batch_tokens": 64, "max_model_len": 200}
         mapping["workload"] = {**CHATS, "num_sessions": 8, "slo_classes": []}

@@ -19,6 +19,7 @@ from vajra_py.engine.compute import SamplingParams as RowParams
 from vajra_py.engine.kv_copier import KvCopier, written_blocks
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.processes import ProcessWorker
+from vajra_py.engine.requests import RequestOutput
 from vajra_py.engine.worker import Finished, InlineWorker, KvMoved, ThreadWorker, Worker, WorkerNews
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
@@ -380,31 +381,82 @@ SIZES: dict[str, Any] = {
 }
 
 
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+PROMPTS = [[number] * 80 for number in range(1, 8)]
+
+
+class Loads:
+    """Loads of an engine's runner, which wait at a gate."""
+
+    def __init__(self) -> None:
+        self.began, self.gate = began, gate = threading.Event(), threading.Event()
+
+        class SlowLoads(FakeRunner):
+            def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+                if copies[0].direction is CopyDirection.TO_DEVICE:
+                    began.set()
+                    assert gate.wait(30)
+                super().move_kv(copies)
+
+        self.runner = SlowLoads
+
+    async def begin(self, llm: AsyncLLM) -> asyncio.Task[RequestOutput]:
+        """Return a request whose load has begun."""
+        for prompt in PROMPTS[:4]:
+            assert (await llm.generate(prompt, GREEDY)).token_ids == expected_output(prompt, 12)
+        task = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
+        assert await asyncio.to_thread(self.began.wait, 30)
+        return task
+
+
 def test_a_request_waits_for_its_load_and_others_go_on(hollow_model: Path) -> None:
-    began, gate = threading.Event(), threading.Event()
-
-    class SlowLoads(FakeRunner):
-        def move_kv(self, copies: Sequence[BlockCopy]) -> None:
-            if copies[0].direction is CopyDirection.TO_DEVICE:
-                began.set()
-                assert gate.wait(30)
-            super().move_kv(copies)
-
-    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
-    prompts = [[number] * 80 for number in range(1, 8)]
+    loads = Loads()
 
     async def main() -> None:
-        async with AsyncLLM(hollow_model, SIZES, load=SlowLoads) as llm:
-            for prompt in prompts[:4]:
-                assert (await llm.generate(prompt, greedy)).token_ids == expected_output(prompt, 12)
-            loaded = asyncio.create_task(llm.generate(prompts[0], greedy))
-            assert await asyncio.to_thread(began.wait, 30)
-            for prompt in prompts[4:]:  # they take blocks whose content is stored meanwhile
-                assert (await llm.generate(prompt, greedy)).token_ids == expected_output(prompt, 12)
+        async with AsyncLLM(hollow_model, SIZES, load=loads.runner) as llm:
+            loaded = await loads.begin(llm)
+            for prompt in PROMPTS[4:]:  # they take blocks whose content is stored meanwhile
+                assert (await llm.generate(prompt, GREEDY)).token_ids == expected_output(prompt, 12)
             assert not loaded.done()
-            gate.set()
+            loads.gate.set()
             output = await loaded
-            assert output.token_ids == expected_output(prompts[0], 12)
+            assert output.token_ids == expected_output(PROMPTS[0], 12)
             assert output.metrics.num_cached_tokens == 72
 
     asyncio.run(main())
+
+
+def test_blocks_of_a_load_that_was_called_off_are_used_when_it_has_ended(hollow_model: Path) -> None:
+    loads = Loads()
+
+    async def main() -> None:
+        async with AsyncLLM(hollow_model, SIZES, load=loads.runner) as llm:
+            loading = await loads.begin(llm)
+            loading.cancel()
+            others = [asyncio.create_task(llm.generate(prompt, GREEDY)) for prompt in PROMPTS[4:]]
+            await asyncio.sleep(0)  # they are sent
+            loads.gate.set()
+            for prompt, other in zip(PROMPTS[4:], others, strict=True):
+                assert (await other).token_ids == expected_output(prompt, 12)
+            assert (await llm.generate(PROMPTS[0], GREEDY)).token_ids == expected_output(PROMPTS[0], 12)
+
+    asyncio.run(main())
+
+
+def test_an_engine_ends_with_copies_under_way(hollow_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, close = Loads(), KvCopier.close
+
+    def open_and_close(copier: KvCopier, timeout_s: float | None = None) -> None:
+        loads.gate.set()
+        close(copier, timeout_s)
+
+    monkeypatch.setattr(KvCopier, "close", open_and_close)
+
+    async def main() -> None:
+        async with AsyncLLM(hollow_model, SIZES, load=loads.runner) as llm:
+            loading = await loads.begin(llm)
+        with pytest.raises(ExecutorError):
+            await loading
+
+    asyncio.run(main())
+    assert not [one for one in threading.enumerate() if one.name.startswith("vajra-copies")]
