@@ -145,7 +145,8 @@ def run_it(
             first.discard(key[1])
             return FakeRunner(options, 2)
         at = int(stream.integers(1, 60)) if stream.random() < fails else None
-        return FakeRunner(options, at, int(stream.integers(1, 12)) if stream.random() < fails_moving else None)
+        fails_soon = fails_moving > 0.0 and stream.random() < fails_moving
+        return FakeRunner(options, at, int(stream.integers(1, 12)) if fails_soon else None)
 
     def backend(run: Run) -> Backend:
         world = SteppedWorld(np.random.default_rng(mapping["seed"]), mean_step_s=0.002, runner=runner)
