@@ -470,7 +470,7 @@ class KvRunner(ModelRunner, Protocol):
         """
 
     def move_kv(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy KV blocks between device and host, in this order, after all steps submitted before. Raises `ExecutorError`."""
+        """Copy KV blocks between device and host, in this order; in any thread, beside steps that use others. Raises `ExecutorError`."""
 
 
 class AdapterRunner(ModelRunner, Protocol):

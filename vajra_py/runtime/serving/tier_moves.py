@@ -6,8 +6,8 @@ admitted: it gets its device blocks, waits for the transfer, and then runs on fr
 through, is copied down. Each tier has a link of its own for each replica, one way down and one way up, and a shared tier may have
 a limit for all together.
 
-Where a backend copies instead of a model of the links, copies end when it says so. It copies what the step that was just formed overwrites
-before that step, and looks for other content of the device when the content has been computed.
+Where a backend copies instead of a model of the links, copies end when it says so. It reads what the step that was just formed overwrites
+before that step does, and looks for other content of the device when the content has been computed.
 """
 
 from __future__ import annotations
