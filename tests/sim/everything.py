@@ -213,9 +213,12 @@ class World:
         )
 
 
-def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False) -> World:
+def drawn_world(
+    seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False, policies: bool = False
+) -> World:
     """The world of a seed. `overlaps`: KV is sent while its prompt is computed, and prompts are computed in chunks. `agents`: requests
     are calls of programs, some with adapters, whose content outlives them by retention policies, pins and tiers; decodes have drafts.
+    `policies`: any built-in prioritizer and replica scheduler.
     """
     draw = random.Random(seed)
     elastic = draw.random() < 0.5
@@ -272,6 +275,8 @@ def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False, ag
         mapping["replica"]["memory"]["reservation"] = more.choice(["prompt", "incremental"])
     if agents:
         _remember(mapping, random.Random(f"memory {seed}"))
+    if policies:
+        _choose_policies(mapping, random.Random(f"policies {seed}"))
     requests: list[RequestSpec] = []
     at = 0.0
     for index in range(num_requests):
@@ -331,6 +336,16 @@ def _remember(mapping: dict[str, Any], draw: random.Random) -> None:
         }
 
 
+def _choose_policies(mapping: dict[str, Any], draw: random.Random) -> None:
+    """Let any prioritizer and replica scheduler decide, and some replicas have swap space."""
+    registry, scheduling = load_registry(), mapping["scheduling"]
+    scheduling["replica_scheduler"] = scheduler = draw.choice(sorted(registry.policies(Layer.REPLICA_SCHEDULER)))
+    prioritizers = ["lrs"] if scheduler == "space_sharing" else sorted(registry.policies(Layer.REQUEST_PRIORITIZER))
+    scheduling["request_prioritizer"] = draw.choice(prioritizers)
+    if draw.random() < 0.3:
+        mapping["replica"]["memory"]["host_blocks"] = 50
+
+
 def _as_programs(requests: Sequence[RequestSpec], draw: random.Random) -> list[RequestSpec]:
     """Make most requests calls of programs, with chains, forks and joins; a call's prompt continues that of a call before it."""
     programs: dict[str, list[RequestSpec]] = {}
@@ -377,9 +392,11 @@ def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) ->
     return ways, simulator.num_steps
 
 
-def check_world(seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False) -> int:
+def check_world(
+    seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False, policies: bool = False
+) -> int:
     """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
-    world = drawn_world(seed, num_requests, overlaps=overlaps, agents=agents)
+    world = drawn_world(seed, num_requests, overlaps=overlaps, agents=agents, policies=policies)
     runs = [
         run_world(world, steps_alone=alone, check_every_steps=every)
         for alone, every in ((False, 1), (True, 1), (True, 7))

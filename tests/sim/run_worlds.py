@@ -16,11 +16,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=40, help="requests of a world")
     parser.add_argument("--overlaps", action="store_true", help="send KV while its prompt is computed")
     parser.add_argument("--agents", action="store_true", help="programs, adapters, drafts, tiers and retention too")
+    parser.add_argument("--policies", action="store_true", help="any built-in prioritizer and replica scheduler")
     options = parser.parse_args()
     seed, num_steps, failed = options.first, 0, []
     while num_steps < options.steps:
         try:
-            num_steps += check_world(seed, options.requests, overlaps=options.overlaps, agents=options.agents)
+            ways = {"overlaps": options.overlaps, "agents": options.agents, "policies": options.policies}
+            num_steps += check_world(seed, options.requests, **ways)
         except Exception as error:
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)

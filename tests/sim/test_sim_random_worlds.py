@@ -80,3 +80,8 @@ LOADED_AND_NOT_LOOKED_AT = 10275
 )
 def test_nothing_is_lost_where_requests_are_calls_of_agents(seed: int) -> None:
     assert check_world(seed, agents=True) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_whichever_built_in_policies_decide(seed: int) -> None:
+    assert check_world(seed, agents=True, policies=True) > 0
