@@ -377,7 +377,7 @@ class SteppedWorld:
         tell: Callable[[Outcome], None],
     ) -> SteppedRestarter:
         """See `MakeRestarter`: workers come back some time later, without threads."""
-        return SteppedRestarter(limits.max_restarts, lambda *lost: self._replace(*lost, begin, finish, tell))
+        return SteppedRestarter(limits.max_restarts, lambda key, lost: self._replace(key, lost, begin, finish, tell))
 
     def _replace(
         self,
