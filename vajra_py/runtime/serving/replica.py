@@ -86,6 +86,7 @@ class Replica:
         "_eviction_watchers",
         "_has_drafts",
         "_inherited",
+        "_joins_at_once",
         "_late_tokens",
         "_listener_error",
         "_num_waiting_in_run",
@@ -147,6 +148,8 @@ class Replica:
         """True if something outside is heard of with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended and not come back, where the next one is formed before."""
+        self._joins_at_once = False
+        """True if requests that come with their KV decode in the pool from their first step on; otherwise from the second."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None
@@ -202,6 +205,11 @@ class Replica:
         self._eviction_watchers = [one for one in observers if type(one).on_evicted is not Observer.on_evicted]
         self.memory.report_evictions(self._show_evicted if self._eviction_watchers else None)
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
+
+    def join_at_once(self) -> None:
+        """Count the first decode of a request that came with its KV in the pool, for an executor that takes nothing from plans but their features."""
+        one_at_a_time = self.limits.pipeline_stages == 1 and not self._has_drafts
+        self._joins_at_once = one_at_a_time and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from outside the replica, and leave it there, from now on.
@@ -467,7 +475,25 @@ class Replica:
                 log.on_plan(self.replicaset, plan, changes)
         if self._step_watchers:
             self._show(plan)
+        if builder.num_moved and self._joins_at_once:
+            self._let_join(plan)
         return plan
+
+    def _let_join(self, plan: StepPlan) -> None:
+        """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
+        pool = self.running_set.pool
+        if plan.num_pool_decodes < len(pool):
+            return  # some decodes are not in the step
+        joining = [one for one, num_tokens, _, kind in plan.chunks if kind is MOVED and num_tokens == 1]
+        joining = [one for one in joining if one.num_output_tokens and not one.num_remaining_tokens]
+        if not joining:
+            return
+        if plan.pool is None:
+            pool.commit()
+            plan.pool = pool
+        for request in joining:
+            self._begin_decode(request, self._output_limit(request) - request.num_output_tokens)
+        plan.num_joined = len(joining)
 
     def _show_evicted(self, block: CachedEntry, now: float) -> None:
         for observer in self._eviction_watchers:
@@ -504,7 +530,8 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
         # What was handed off may be told to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
-        return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
+        tells_apart = plan.chunks and self.parts.listeners.step_runs
+        return 0 if self._step_watchers or is_awaited or tells_apart else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
@@ -514,6 +541,9 @@ class Replica:
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
         """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
         assert plan.pool is not None
+        if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
+            plan, ended_at = self.complete_repeats(plan, ended_at[:1], now), ended_at[1:]
+        has_joined = bool(plan.chunks)
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
             for observer in self._end_watchers:
@@ -528,6 +558,10 @@ class Replica:
                 log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
         plan.pool.advance(ended_at)
         self.num_steps += len(ended_at)
+        if has_joined and self._step_logs:
+            changes = self.running_set.take_pool_changes()
+            for log in self._step_logs:
+                log.on_plan(self.replicaset, following, changes)
         if self.parts.listeners.step_runs:
             self._tell_run(step_index, formed_at, plan.pool, ended_at)
         return following
@@ -704,6 +738,8 @@ class Replica:
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
+            if plan.num_joined and request in self.running_set.pool:
+                continue
             end = computed_before + num_tokens
             if drafts and (planned := drafts.get(request)) is not None:
                 if not planned.is_padding:

@@ -39,9 +39,9 @@ class Repeats:
         Up to the one in which a request ends, or before the one in which a decode would lack a block.
         """
         pool, running_set = plan.pool, self._running_set
-        if pool is None or plan.chunks or not self._is_steady(plan):
+        if pool is None or len(plan.chunks) > plan.num_joined or not self._is_steady(plan):
             return 0
-        if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes:
+        if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes or (plan.chunks and plan.notes):
             return 0
         memory = running_set.memory
         if running_set.has_spare_blocks or running_set.skipped or running_set.partial:
@@ -64,7 +64,7 @@ class Repeats:
     def surely_fit(self, plan: StepPlan, num_steps: int) -> bool:
         """Return True if enough blocks are free for so many repetitions, whichever decodes need one."""
         running_set, memory = self._running_set, self._running_set.memory
-        most = -(-num_steps // memory.block_size) * plan.num_pool_decodes
+        most = -(-num_steps // memory.block_size) * plan.num_requests
         return most <= memory.repeat_headroom and not running_set.has_spare_blocks
 
     def goes_on(self, plan: StepPlan) -> bool:
