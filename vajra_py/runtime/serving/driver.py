@@ -145,7 +145,8 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none."""
+        """Rank of the replica whose step is being completed among the ends of this tick; -1: none. Steps of higher ranks end after it,
+        so that what it does to other replicas in this tick comes before the ends of those."""
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:
@@ -865,21 +866,17 @@ class Driver(Generic[R]):
     def touch(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.interrupt(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def catch_up(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.catch_up(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.catch_up(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def blocks_taken(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.shorten(one)
-
-    def _ends_later(self, one: R) -> bool:
-        """Return True if a step of this replica that ends in this tick comes after the one that is being completed."""
-        return 0 <= self._completing < one.rank
 
     def replica(self, replicaset: str, replica_id: int) -> R:
         """See `DriverServices`."""

@@ -78,8 +78,9 @@ class Movement(Generic[R]):
                 begin(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
-            self._drains.room_changed()
         if self._drains.draining:
+            if has_freed:
+                self._drains.room_changed()
             self._drains.advance()
 
     def requests_ended(self, ended: Iterable[tuple[Request, EndReason]]) -> None:

@@ -484,16 +484,15 @@ class Replica:
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool):
             return  # some decodes are not in the step
-        joining = [one for one, num_tokens, _, kind in plan.chunks if kind is MOVED and num_tokens == 1]
-        joining = [one for one in joining if one.num_output_tokens and not one.num_remaining_tokens]
-        if not joining:
-            return
-        if plan.pool is None:
-            pool.commit()
-            plan.pool = pool
-        for request in joining:
-            self._begin_decode(request, self._output_limit(request) - request.num_output_tokens)
-        plan.num_joined = len(joining)
+        for request, num_tokens, _, kind in plan.chunks:
+            num_outputs = request.num_output_tokens
+            if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
+                continue
+            if plan.pool is None:
+                pool.commit()
+                plan.pool = pool
+            plan.num_joined += 1
+            self._begin_decode(request, self._output_limit(request) - num_outputs)
 
     def _show_evicted(self, block: CachedEntry, now: float) -> None:
         for observer in self._eviction_watchers:
@@ -540,15 +539,15 @@ class Replica:
 
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
         """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
-        assert plan.pool is not None
         if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
             plan, ended_at = self.complete_repeats(plan, ended_at[:1], now), ended_at[1:]
-        has_joined = bool(plan.chunks)
+        pool, num_joined = plan.pool, plan.num_joined
+        assert pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
             for observer in self._end_watchers:
                 observer.on_step_run(run)
-        growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
+        growth = pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
         step_index, formed_at = plan.step_index, plan.formed_at
         following = plan.copy_of_decodes() if self._step_logs else plan  # logs keep plans
         self.builder.repeat(following, len(ended_at), ended_at[-1], self._num_waiting_in_run)
@@ -556,14 +555,14 @@ class Replica:
             repeats = PlanRepeats(ended_at, growth)
             for log in self._step_logs:
                 log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
-        plan.pool.advance(ended_at)
+        pool.advance(ended_at)
         self.num_steps += len(ended_at)
-        if has_joined and self._step_logs:
+        if num_joined and self._step_logs:
             changes = self.running_set.take_pool_changes()
             for log in self._step_logs:
                 log.on_plan(self.replicaset, following, changes)
         if self.parts.listeners.step_runs:
-            self._tell_run(step_index, formed_at, plan.pool, ended_at)
+            self._tell_run(step_index, formed_at, pool, ended_at)
         return following
 
     def _tell_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:

@@ -182,7 +182,9 @@ class PlanDraft:
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
         decodes = pool.members if is_pool else self.selected
         if self._one_group:
-            context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
+            context = pool.context_tokens
+            if not is_pool:
+                context = sum(one.num_computed_tokens for one in decodes) if decodes else 0
             if self.chunks or self._swap_bytes:
                 chunks: Collection[PlannedChunk] = self.chunks.values()
                 num_decodes = len(decodes)
