@@ -39,9 +39,10 @@ class Repeats:
         Up to the one in which a request ends, or before the one in which a decode would lack a block.
         """
         pool, running_set = plan.pool, self._running_set
-        if pool is None or len(plan.chunks) > plan.num_joined or not self._is_steady(plan):
+        has_others = plan.chunks and (len(plan.chunks) > plan.num_joined or plan.notes)
+        if pool is None or has_others or not self._is_steady(plan):
             return 0
-        if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes or (plan.chunks and plan.notes):
+        if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes:
             return 0
         memory = running_set.memory
         if running_set.has_spare_blocks or running_set.skipped or running_set.partial:

@@ -182,9 +182,11 @@ class PlanDraft:
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
         decodes = pool.members if is_pool else self.selected
         if self._one_group:
-            context = pool.context_tokens
-            if not is_pool:
-                context = sum(one.num_computed_tokens for one in decodes) if decodes else 0
+            context = 0
+            if is_pool:
+                context = pool.context_tokens
+            elif decodes:
+                context = sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
                 chunks: Collection[PlannedChunk] = self.chunks.values()
                 num_decodes = len(decodes)
@@ -341,7 +343,10 @@ class PlanDraft:
 
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
-        pool, num_decodes = plan.pool, plan.num_requests
+        if plan.chunks:
+            plan.num_pool_decodes += plan.num_joined
+            plan.chunks, plan.num_joined, plan.pool_position = (), 0, 0
+        pool, num_decodes = plan.pool, plan.num_pool_decodes
         assert pool is not None
         num_blocks = pool.growth(num_steps)
         if num_blocks:
@@ -352,8 +357,6 @@ class PlanDraft:
         plan.free_blocks = self._memory.free_blocks
         plan.num_waiting = num_waiting
         plan.copies = ()
-        if plan.chunks:
-            plan.chunks, plan.num_joined, plan.num_pool_decodes, plan.pool_position = (), 0, num_decodes, 0
 
     def _park_all_but_selected(self) -> None:
         running_set, selected = self._running_set, self.selected
