@@ -310,8 +310,7 @@ class Simulator(Backend[SimReplica]):
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan
-        has_others = plan.chunks and len(plan.chunks) > plan.num_joined
-        end = None if replica.runs is None or has_others else self._fast_forward.launch(replica, plan)
+        end = None if replica.runs is None or plan.num_apart else self._fast_forward.launch(replica, plan)
         if end is None:
             ticks = replica.timer.stage_ticks(plan)
             end = self._driver.now + (ticks if ticks > 1 else 1)

@@ -231,16 +231,14 @@ class BlockPool:
             self.release(blocks)
             return
         run, rest = blocks, blocks[num_filled:]
-        if rest:
-            del run[num_filled:]
-        in_order = run if self.lower is None else list(run)
+        del run[num_filled:]
         if self._is_tail_first:
             run.reverse()
             if rest:
                 self.release(rest)
         self._idle[run[0]] = run
         if self.lower is not None:
-            self.lower.retired(run[0], in_order, request)
+            self.lower.retired(run[0], run[::-1] if self._is_tail_first else run[:], request)
         self.num_free += num_filled
         if rest and not self._is_tail_first:
             self.release(rest)

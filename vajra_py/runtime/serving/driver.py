@@ -145,8 +145,7 @@ class Driver(Generic[R]):
         """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
         self._num_replicas = 0
         self._completing = -1
-        """Rank of the replica whose step is being completed among the ends of this tick; -1: none. Steps of higher ranks end after it,
-        so that what it does to other replicas in this tick comes before the ends of those."""
+        """Rank of the replica whose step is being completed among the ends of this tick, those of higher rank come later; -1: none."""
         self._formed_at = -1
         """Tick at which a step was formed last."""
         for one in replicas:

@@ -208,8 +208,8 @@ class Replica:
 
     def join_at_once(self) -> None:
         """Count the first decode of a request that came with its KV in the pool, for an executor that takes nothing from plans but their features."""
-        one_at_a_time = self.limits.pipeline_stages == 1 and not self._has_drafts
-        self._joins_at_once = one_at_a_time and not self._cache_at_end
+        is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
+        self._joins_at_once = is_plain and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from outside the replica, and leave it there, from now on.
@@ -482,8 +482,8 @@ class Replica:
     def _let_join(self, plan: StepPlan) -> None:
         """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
         pool = self.running_set.pool
-        if plan.num_pool_decodes < len(pool):
-            return  # some decodes are not in the step
+        if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
+            return  # some decodes are not in the step, or it is told apart from those that follow
         for request, num_tokens, _, kind in plan.chunks:
             num_outputs = request.num_output_tokens
             if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
@@ -491,7 +491,7 @@ class Replica:
             if plan.pool is None:
                 pool.commit()
                 plan.pool = pool
-            plan.num_joined += 1
+            plan.num_apart -= 1
             self._begin_decode(request, self._output_limit(request) - num_outputs)
 
     def _show_evicted(self, block: CachedEntry, now: float) -> None:
@@ -529,8 +529,7 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
         # What was handed off may be told to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
-        tells_apart = plan.chunks and self.parts.listeners.step_runs
-        return 0 if self._step_watchers or is_awaited or tells_apart else self.repeats.num_alike(plan)
+        return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Set the number of waiting requests of repetitions formed from now on; for observers only."""
@@ -541,7 +540,7 @@ class Replica:
         """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
         if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
             plan, ended_at = self.complete_repeats(plan, ended_at[:1], now), ended_at[1:]
-        pool, num_joined = plan.pool, plan.num_joined
+        pool, has_joined = plan.pool, bool(plan.chunks)
         assert pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
@@ -557,7 +556,7 @@ class Replica:
                 log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
         pool.advance(ended_at)
         self.num_steps += len(ended_at)
-        if num_joined and self._step_logs:
+        if has_joined and self._step_logs:
             changes = self.running_set.take_pool_changes()
             for log in self._step_logs:
                 log.on_plan(self.replicaset, following, changes)
@@ -613,7 +612,7 @@ class Replica:
             done = [one for one in done if one not in lost.running]
         if self._cache_at_end:
             self._cache_computed(plan)
-        if plan.chunks:
+        if plan.num_apart:
             done += self._apply_chunks(plan, result, now, lost)
         if result.stopped or result.failed:
             known = done if lost is None else [*done, *lost.running]
@@ -732,13 +731,14 @@ class Replica:
         memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, kind in plan.chunks:
+        chunks: Sequence[PlannedChunk] = plan.chunks
+        if plan.num_apart < len(chunks):
+            chunks = [one for one in chunks if one.request not in self.running_set.pool]
+        for request, num_tokens, computed_before, kind in chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
-            if plan.num_joined and request in self.running_set.pool:
-                continue
             end = computed_before + num_tokens
             if drafts and (planned := drafts.get(request)) is not None:
                 if not planned.is_padding:

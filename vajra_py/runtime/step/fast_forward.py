@@ -39,8 +39,7 @@ class Repeats:
         Up to the one in which a request ends, or before the one in which a decode would lack a block.
         """
         pool, running_set = plan.pool, self._running_set
-        has_others = plan.chunks and (len(plan.chunks) > plan.num_joined or plan.notes)
-        if pool is None or has_others or not self._is_steady(plan):
+        if pool is None or plan.num_apart or not self._is_steady(plan):
             return 0
         if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes:
             return 0

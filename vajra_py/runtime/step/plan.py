@@ -73,8 +73,8 @@ class StepPlan:
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
     drafts: Mapping[Request, PlannedDrafts] = field(default_factory=dict)
     """Drafts of each decode, where decodes have drafts; they are among the chunks then, and `pool` is None."""
-    num_joined: int = 0
-    """Number of `chunks` whose requests came with their KV and have joined the pool, which counts their token of this step."""
+    num_apart: int = 0
+    """Number of `chunks` that the pool does not count; the others are of requests that came with their KV and have joined it."""
 
     @property
     def num_requests(self) -> int:
@@ -84,7 +84,7 @@ class StepPlan:
     def decodes(self) -> Sequence[Request]:
         """Members of the pool that are not among `chunks`, by admission; those that have just joined were admitted last."""
         order = () if self.pool is None else self.pool.in_admission_order()
-        return order[: self.num_pool_decodes] if self.num_joined else order
+        return order[: self.num_pool_decodes] if self.num_apart < len(self.chunks) else order
 
     def entries(self) -> Iterator[PlannedChunk]:
         """Every entry in batch order. Valid from the plan's making until its result is applied."""

@@ -183,10 +183,8 @@ class PlanDraft:
         decodes = pool.members if is_pool else self.selected
         if self._one_group:
             context = 0
-            if is_pool:
-                context = pool.context_tokens
-            elif decodes:
-                context = sum(one.num_computed_tokens for one in decodes)
+            if decodes:
+                context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
                 chunks: Collection[PlannedChunk] = self.chunks.values()
                 num_decodes = len(decodes)
@@ -336,6 +334,7 @@ class PlanDraft:
             memory.take_copies() if runs_something else (),
             self.notes or {},
             self.drafts,
+            len(chunks),
         )
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
@@ -344,8 +343,8 @@ class PlanDraft:
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
         if plan.chunks:
-            plan.num_pool_decodes += plan.num_joined
-            plan.chunks, plan.num_joined, plan.pool_position = (), 0, 0
+            plan.num_pool_decodes += len(plan.chunks)
+            plan.chunks, plan.pool_position = (), 0
         pool, num_decodes = plan.pool, plan.num_pool_decodes
         assert pool is not None
         num_blocks = pool.growth(num_steps)
