@@ -272,8 +272,8 @@ class ConnectedKv:
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """A request gives up what was loaded for it, because nobody can run."""
-        del self._loads[request]
+        """A request gives up what was loaded for it, or came with it from another replica, because nobody can run."""
+        self._loads.pop(request, None)
         self._computes.add(request)
 
     # Reports

@@ -337,8 +337,10 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is _PREFILL:  # the request leaves before it grows
-            return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
+        if (
+            self.parts.role is _PREFILL
+        ):  # the request leaves before it grows; one that runs again brings what it has generated
+            return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     def has_adapter(self, request: Request) -> bool:
