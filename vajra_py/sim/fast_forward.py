@@ -31,7 +31,7 @@ class DecodeFastForward:
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
         """Launch a plan with its repetitions; returns when the last one ends, None when it is not sure to be repeated."""
         runs, replica, now = one.runs, one.replica, self._driver.now
-        if runs is None or plan.chunks:
+        if runs is None:
             return None
         num_steps = min(1 + replica.num_repeats(plan), one.run_limit)
         if num_steps < 2:

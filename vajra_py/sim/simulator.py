@@ -150,6 +150,8 @@ class Simulator(Backend[SimReplica]):
     def _replica(self, replica: Replica, timer: StepTimer) -> SimReplica:
         runs = timer if self._options.fast_forward and isinstance(timer, TimesRuns) else None
         num_stages = replica.limits.pipeline_stages
+        if runs is not None:
+            replica.join_at_once()
         return SimReplica(replica, timer, runs, [0] * num_stages if num_stages > 1 else [])
 
     @property
@@ -308,7 +310,7 @@ class Simulator(Backend[SimReplica]):
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan
-        end = None if replica.runs is None or plan.chunks else self._fast_forward.launch(replica, plan)
+        end = None if replica.runs is None or plan.num_apart else self._fast_forward.launch(replica, plan)
         if end is None:
             ticks = replica.timer.stage_ticks(plan)
             end = self._driver.now + (ticks if ticks > 1 else 1)

@@ -225,19 +225,20 @@ class BlockPool:
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
 
-        They are reused as if they had hashes.
+        They are reused as if they had hashes. The list is the pool's from now on.
         """
         if not num_filled or self.options is None or not self.options.retain_freed:
             self.release(blocks)
             return
-        run, rest = blocks[:num_filled], blocks[num_filled:]
+        run, rest = blocks, blocks[num_filled:]
+        del run[num_filled:]
         if self._is_tail_first:
             run.reverse()
             if rest:
                 self.release(rest)
         self._idle[run[0]] = run
         if self.lower is not None:
-            self.lower.retired(run[0], blocks[:num_filled], request)
+            self.lower.retired(run[0], run[::-1] if self._is_tail_first else run[:], request)
         self.num_free += num_filled
         if rest and not self._is_tail_first:
             self.release(rest)

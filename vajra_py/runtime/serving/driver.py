@@ -865,21 +865,17 @@ class Driver(Generic[R]):
     def touch(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.interrupt(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.interrupt(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def catch_up(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
-            self.fast_forward.catch_up(one, up_to_now=not self._ends_later(one))
+            self.fast_forward.catch_up(one, up_to_now=not 0 <= self._completing < one.rank)
 
     def blocks_taken(self, one: R) -> None:
         """See `DriverServices`."""
         if self.fast_forward is not None:
             self.fast_forward.shorten(one)
-
-    def _ends_later(self, one: R) -> bool:
-        """Return True if a step of this replica that ends in this tick comes after the one that is being completed."""
-        return 0 <= self._completing < one.rank
 
     def replica(self, replicaset: str, replica_id: int) -> R:
         """See `DriverServices`."""

@@ -6,6 +6,7 @@ the replicaset are offered the eligible ones alone.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,16 +54,14 @@ class Serving:
         all: replicas that are up, and those that a scaler may let take requests.
         can_serve: some of these compute prompts, and some decode.
         of_decodes: replicas that are up and may decode.
-        decode_ids: ids of these.
     """
 
-    __slots__ = ("all", "can_serve", "decode_ids", "of_decodes")
+    __slots__ = ("all", "can_serve", "of_decodes")
 
     def __init__(self, holders: Holders, may_serve: Callable[[int], bool], is_up: Callable[[int], bool]) -> None:
         self.all = tuple(one for one in holders.all if may_serve(one.replica_id))
         self.can_serve = have_both_roles(self.all)
         self.of_decodes = tuple(one for one in holders.of_decodes if is_up(one.replica_id))
-        self.decode_ids = frozenset(one.replica_id for one in self.of_decodes)
 
 
 def have_both_roles(replicas: Iterable[Replica]) -> bool:
@@ -115,8 +114,9 @@ class RequestBounds:
             return min(max_tokens, self.max_model_len - num_prompt_tokens)
         if self.are_equal:
             return self.max_request_tokens - num_prompt_tokens
-        fitting = (one for one in self._request_tokens if one > num_prompt_tokens)
-        return next(fitting, self.max_request_tokens) - num_prompt_tokens
+        sizes = self._request_tokens
+        smallest = bisect_right(sizes, num_prompt_tokens)
+        return (sizes[smallest] if smallest < len(sizes) else self.max_request_tokens) - num_prompt_tokens
 
     def holders(self, request: Request) -> Holders:
         """Replicas that can hold the request at its greatest length; the same object for the same replicas."""

@@ -254,12 +254,12 @@ class ReplicaViews:
             return [one.look(now, self.interval_s) for one in self._snapshots]
         return cast(Sequence[ReplicaLoadView], self._live)
 
-    def of(self, replicas: Sequence[Replica], now: float) -> Sequence[ReplicaLoadView]:
-        """Return the views of some replicas; the same object for the same replicas, unless they are snapshots."""
+    def seen(self, loads: LiveLoads, now: float) -> Sequence[ReplicaLoadView]:
+        """Return what policies see of some live loads: these themselves, or their snapshots."""
         if self.interval_s > 0:
             views = self.all(now)
-            return [views[one.replica_id] for one in replicas]
-        return self.live_of(replicas)
+            return [views[one.replica_id] for one in loads]
+        return cast(Sequence[ReplicaLoadView], loads)
 
     def live_of(self, replicas: Sequence[Replica]) -> LiveLoads:
         """Return the live loads of some replicas; the same object for the same replicas."""

@@ -77,8 +77,9 @@ class Movement(Generic[R]):
                 self._leave(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
-            self._drains.room_changed()
         if self._drains.draining:
+            if has_freed:
+                self._drains.room_changed()
             self._drains.advance()
 
     def leave(self, source: R) -> None:

@@ -86,6 +86,7 @@ class Replica:
         "_eviction_watchers",
         "_has_drafts",
         "_inherited",
+        "_joins_at_once",
         "_late_tokens",
         "_listener_error",
         "_num_waiting_in_run",
@@ -147,6 +148,8 @@ class Replica:
         """True if something outside is heard of with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended and not come back, where the next one is formed before."""
+        self._joins_at_once = False
+        """True if requests that come with their KV decode in the pool from their first step on; otherwise from the second."""
         self.forms_steps = True
         """False while the executing side takes no steps."""
         self.around: Around | None = None
@@ -202,6 +205,11 @@ class Replica:
         self._eviction_watchers = [one for one in observers if type(one).on_evicted is not Observer.on_evicted]
         self.memory.report_evictions(self._show_evicted if self._eviction_watchers else None)
         self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
+
+    def join_at_once(self) -> None:
+        """Count the first decode of a request that came with its KV in the pool, for an executor that takes nothing from plans but their features."""
+        is_plain = self.limits.pipeline_stages == self.memory.num_groups == 1 and not self._has_drafts
+        self._joins_at_once = is_plain and not self._cache_at_end
 
     def use_connector(self, connector: KvConnector, rules: ConnectorRules) -> ConnectedKv:
         """Let requests get KV from outside the replica, and leave it there, from now on.
@@ -472,7 +480,24 @@ class Replica:
                 log.on_plan(self.replicaset, plan, changes)
         if self._step_watchers:
             self._show(plan)
+        if builder.num_moved and self._joins_at_once:
+            self._let_join(plan)
         return plan
+
+    def _let_join(self, plan: StepPlan) -> None:
+        """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
+        pool = self.running_set.pool
+        if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
+            return  # some decodes are not in the step, or it is told apart from those that follow
+        for request, num_tokens, _, kind in plan.chunks:
+            num_outputs = request.num_output_tokens
+            if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
+                continue
+            if plan.pool is None:
+                pool.commit()
+                plan.pool = pool
+            plan.num_apart -= 1
+            self._begin_decode(request, self._output_limit(request) - num_outputs)
 
     def _show_evicted(self, block: CachedEntry, now: float) -> None:
         for observer in self._eviction_watchers:
@@ -518,12 +543,15 @@ class Replica:
 
     def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
         """Complete `plan` and repetitions of it at these ticks up to now; returns the repetition in flight after them."""
-        assert plan.pool is not None
+        if plan.chunks and self._step_logs and len(ended_at) > 1:  # the first has a record of its own
+            plan, ended_at = self.complete_repeats(plan, ended_at[:1], now), ended_at[1:]
+        pool, has_joined = plan.pool, bool(plan.chunks)
+        assert pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
             for observer in self._end_watchers:
                 observer.on_step_run(run)
-        growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
+        growth = pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
         step_index, formed_at = plan.step_index, plan.formed_at
         following = plan.copy_of_decodes() if self._step_logs else plan  # logs keep plans
         self.builder.repeat(following, len(ended_at), ended_at[-1], self._num_waiting_in_run)
@@ -531,10 +559,14 @@ class Replica:
             repeats = PlanRepeats(ended_at, growth)
             for log in self._step_logs:
                 log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
-        plan.pool.advance(ended_at)
+        pool.advance(ended_at)
         self.num_steps += len(ended_at)
+        if has_joined and self._step_logs:
+            changes = self.running_set.take_pool_changes()
+            for log in self._step_logs:
+                log.on_plan(self.replicaset, following, changes)
         if self.parts.listeners.step_runs:
-            self._tell_run(step_index, formed_at, plan.pool, ended_at)
+            self._tell_run(step_index, formed_at, pool, ended_at)
         return following
 
     def _tell_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
@@ -585,7 +617,7 @@ class Replica:
             done = [one for one in done if one not in lost.running]
         if self._cache_at_end:
             self._cache_computed(plan)
-        if plan.chunks:
+        if plan.num_apart:
             done += self._apply_chunks(plan, result, now, lost)
         if result.stopped or result.failed:
             known = done if lost is None else [*done, *lost.running]
@@ -704,7 +736,10 @@ class Replica:
         memory, drafts = self.memory, plan.drafts
         done: list[Request] = []
         is_split = memory.num_groups > 1
-        for request, num_tokens, computed_before, kind in plan.chunks:
+        chunks: Sequence[PlannedChunk] = plan.chunks
+        if plan.num_apart < len(chunks):
+            chunks = [one for one in chunks if one.request not in self.running_set.pool]
+        for request, num_tokens, computed_before, kind in chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:

@@ -335,10 +335,10 @@ class Replicaset:
         if request.state is RequestState.HELD:
             return any(self.is_up(one.replica_id) for one in self.bounds.holders(request).of_decodes)
         bound = request.replica_id >= 0
-        return self.computes(request.replica_id) if bound else self._is_runnable(request, now)
+        return self.computes(request.replica_id) if bound else self._are_any_up(self.eligible(request, now))
 
-    def _is_runnable(self, request: Request, now: float) -> bool:
-        return any(self._live[one.replica_id].is_up for one in self.eligible(request, now))
+    def _are_any_up(self, replicas: Iterable[Replica]) -> bool:
+        return any(self._live[one.replica_id].is_up for one in replicas)
 
     def note_lost(self, replica_id: int) -> None:
         """Mark a replica as lost."""
@@ -464,7 +464,10 @@ class Replicaset:
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""
         seconds = to_seconds(now)
-        replica_id = self._assign(request, seconds) if self._may_assign(request, seconds) else None
+        candidates = self.eligible(request, seconds)
+        # Without one that is up, it waits in the shared queue for one.
+        may_assign = self._are_any_up(candidates) if self._differs else self.num_up > 0
+        replica_id = self._assign(request, candidates, seconds) if may_assign else None
         for observer in self.observers:
             observer.on_assigned(request, replica_id, seconds)
         return self.bind(request, replica_id, seconds)
@@ -484,22 +487,12 @@ class Replicaset:
             replica.enqueue(request, now)
         return replica
 
-    def _may_assign(self, request: Request, now: float) -> bool:
-        """Return True if a replica that can run the request is up; otherwise it waits in the shared queue for one."""
-        return self._is_runnable(request, now) if self._differs else self.num_up > 0
-
-    def _assign(self, request: Request, now: float) -> int | None:
-        candidates = self.eligible(request, now)
-        views = self._views.of(candidates, now) if self._differs else self._views.all(now)
-        chosen = self._ask(self._assign_call, request, views, now)
+    def _assign(self, request: Request, candidates: Sequence[Replica], now: float) -> int | None:
+        loads = self._views.live_of(candidates) if self._differs else self._live
+        chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
         if chosen is None:
             return None
-        if (
-            type(chosen) is int
-            and 0 <= chosen < len(self.replicas)
-            and self._live[chosen].is_up
-            and (not self._differs or chosen in self._views.live_of(candidates).ids)
-        ):
+        if type(chosen) is int and chosen in loads.ids and self._live[chosen].is_up:
             return chosen
         return self._checked(chosen, candidates, request, self.scheduler.assign)
 
@@ -508,16 +501,16 @@ class Replicaset:
 
         A scheduler that binds late leaves the choice to the mechanism: of the replicas with room, the one with the most free blocks.
         """
-        serving = self._serving_of(self.bounds.holders(request))
-        candidates = serving.of_decodes
+        candidates = self._serving_of(self.bounds.holders(request)).of_decodes
         if not candidates:
             return None
-        views = self._views.of(candidates, now)
+        loads = self._views.live_of(candidates)
+        views = self._views.seen(loads, now)
         chosen = self._ask(self._place[1], request, views, now)
         if chosen is None and not self.places_itself:
             able = [one for one in views if one.num_running + one.num_waiting < one.max_batch_size and one.free_blocks]
             chosen = max(able, key=lambda one: (one.free_blocks, -one.replica_id)).replica_id if able else None
-        if type(chosen) is int and chosen in serving.decode_ids:
+        if type(chosen) is int and chosen in loads.ids:
             return chosen
         return None if chosen is None else self._checked(chosen, candidates, request, self._place[0])
 
@@ -528,7 +521,8 @@ class Replicaset:
         """
         if not candidates:
             return None
-        chosen = self._ask(self._place[1], request, self._views.of(candidates, now), now)
+        views = self._views.seen(self._views.live_of(candidates), now)
+        chosen = self._ask(self._place[1], request, views, now)
         if chosen is not None:
             return self._checked(chosen, candidates, request, self._place[0])
         if self.places_itself:

@@ -18,7 +18,7 @@ from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
-from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
+from vajra_py.runtime.step.builder_options import BuilderOptions, DraftRules, IllegalPlan
 from vajra_py.runtime.step.plan import Executor, PlannedDrafts, StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
@@ -308,10 +308,9 @@ class Builder(PlanDraft):
         memory, most = self._memory, self._running_set.limits.max_model_len
         return max(num_tokens, min(num_tokens + rules.lookahead_tokens, most, memory.num_blocks * memory.block_size))
 
-    def _num_padding(self, num_tokens: int, done: int, known: int) -> int:
+    def _num_padding(self, rules: DraftRules, num_tokens: int, known: int, done: int) -> int:
         """Return for how many drafts a request has places that is admitted now; they hold none."""
-        rules = self._draft_rules
-        if rules is None or not rules.pads_admitted or num_tokens != 1 or known - done != 1:
+        if not rules.pads_admitted or num_tokens != 1 or known - done != 1:
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
         has_room = known + rules.num_tokens < self._running_set.limits.max_model_len
@@ -357,7 +356,7 @@ class Builder(PlanDraft):
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
-        num_padding = self._num_padding(num_tokens, done, known)
+        num_padding = 0 if self._draft_rules is None else self._num_padding(self._draft_rules, num_tokens, known, done)
         if num_tokens + num_padding > self.tokens_left:
             return self._refuse(request, Refusal.TOKEN_BUDGET)
         to_hold = self._to_hold(done + num_tokens + num_padding, known, reserve_tokens)

@@ -39,7 +39,7 @@ class Repeats:
         Up to the one in which a request ends, or before the one in which a decode would lack a block.
         """
         pool, running_set = plan.pool, self._running_set
-        if pool is None or plan.chunks or not self._is_steady(plan):
+        if pool is None or plan.num_apart or not self._is_steady(plan):
             return 0
         if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes:
             return 0
@@ -64,7 +64,7 @@ class Repeats:
     def surely_fit(self, plan: StepPlan, num_steps: int) -> bool:
         """Return True if enough blocks are free for so many repetitions, whichever decodes need one."""
         running_set, memory = self._running_set, self._running_set.memory
-        most = -(-num_steps // memory.block_size) * plan.num_pool_decodes
+        most = -(-num_steps // memory.block_size) * plan.num_requests
         return most <= memory.repeat_headroom and not running_set.has_spare_blocks
 
     def goes_on(self, plan: StepPlan) -> bool:

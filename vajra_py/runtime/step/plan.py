@@ -73,11 +73,18 @@ class StepPlan:
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
     drafts: Mapping[Request, PlannedDrafts] = field(default_factory=dict)
     """Drafts of each decode, where decodes have drafts; they are among the chunks then, and `pool` is None."""
+    num_apart: int = 0
+    """Number of `chunks` that the pool does not count; the others are of requests that came with their KV and have joined it."""
 
     @property
     def num_requests(self) -> int:
         """Entries of the step."""
         return len(self.chunks) + self.num_pool_decodes
+
+    def decodes(self) -> Sequence[Request]:
+        """Members of the pool that are not among `chunks`, by admission; those that have just joined were admitted last."""
+        order = () if self.pool is None else self.pool.in_admission_order()
+        return order[: self.num_pool_decodes] if self.num_apart < len(self.chunks) else order
 
     def entries(self) -> Iterator[PlannedChunk]:
         """Every entry in batch order. Valid from the plan's making until its result is applied."""
@@ -94,14 +101,14 @@ class StepPlan:
             entries = list(self.entries())
             return [one.request for one in entries], [one.num_tokens for one in entries]
         before, after = self.chunks[: self.pool_position], self.chunks[self.pool_position :]
-        decodes = self.pool.in_admission_order()
+        decodes = self.decodes()
         return (
             [*(one.request for one in before), *decodes, *(one.request for one in after)],
             [*(one.num_tokens for one in before), *[1] * len(decodes), *(one.num_tokens for one in after)],
         )
 
     def copy_of_decodes(self) -> StepPlan:
-        """Return a copy of a plan of nothing but the pool's decodes."""
+        """Return a copy of a plan whose tokens the pool counts, with all of them as decodes of the pool."""
         return StepPlan(
             self.step_index,
             self.replica_id,
@@ -109,22 +116,16 @@ class StepPlan:
             self.features,
             (),
             self.pool,
-            self.num_pool_decodes,
+            self.num_requests,
             self.free_blocks,
             self.num_waiting,
             self.num_running,
-            self.pool_position,
-            self.running_in_order,
+            running_in_order=self.running_in_order,
             notes=self.notes,
         )
 
     def _pool_entries(self) -> Sequence[PlannedChunk]:
-        if self.pool is None:
-            return ()
-        return [
-            PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
-            for request in self.pool.in_admission_order()
-        ]
+        return [PlannedChunk(request, 1, request.num_computed_tokens - 1, "running") for request in self.decodes()]
 
 
 def in_batch_order(

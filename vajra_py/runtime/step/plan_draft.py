@@ -30,7 +30,6 @@ class PlanDraft:
         "_max_tokens",
         "_members",
         "_memory",
-        "_num_moved",
         "_one_group",
         "_options",
         "_pipelined",
@@ -46,6 +45,7 @@ class PlanDraft:
         "hands_off",
         "notes",
         "now",
+        "num_moved",
         "num_preempted_before",
         "num_tokens",
         "preempted",
@@ -91,6 +91,8 @@ class PlanDraft:
         self.num_tokens = 0
         """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
+        self.num_moved = 0
+        """Chunks of requests that came with their KV and begin to run by this plan."""
         self.hands_off = False
         """True if a request leaves with its KV by this plan."""
         self.notes: dict[str, dict[str, float | int | str]] = {}
@@ -128,7 +130,7 @@ class PlanDraft:
         self.tokens_left = self._max_tokens
         self.num_tokens = 0
         self._swap_bytes = self.swap_bytes_due
-        self._num_moved = 0
+        self.num_moved = 0
         self._features: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
@@ -180,11 +182,13 @@ class PlanDraft:
         is_pool = self.bulk or (bool(self.selected) and self._has_selected_the_pool())
         decodes = pool.members if is_pool else self.selected
         if self._one_group:
-            context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
+            context = 0
+            if decodes:
+                context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
             if self.chunks or self._swap_bytes:
                 chunks: Collection[PlannedChunk] = self.chunks.values()
                 num_decodes = len(decodes)
-                if self._num_moved:  # the first token of a request that arrived with its KV is a decode
+                if self.num_moved:  # the first token of a request that arrived with its KV is a decode
                     others = []
                     for one in chunks:
                         if one.kind == MOVED and one.num_tokens == 1:
@@ -223,7 +227,7 @@ class PlanDraft:
         self.tokens_left -= num_tokens
         self.num_tokens += num_tokens
         if kind == MOVED:
-            self._num_moved += 1
+            self.num_moved += 1
             self._features = None
         elif self._features is not None:
             self._features = self._group_features.with_chunk(self._features, request, num_tokens, computed)
@@ -330,13 +334,17 @@ class PlanDraft:
             memory.take_copies() if runs_something else (),
             self.notes or {},
             self.drafts,
+            len(chunks),
         )
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
-        """Turn a pure decode plan that is no longer in flight into the one after `num_steps` repetitions.
+        """Turn a plan whose tokens the pool counts, and that is no longer in flight, into the one after `num_steps` repetitions.
 
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
+        if plan.chunks:
+            plan.num_pool_decodes += len(plan.chunks)
+            plan.chunks, plan.pool_position = (), 0
         pool, num_decodes = plan.pool, plan.num_pool_decodes
         assert pool is not None
         num_blocks = pool.growth(num_steps)
