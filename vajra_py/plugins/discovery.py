@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import TypeAlias
@@ -19,6 +18,7 @@ import pluggy
 
 from vajra_py import __version__
 from vajra_py.contract import hookspecs
+from vajra_py.dataclass import dataclass
 from vajra_py.errors import PluginError, did_you_mean
 from vajra_py.plugins.registry import DISABLE_VARIABLE, PluginSource, Registry
 

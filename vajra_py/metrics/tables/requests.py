@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract.facts import FACTS, FactKind, StatedFacts
+from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import (
     COMPLETED_REASONS,
     REASONS,

@@ -7,13 +7,14 @@ the tokens that came out, it is all that a run's decisions depend on besides its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer
 from vajra_py.contract.facts import FACTS
+from vajra_py.dataclass import dataclass
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
 from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
