@@ -113,6 +113,9 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
     named: dict[str, list[str]] = {}
     is_served = True
     for run in runs:
+        ended = run.manifest.get("num_ended")
+        if ended is not None and "rejected" not in ended:
+            continue
         requests = run.requests("request_id", "reason", "detail")
         rejected = rows_with(requests, "reason", "rejected").to_pylist()
         found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
