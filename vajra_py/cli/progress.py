@@ -12,7 +12,7 @@ from vajra_py.cli.options import new_progress
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from vajra_py.experiment.runs.sweep import PointStatus
+    from vajra_py.experiment.runs.point_status import PointStatus
 
 _MIN_RENDER_S = 0.1
 _MIN_RUN_S = 0.2
