@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +33,8 @@ from vajra_py.engine.compute import (
     StepOutput,
     TokenLogprobs,
 )
+from vajra_py.engine.kv_copier import KvCopier, _Lane
+from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.supervision import Outcome, Restarted, RestartLimits
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError, ExecutorError, Problem
@@ -75,12 +77,14 @@ class _Slot:
 
 
 class FakeRunner:
-    """A `ModelRunner` that checks its input; `fail_at_step` makes that step raise."""
+    """A `ModelRunner` that checks its input; `fail_at_step` makes that step raise, `fail_at_move` that copy to or from its host memory."""
 
-    def __init__(self, options: RunnerOptions, fail_at_step: int | None = None) -> None:
+    def __init__(
+        self, options: RunnerOptions, fail_at_step: int | None = None, fail_at_move: int | None = None
+    ) -> None:
         self._options = options
-        self._fail_at_step = fail_at_step
-        self._num_steps = 0
+        self._fail_at_step, self._fail_at_move = fail_at_step, fail_at_move
+        self._num_steps = self._num_moves = 0
         self._slots: dict[int, _Slot] = {}
         self._ahead: tuple[StepOutput, dict[int, _Slot], list[tuple[int, int, int]]] | None = None
         """Step started ahead: its output, its previous rows, and (slot, place in its table, spare block) of those that grew."""
@@ -200,6 +204,9 @@ class FakeRunner:
 
     def move_kv(self, copies: Sequence[BlockCopy]) -> None:
         """See `KvRunner`."""
+        self._num_moves += 1
+        if self._num_moves - 1 == self._fail_at_move:
+            raise ExecutorError("KV copy: out of memory on fake")
         self._move(copies)
 
     def close(self) -> None:
@@ -351,7 +358,8 @@ class SteppedWorld:
         self._now = 0
         self.on_read: Callable[[], None] | None = None
         """Called whenever the clock is read; simulates clients that arrive and leave."""
-        self._under_way: list[Callable[[], None]] = []
+        self._under_way: list[tuple[Worker | None, Callable[[], None]]] = []
+        """What may happen next, by the worker that does it; each gives the loop one message."""
 
     def clock(self) -> SteppedWorld:
         """Return this object as an `EngineClock`."""
@@ -369,11 +377,12 @@ class SteppedWorld:
         tell: Callable[[Outcome], None],
     ) -> SteppedRestarter:
         """See `MakeRestarter`: workers come back some time later, without threads."""
-        return SteppedRestarter(limits.max_restarts, lambda replica: self._replace(replica, begin, finish, tell))
+        return SteppedRestarter(limits.max_restarts, lambda *lost: self._replace(*lost, begin, finish, tell))
 
     def _replace(
         self,
         replica: ReplicaKey,
+        lost: Worker,
         begin: Callable[[ReplicaKey], Worker],
         finish: Callable[[ReplicaKey, Worker], None],
         tell: Callable[[Outcome], None],
@@ -383,7 +392,8 @@ class SteppedWorld:
             finish(replica, worker)
             tell(Restarted(replica, worker))
 
-        self._under_way.append(come_back)
+        self._under_way[:] = [one for one in self._under_way if one[0] is not lost]  # it is discarded first
+        self._under_way.append((None, come_back))
 
     def now(self) -> int:
         """See `EngineClock`."""
@@ -400,14 +410,14 @@ class SteppedWorld:
             return None
         if not self._under_way:
             raise RuntimeError("the loop waits for ever")
-        self._under_way.pop(int(self._stream.integers(len(self._under_way))))()
+        self._under_way.pop(int(self._stream.integers(len(self._under_way))))[1]()
         return inbox.get_nowait()
 
 
 class SteppedRestarter:
     """A `Restarter` that promises so many restarts in all, for each replica, and no more."""
 
-    def __init__(self, max_restarts: int, replace: Callable[[ReplicaKey], None]) -> None:
+    def __init__(self, max_restarts: int, replace: Callable[[ReplicaKey, Worker], None]) -> None:
         self._left: dict[ReplicaKey, int] = {}
         self._max = max_restarts
         self._replace = replace
@@ -417,20 +427,67 @@ class SteppedRestarter:
         left = self._left[replica] = self._left.get(replica, self._max) - 1
         if left < 0:
             return False
-        self._replace(replica)
+        self._replace(replica, worker)
         return True
 
     def close(self) -> None:
         """See `Restarter`."""
 
 
+class SteppedCopier(KvCopier):
+    """Copies when the world permits it, or when a step has to wait for it, and tells when the world permits it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        later: Callable[[Callable[[], None]], None],
+        tell: Callable[[KvMove, Exception | None], None],
+    ) -> None:
+        super().__init__(runner, self._note)
+        self._later = later
+        self._tell_end = tell
+        self._ended: dict[int, Exception | None] = {}
+        self.num_forced = 0
+        """Copies that a step has waited for."""
+
+    def _go_on(self, lane: _Lane) -> None:
+        move = lane.moves[-1]
+        self._later(lambda: self._end(move))
+
+    def _end(self, move: KvMove) -> None:
+        while move.number not in self._ended:
+            self._advance(self._lane(move))
+        self._tell_end(move, self._ended[move.number])
+
+    def _advance(self, lane: _Lane) -> None:
+        while not self._is_next_free(lane):
+            self._advance(self._down)
+        self._make(lane.moves.popleft())
+
+    def _note(self, move: KvMove, error: Exception | None) -> None:
+        self._ended[move.number] = error
+
+    def _wait_for(self, blocks: Collection[int]) -> None:
+        for lane in (self._down, self._up):
+            while self._error is None and not lane.busy.keys().isdisjoint(blocks):
+                self.num_forced += 1
+                self._advance(lane)
+        super()._wait_for(blocks)
+
+
 class _SteppedWorker(InlineWorker):
     """Computes on submission and delivers when the world permits it."""
 
-    def __init__(self, replica: ReplicaKey, runner: ModelRunner, under_way: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, replica: ReplicaKey, runner: ModelRunner, under_way: list[tuple[Worker | None, Callable[[], None]]]
+    ) -> None:
         super().__init__(replica, runner)
         self._under_way = under_way
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
         """See `Worker`."""
-        super().start(num_blocks, num_host_blocks, lambda finished: self._under_way.append(lambda: deliver(finished)))
+        super().start(num_blocks, num_host_blocks, lambda finished: self._later(lambda: deliver(finished)))
+        self._copier = SteppedCopier(self._runner, self._later, lambda *end: deliver(self._end_of(*end)))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._under_way.append((self, call))

@@ -123,9 +123,19 @@ def mixed(model: Path, chooser: str, batcher: Any = "vllm_v1", **sections: Any) 
 
 
 def run_it(
-    mapping: dict[str, Any], folder: Path, *, abort_rate: float = 0.0, fails: float = 0.0, lives: Sequence[int] = ()
+    mapping: dict[str, Any],
+    folder: Path,
+    *,
+    abort_rate: float = 0.0,
+    fails: float = 0.0,
+    fails_moving: float = 0.0,
+    lives: Sequence[int] = (),
 ) -> tuple[RunData, EngineRun]:
-    """Run in a world without time. `fails`: how many runners fail, at a random step; `lives`: replicas whose first runner fails soon."""
+    """Run in a world without time.
+
+    `fails`, `fails_moving`: how many runners fail, at a random step or copy to or from the host; `lives`: replicas whose first runner
+    fails soon.
+    """
     stream = np.random.default_rng(mapping["seed"])
     made: list[EngineRun] = []
     first = set(lives)
@@ -134,7 +144,9 @@ def run_it(
         if key[1] in first:
             first.discard(key[1])
             return FakeRunner(options, 2)
-        return FakeRunner(options, int(stream.integers(1, 60)) if stream.random() < fails else None)
+        at = int(stream.integers(1, 60)) if stream.random() < fails else None
+        fails_soon = fails_moving > 0.0 and stream.random() < fails_moving
+        return FakeRunner(options, at, int(stream.integers(1, 12)) if fails_soon else None)
 
     def backend(run: Run) -> Backend:
         world = SteppedWorld(np.random.default_rng(mapping["seed"]), mean_step_s=0.002, runner=runner)

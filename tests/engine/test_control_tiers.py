@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.kv_transfers import check_transfers
 from vajra_py.engine.refusals import check_tiers
+from vajra_py.engine.replica import EngineReplica
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tier_copies import TierCopies
 from vajra_py.engine.worker import KvMoved
@@ -98,9 +99,10 @@ def test_the_tier_goes_with_swapping_and_every_rule_of_loads(
         assert happened["swap"] > 0
 
 
-def test_a_lost_worker_costs_no_request(hollow_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [{"fails": 0.7}, {"fails_moving": 0.7}], ids=["step", "copy"])
+def test_a_lost_worker_costs_no_request(fails: dict[str, Any], hollow_model: Path, tmp_path: Path) -> None:
     mapping = tiered(hollow_model, RULES[0], engine={"recovery": RECOVERS})
-    run, made = run_it(mapping, tmp_path / "run", fails=0.7)
+    run, made = run_it(mapping, tmp_path / "run", **fails)
     happened = check(made, tmp_path / "run")
     assert happened["Failure"] > 1
     assert happened["failed"] == 0
@@ -109,23 +111,43 @@ def test_a_lost_worker_costs_no_request(hollow_model: Path, tmp_path: Path) -> N
 
 def test_workers_copy_in_an_order_in_which_nothing_is_overwritten() -> None:
     moves: list[KvMove] = []
-    swapped = [BlockCopy(5, 0, CopyDirection.TO_HOST)]
+    swap = BlockCopy(5, 0, CopyDirection.TO_HOST)
+    swapped = [swap]
     memory = SimpleNamespace(take_copies=lambda: [swapped.pop()] if swapped else [])
     limits = SimpleNamespace(host_blocks=4)
-    replica = SimpleNamespace(replicaset="default", replica_id=0, memory=memory, limits=limits)
-    one: Any = SimpleNamespace(replica=replica, move_kv=moves.append)
+    one, idle = (
+        cast(
+            EngineReplica,
+            SimpleNamespace(
+                replica=SimpleNamespace(replicaset="default", replica_id=number, memory=memory, limits=limits),
+                move_kv=moves.append,
+            ),
+        )
+        for number in range(2)
+    )
     copies = TierCopies()
     dropped = TierCopy(1, one, True, [(6, 0)])
-    for copy in (TierCopy(0, one, True, [(5, 2)]), dropped, TierCopy(2, one, False, [(5, 1)])):
+    loads = [
+        TierCopy(0, one, True, [(5, 2)]),
+        dropped,
+        TierCopy(3, one, True, [(7, 3)]),
+        TierCopy(4, idle, True, [(5, 0)]),
+    ]
+    for copy in (*loads, TierCopy(2, one, False, [(5, 1)])):
         copies.begin(copy)
     copies.cancel(dropped)
     assert moves == [KvMove(2, [BlockCopy(5, 5, CopyDirection.TO_HOST)])]  # before the step
-    copies.load()
-    swap = BlockCopy(5, 0, CopyDirection.TO_HOST)
-    assert moves[1:] == [KvMove(0, [swap, BlockCopy(6, 5, CopyDirection.TO_DEVICE)])]
+    assert copies.load(one, [swap])
+    assert moves[1:] == [  # what the step swaps goes before the first of them
+        KvMove(0, [BlockCopy(6, 5, CopyDirection.TO_DEVICE)], [swap]),
+        KvMove(3, [BlockCopy(7, 7, CopyDirection.TO_DEVICE)]),
+    ]
+    assert not copies.load(one, [])
+    copies.load_rest()
+    assert moves[3:] == [KvMove(4, [BlockCopy(4, 5, CopyDirection.TO_DEVICE)], [swap])]
     assert copies.moved(KvMoved(("default", 0), 1), 9) is None
     assert copies.moved(KvMoved(("default", 0), 0), 9) == TierEnd(9, "default", 0)
-    assert len(copies) == 1
+    assert len(copies) == 3
 
 
 # Processes
@@ -155,14 +177,16 @@ def test_a_process_killed_in_the_middle_of_a_copy_costs_no_request(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", ["in_process", "process"])
-def test_a_real_model_gives_the_tokens_that_it_gives_without_a_tier(workers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "rule"), [("in_process", RULES[0]), ("process", RULES[1])])
+def test_a_real_model_gives_the_tokens_that_it_gives_without_a_tier(
+    workers: str, rule: dict[str, Any], tmp_path: Path
+) -> None:
     from vajra_py.engine.tiny import write_tiny_model
 
     model = write_tiny_model(tmp_path / "tiny")
     engine = {"num_threads": 1, "random_weights": False, "workers": workers}
     tokens = {}
-    for name, rules in (("without", None), ("with", RULES[1])):
+    for name, rules in (("without", None), ("with", rule)):
         mapping = tiered(model, rules, num_replicas=1, engine=engine)
         mapping["replica"] |= {"max_batch_tokens": 64, "max_model_len": 200}
         mapping["workload"] = {**CHATS, "num_sessions": 8, "slo_classes": []}

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_policies.adapters.chameleon import Chameleon, cuts_of, quotas_of
+from vajra_policies.adapters.chameleon import Chameleon
+from vajra_policies.adapters.size_queues import cuts_of, quotas_of
 from vajra_py.config.adapters import AdaptersConfig
 from vajra_py.errors import PolicyError
 from vajra_py.latency.services.output_length import OracleLengths
@@ -45,27 +46,29 @@ def test_queues_keep_to_their_quotas_and_get_everything_back(seed: int) -> None:
     run = harness(specs, {"refresh_s": 1e6})
     (policy,) = run.replica_schedulers
     assert isinstance(policy, Chameleon)
-    take, most = policy._take, policy._num_kv_tokens
+    take, most = policy._take, 60 * 16
     num_lent = 0
 
     def watched(request: Any, charges: list[tuple[int, int]], batch: Any, now: float) -> bool:
         nonlocal num_lent
-        before = list(policy.used)
+        before = list(policy.queues.used)
         goes_on = take(request, charges, batch, now)
-        if request in policy._charges:
+        if request in policy.queues._charges:
             assert sum(tokens for _, tokens in charges) == request.num_prompt_tokens + policy._lengths.total(request)
-            assert all(policy.used[queue] <= policy.quotas[queue] or not before[queue] for queue, _ in charges)
-            num_lent += any(queue != policy._queue_of(policy._facts[request]) for queue, _ in charges)
+            assert all(
+                policy.queues.used[queue] <= policy.queues.quotas[queue] or not before[queue] for queue, _ in charges
+            )
+            num_lent += any(queue != policy.queues.queue_of(request) for queue, _ in charges)
         return goes_on
 
     policy._take = watched  # type: ignore[method-assign]
     run.run(specs)
     assert num_lent
-    assert len(policy.quotas) > 1
-    assert sum(policy.quotas) <= most
-    assert policy.used == [0] * len(policy.quotas)
-    assert not policy._charges
-    assert not policy._facts
+    assert len(policy.queues.quotas) > 1
+    assert sum(policy.queues.quotas) <= most
+    assert policy.queues.used == [0] * len(policy.queues.quotas)
+    assert not policy.queues._charges
+    assert not policy.queues._facts
     assert all(run.request(spec.request_id).num_output_tokens == spec.num_output_tokens for spec in specs)
 
 
@@ -129,5 +132,5 @@ def test_an_adapters_size_counts_as_the_size_of_its_requests() -> None:
     for index in range(20):
         run.submit(f"r{index}", 64, 5, adapter="ab"[index % 2])
     run.step()
-    small, large = (policy._queue_of(policy._facts[run.request(name)]) for name in ("r0", "r1"))
+    small, large = (policy.queues.queue_of(run.request(name)) for name in ("r0", "r1"))
     assert small < large

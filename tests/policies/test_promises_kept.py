@@ -173,6 +173,18 @@ def test_groups_go_by_arrival_until_one_is_predicted_to_be_late() -> None:
     assert policy.group_key(policy.group(again[0])) < policy.group_key(policy.group(again[1]))  # type: ignore[arg-type]
 
 
+def test_a_group_keeps_its_place_while_requests_are_queued_with_their_kv() -> None:
+    policy = Qlm(QlmConfig(group_requests=1))
+    jobs = [Job(0.1 * index, 1000.0) for index in range(3)]
+    policy.on_arrivals(jobs, 0.2)  # type: ignore[arg-type]
+    groups = [policy.group(one) for one in jobs]  # type: ignore[arg-type]
+    for one in jobs[:2]:
+        policy.on_admission(one, 0, 0.3)  # type: ignore[arg-type]
+    assert [policy.group_key(group) for group in groups] == [0.0, 1.0, 2.0], "handed off, they wait at another replica"
+    policy.on_departures(jobs, 0.4)  # type: ignore[arg-type]
+    assert not policy._alive
+
+
 def test_waits_follow_what_has_ended_unless_all_of_it_ended_at_once() -> None:
     policy = Qlm(QlmConfig(throughput=100.0, output_tokens=100.0))
     policy.on_departures([Job(0.0, 1.0, 10), Job(0.0, 1.0, 10)], 1000.0)  # type: ignore[list-item]

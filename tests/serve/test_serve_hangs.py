@@ -20,11 +20,13 @@ from tests.serve.conftest import Puppet, Strings
 from tests.serve.processes import STARTUP_S, ServerProcess
 from vajra_py.engine.compute import Chunk, RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.config import RecoveryConfig
+from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.step_watch import LoadLimit, StepTimes, StepWatch
-from vajra_py.engine.worker import Finished
+from vajra_py.engine.worker import Finished, KvMoved
 from vajra_py.errors import ExecutorError
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.serve.server import END_S, EXIT_STUCK
 
 REPLICA = {"max_batch_size": 8, "max_model_len": 512, "memory": {"num_blocks": 300}}
@@ -152,6 +154,23 @@ def test_a_step_has_the_time_from_when_its_worker_can_begin_it() -> None:
         assert "a step of 4 tokens has taken" in news.pop().error
         deliver(Finished(("default", 0), StepOutput([], [], 0.1)))
         assert not news
+    finally:
+        watch.close()
+
+
+def test_a_copy_beside_steps_has_a_time_of_its_own() -> None:
+    news: list[Any] = []
+    watch, worker, key = StepWatch(1.0), _Mute(), ("default", 0)
+    try:
+        deliver = watch.watched(key, worker, news.append)  # type: ignore[arg-type]
+        for number, direction in enumerate((CopyDirection.TO_HOST, CopyDirection.TO_DEVICE)):
+            watch.begin_move(key, KvMove(number, [BlockCopy(0, 0, direction)]))
+        deliver(KvMoved(key, 1))
+        while not worker.is_discarded.is_set():  # steps that come back do not make up for a copy that does not
+            watch.begin(key, StepInput(decodes=[4]))
+            deliver(Finished(key, StepOutput([], [], 0.1)))
+            worker.is_discarded.wait(0.01)
+        assert "a copy has taken" in news.pop().error
     finally:
         watch.close()
 

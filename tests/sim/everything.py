@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.sim.split_pools import Ways, inject_faults, nothing_is_left, prepared, settings
@@ -103,7 +103,8 @@ class Restless:
                 for one in replicas
                 if one.is_up and one.role != avoided and one.replica_id != request.replica_id and _fits(request, one)
             ]
-            if not is_running:
+            again = (one for one in replicas if one.role != "decode")
+            if not is_running and any(request.num_known_tokens <= _num_tokens(one) for one in again):
                 targets.append(None)
             if targets:
                 yield Move(request, targets[self._chance(len(targets), "target", request_id, round(now, 6))])
@@ -124,7 +125,11 @@ class RestlessPlacing(Restless):
 
 
 def _fits(request: Request, replica: ReplicaLoadView) -> bool:
-    return request.num_prompt_tokens + request.max_tokens <= replica.num_blocks * replica.limits.block_size
+    return request.num_prompt_tokens + request.max_tokens <= _num_tokens(replica)
+
+
+def _num_tokens(replica: ReplicaLoadView) -> int:
+    return replica.num_blocks * replica.limits.block_size
 
 
 class Moody:
@@ -208,8 +213,10 @@ class World:
         )
 
 
-def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) -> World:
-    """The world of a seed. `overlaps`: KV is sent while its prompt is computed, and prompts are computed in chunks."""
+def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False) -> World:
+    """The world of a seed. `overlaps`: KV is sent while its prompt is computed, and prompts are computed in chunks. `agents`: requests
+    are calls of programs, some with adapters, whose content outlives them by retention policies, pins and tiers; decodes have drafts.
+    """
     draw = random.Random(seed)
     elastic = draw.random() < 0.5
     names = draw.choice([("prefill", "decode"), ("prefill", "decode", "mixed"), ("mixed",)])
@@ -263,7 +270,10 @@ def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) ->
         }
         mapping["replica"]["max_batch_tokens"] = more.choice([64, 512])
         mapping["replica"]["memory"]["reservation"] = more.choice(["prompt", "incremental"])
-    requests, at = [], 0.0
+    if agents:
+        _remember(mapping, random.Random(f"memory {seed}"))
+    requests: list[RequestSpec] = []
+    at = 0.0
     for index in range(num_requests):
         at += draw.expovariate(num_requests / 2.0)
         prompt = draw.randint(1, 200)
@@ -272,12 +282,86 @@ def drawn_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) ->
         expires = draw.uniform(0.01, 0.8) if draw.random() < 0.15 else None
         facts = {"priority": draw.randint(0, 2), "expires_after_s": expires, "content": PromptContent(parts)}
         requests.append(RequestSpec(f"r{index}", at, prompt, draw.randint(1, 60), **facts))
+    if agents:
+        requests = _as_programs(requests, random.Random(f"programs {seed}"))
     accidents: list[tuple[str, float, int]] = []
     for _ in range(draw.randint(0, num_requests // 3)):
         kind = draw.choice(["abort", "fail", "restart"])
         number = draw.randrange(num_requests if kind == "abort" else sum(most.values()))
         accidents.append((kind, draw.uniform(0.0, 3.5), number))
     return World(seed, mapping, requests, accidents, draw.random() < 0.5, most)
+
+
+ADAPTERS = ("", "", "french", "legal", "code")
+"""Adapters of requests; half of them have none."""
+MOST_TOKENS = 400
+"""Of a prompt that continues others; what the smallest replica can hold with its output."""
+
+
+def _remember(mapping: dict[str, Any], draw: random.Random) -> None:
+    """Give replicas adapters, drafts, tiers and a retention policy, each in most worlds, and an order by programs or tenants."""
+    replica, memory = mapping["replica"], mapping["replica"]["memory"]
+    scheduling = mapping["scheduling"]
+    scheduling["request_prioritizer"] = draw.choice(["fcfs", "priority", "plas", "vtc", "lpm", "continuum"])
+    retention = draw.choice(["lfu", "slru", "arc", "ttl", "session_pin", "continuum_pins", None])
+    if retention is not None:
+        params = {"ttl": {"ttl_s": 0.3}, "session_pin": {"pin_s": draw.choice([0.05, 5.0])}}.get(retention, {})
+        scheduling["retention"] = {"policy": retention, "params": params}
+    models = [
+        {"name": name, "num_blocks": 2, "load_s": draw.choice([0.0, 0.03])} for name in sorted({*ADAPTERS} - {""})
+    ]
+    replica["adapters"] = {"max_loras": draw.choice([1, 2]), "models": models}
+    if draw.random() < 0.7:
+        rules = {"rejected_blocks": draw.choice(["free", "keep"]), "past_max_tokens": draw.random() < 0.5}
+        replica["draft"] = {"num_tokens": draw.randint(1, 4), **rules}
+        mapping["backend"] = {"simulator": {**mapping["backend"]["simulator"], "drafts": {"rate": draw.random()}}}
+    if draw.random() < 0.7:
+        link = {"bandwidth_gb_s": draw.choice([0.5, 20.0]), "latency_s": draw.choice([0.0, 0.002])}
+        write = draw.choice(["write_back", "write_through", "write_through_selective"])
+        levels = [{"name": "host", "num_blocks": draw.choice([10, 60]), "write": write, **link}]
+        if draw.random() < 0.5:
+            levels.append({"name": "store", "num_blocks": 80, "shared": True, **link})
+        prefetch = draw.choice(["wait_complete", "timeout", "best_effort"])
+        memory["tiers"] = {
+            "levels": levels,
+            "prefetch": prefetch,
+            "prefetch_from": "arrival" if prefetch == "best_effort" else draw.choice(["arrival", "admission"]),
+            "loads": draw.choice(["in_turn", "reserved"]),
+            "kv_bytes_per_token": 1_000_000,
+        }
+
+
+def _as_programs(requests: Sequence[RequestSpec], draw: random.Random) -> list[RequestSpec]:
+    """Make most requests calls of programs, with chains, forks and joins; a call's prompt continues that of a call before it."""
+    programs: dict[str, list[RequestSpec]] = {}
+    found = []
+    for one in requests:
+        facts: dict[str, Any] = {"adapter": draw.choice(ADAPTERS), "tenant": draw.choice("abc")}
+        if draw.random() < 0.8:
+            name = f"p{draw.randrange(6)}"
+            before = programs.setdefault(name, [])
+            parents = draw.sample(before, min(len(before), draw.choice([0, 1, 1, 1, 2])))
+            facts |= {"program_id": name, "session_id": draw.choice([name, ""]), "is_last_call": draw.random() < 0.1}
+            if parents:
+                ids = tuple(parent.request_id for parent in parents)
+                facts |= {"follows": ids[0] if len(ids) == 1 else ids, "think_time_s": draw.choice([0.0, 0.02, 0.2])}
+                facts |= {"parent_calls": ids} | _continued(parents[0], one)
+            before.append(one := replace(one, **facts))
+        else:
+            one = replace(one, **facts)
+        found.append(one)
+    return found
+
+
+def _continued(parent: RequestSpec, call: RequestSpec) -> dict[str, Any]:
+    """Prompt of a call that continues its parent's prompt and output, if it may be so long."""
+    assert parent.content is not None
+    assert call.content is not None
+    segments = (*parent.content.segments, (("out", parent.request_id), parent.num_output_tokens))
+    content = PromptContent((*segments, (f"more-{call.request_id}", call.num_prompt_tokens)))
+    if content.num_tokens > MOST_TOKENS - call.num_output_tokens:
+        return {}
+    return {"content": content, "num_prompt_tokens": content.num_tokens}
 
 
 def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) -> tuple[Ways, int]:
@@ -293,9 +377,9 @@ def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) ->
     return ways, simulator.num_steps
 
 
-def check_world(seed: int, num_requests: int = 40, *, overlaps: bool = False) -> int:
+def check_world(seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False) -> int:
     """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
-    world = drawn_world(seed, num_requests, overlaps=overlaps)
+    world = drawn_world(seed, num_requests, overlaps=overlaps, agents=agents)
     runs = [
         run_world(world, steps_alone=alone, check_every_steps=every)
         for alone, every in ((False, 1), (True, 1), (True, 7))

@@ -15,11 +15,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps of replicas, those of all runs of a world")
     parser.add_argument("--requests", type=int, default=40, help="requests of a world")
     parser.add_argument("--overlaps", action="store_true", help="send KV while its prompt is computed")
+    parser.add_argument("--agents", action="store_true", help="programs, adapters, drafts, tiers and retention too")
     options = parser.parse_args()
     seed, num_steps, failed = options.first, 0, []
     while num_steps < options.steps:
         try:
-            num_steps += check_world(seed, options.requests, overlaps=options.overlaps)
+            num_steps += check_world(seed, options.requests, overlaps=options.overlaps, agents=options.agents)
         except Exception as error:
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)

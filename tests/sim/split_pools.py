@@ -150,11 +150,13 @@ def inject_faults(
 
 
 def nothing_is_left(run: SimulatedRun) -> None:
-    """Check that every request has ended and every block is free."""
+    """Check that every request has ended and every block is free once pins are."""
     run.controller.check_conservation()
     assert run.controller.num_alive == 0
     for replica in run.controller.replicas():
         replica.memory.check()
+        while replica.memory.release_pin() is not None:
+            replica.memory.check()
         assert replica.memory.free_blocks == replica.memory.num_blocks
         assert not replica.lifecycle.held
         assert not replica.running_set.arrived

@@ -80,6 +80,17 @@ def test_drafts_are_cut_by_budget_and_lengths() -> None:
     assert [step.num_tokens for step in past.steps_until_idle()] == [9, 4]  # a token behind the drafts fits, too
 
 
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_drafts_are_cut_where_even_an_empty_memory_has_no_room_for_them(lookahead: int) -> None:
+    rules = replace(FOUR, past_max_tokens=True, lookahead_tokens=lookahead)
+    options = HarnessOptions(drafts=rules, acceptance=NONE, num_blocks=4, block_size=16)
+    world = Harness("fcfs", "round_robin", "orca", options)
+    request = world.submit("a", num_prompt_tokens=40, num_output_tokens=25, max_tokens=25)  # 64 of 65 tokens have KV
+    world.steps_until_idle()
+    assert request.num_output_tokens == 25
+    assert [tried for _, tried, _ in request.draft_log] == [4] * 20 + [3, 2, 1]  # then none at all
+
+
 def test_no_drafts_are_looked_for_where_none_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -49,3 +49,34 @@ STAYS_IN_A_RUN = 311
 @pytest.mark.parametrize("seed", [MIGRATES_TO_WHERE_IT_IS_TO_GO, HELD_WITHOUT_BLOCKS, STAYS_IN_A_RUN])
 def test_nothing_is_lost_where_kv_is_sent_while_it_is_computed(seed: int) -> None:
     assert check_world(seed, overlaps=True) > 0
+
+
+CAME_FROM_ANOTHER_REPLICA = 28
+"""Tiers load by vLLM's rule, and who gives up its KV because nobody can run got it by a hand-off."""
+MIGRATES_WHEN_HANDED_OFF = 99
+"""A long prompt migrates, and its target has set blocks aside for it, when it is computed and handed off to the same replica."""
+MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN = 100
+"""A replica drains and goes down that has set blocks aside for a request that migrates to it."""
+
+GREW_BEYOND_ITS_PROMPTS_REPLICAS = 10020
+"""A replica is lost, and prompt and output of one of its requests fit on no replica that computes prompts."""
+
+WAIT_FOR_EACH_OTHERS_ADAPTERS = 10248
+"""Requests leave two replicas for each other, whose only slots have the adapters of those that leave."""
+LOADED_AND_NOT_LOOKED_AT = 10275
+"""The last prompt is loaded from a tier, and its memory is full of requests that wait for its blocks elsewhere."""
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        WAIT_FOR_EACH_OTHERS_ADAPTERS,
+        LOADED_AND_NOT_LOOKED_AT,
+        CAME_FROM_ANOTHER_REPLICA,
+        MIGRATES_WHEN_HANDED_OFF,
+        MIGRATES_TO_A_REPLICA_THAT_GOES_DOWN,
+        GREW_BEYOND_ITS_PROMPTS_REPLICAS,
+    ],
+)
+def test_nothing_is_lost_where_requests_are_calls_of_agents(seed: int) -> None:
+    assert check_world(seed, agents=True) > 0

@@ -1,7 +1,8 @@
-"""Copies of KV blocks from one replica's workers to another's.
+"""Copies of KV blocks that workers are asked for: from one replica's to another's, and between device and host memory.
 
-The source's worker copies blocks into a buffer, rank by rank; the target's worker copies the buffer into its own blocks. Workers
-take copies in turn with their steps: a copy reads what the steps before it have written, and steps after it read what it has written.
+Between replicas, the source's worker copies blocks into a buffer, rank by rank; the target's worker copies the buffer into its own blocks. Workers
+take these copies in turn with their steps: a copy reads what the steps before it have written, and steps after it read what it has written.
+Copies between device and host memory are made beside steps (`kv_copier`).
 
 Invariants:
     - Ranks of one number hold the same part of the model at both ends, so that block contents are equal.
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import KvRunner
-from vajra_py.runtime.kv import BlockCopy
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
 
 KvContent: TypeAlias = Sequence[Any]
 """Buffer of each rank: an array in this process, a `SharedBuffer`, or a reference to an object of a cluster."""
@@ -54,10 +55,21 @@ class KvImport:
 
 @dataclass(frozen=True, slots=True)
 class KvMove:
-    """Copies of KV blocks between a worker's device and its own host memory, in this order; `number` names them."""
+    """Copies of KV blocks between a worker's device and its own host memory, beside its steps; `number` names them.
+
+    Attributes:
+        copies: one or more, all of one direction.
+        before: blocks to move in turn with its steps, before: what the blocks of `copies` held may be swapped out.
+    """
 
     number: int
     copies: Sequence[BlockCopy]
+    before: Sequence[BlockCopy] = ()
+
+    @property
+    def is_upward(self) -> bool:
+        """Return True if it goes from the host to the device."""
+        return self.copies[0].direction is CopyDirection.TO_DEVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -277,7 +278,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._abandon(name, f"no replica of {name} came up again within {self._options.wait_s:g} s")
         self._events.bring_forward(now)
         driver.run_until(now)
-        self._tier_copies.load()
+        self._tier_copies.load_rest()
         self._report_progress()
 
     def _report_progress(self) -> None:
@@ -425,6 +426,8 @@ class EngineLoop(Backend[EngineReplica]):
     def launch(self, replica: EngineReplica, plan: StepPlan) -> int:
         """See `Backend`: its worker is told what changed; what comes back is a message."""
         step = replica.executor.step_input(plan, replica.replica.memory)
+        if self._tier_copies.load(replica, step.copies):
+            step = replace(step, copies=())
         parts = deque(replica.executor.parts(step, self._suspects) if self._suspects else [step])
         replica.under_way.append(StepUnderWay(plan, parts, len(parts)))
         if replica.num_stages > 1:

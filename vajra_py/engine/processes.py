@@ -36,6 +36,7 @@ from vajra_py.engine.compute import (
     StepInput,
     load_runner,
 )
+from vajra_py.engine.kv_copier import KvCopier
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy, RankMove, SharedBuffer
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, placed, said, set_passive_omp_wait
@@ -44,6 +45,7 @@ from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
+_STEPS = ("run", "run_ahead")
 _SENT_APART = True
 """Stands for a buffer whose descriptor follows its message."""
 _JOIN_S = 10.0
@@ -64,13 +66,14 @@ def serve_steps(
         _send(pipe, error)
         return
     _send(pipe, runner.facts)
+    rank = _Rank(pipe, runner)
     try:
         with existing_objects_frozen():
-            _answer(pipe, runner)
+            rank.work()
     except (EOFError, KeyboardInterrupt):
         pass
     finally:
-        runner.close()
+        rank.close()
     # Python's own end takes seconds once a tensor library is loaded; nothing is left that would need it.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -78,56 +81,80 @@ def serve_steps(
     os._exit(0)
 
 
-def _answer(pipe: Connection, runner: ModelRunner) -> None:
-    while (message := pipe.recv()) is not None:
-        name, arguments = message
-        try:
-            if name in _OTHERS:
-                _OTHERS[name](pipe, runner, *arguments)
-                continue
-            pipe.send(getattr(runner, name)(*arguments))
-            if name == "run_ahead":
-                cast(LookaheadRunner, runner).begin_ahead()
-        except Exception as error:
-            _send(pipe, error)
+class _Rank:
+    """Does what comes through a rank's pipe, and answers."""
 
+    def __init__(self, pipe: Connection, runner: ModelRunner) -> None:
+        self._pipe = pipe
+        self._runner = runner
+        self._answers = threading.Lock()
+        """Held while an answer is sent: copies answer beside steps."""
+        self._copier = KvCopier(runner, self._moved)
+        self._others: Mapping[str, Callable[..., None]] = {
+            "export_kv": self._export,
+            "import_kv": self._import,
+            "move_kv": self._copier.begin,
+            "load_adapter": self._load_adapter,
+        }
+        """Tasks beside steps, by name."""
 
-def _export(pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence[int]) -> None:
-    """Copy KV blocks into memory that is shared, and send that after the answer."""
-    with closing(SharedBuffer.of_size(len(block_ids) * runner.kv_block_bytes)) as buffer:
-        runner.export_kv(block_ids, buffer.array())
-        pipe.send(RankCopy(number, _SENT_APART))
-        buffer.send(pipe)
+    def work(self) -> None:
+        """Work until nothing more is to come."""
+        while (message := self._pipe.recv()) is not None:
+            name, arguments = message
+            try:
+                if name in self._others:
+                    self._others[name](*arguments)
+                    continue
+                if name in _STEPS:
+                    self._copier.wait_before(*arguments)
+                self._answer(getattr(self._runner, name)(*arguments))
+                if name == "run_ahead":
+                    cast(LookaheadRunner, self._runner).begin_ahead()
+            except Exception as error:
+                self._fail(error)
 
+    def close(self) -> None:
+        """Give everything back; a copy that does not end is left to the end of the process."""
+        with suppress(ExecutorError):
+            self._copier.close(_CLOSE_S)
+        self._runner.close()
 
-def _import(
-    pipe: Connection, runner: KvRunner, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy]
-) -> None:
-    """Copy the memory that comes after the message into KV blocks."""
-    with closing(SharedBuffer.receive(pipe)) as buffer:
-        runner.import_kv(block_ids, buffer.array(), copies)
-    pipe.send(RankCopy(number))
+    def _answer(self, answer: Any) -> None:
+        with self._answers:
+            self._pipe.send(answer)
 
+    def _fail(self, error: Exception) -> None:
+        with self._answers:
+            _send(self._pipe, error)
 
-def _load_adapter(pipe: Connection, runner: AdapterRunner, load: LoadAdapter) -> None:
-    """Copy an adapter into a slot, and send back what was asked."""
-    runner.load_adapter(load.name, load.slot)
-    pipe.send(load)
+    def _export(self, number: int, block_ids: Sequence[int]) -> None:
+        """Copy KV blocks into memory that is shared, and send that after the answer."""
+        runner = cast(KvRunner, self._runner)
+        with closing(SharedBuffer.of_size(len(block_ids) * runner.kv_block_bytes)) as buffer:
+            runner.export_kv(block_ids, buffer.array())
+            with self._answers:
+                self._pipe.send(RankCopy(number, _SENT_APART))
+                buffer.send(self._pipe)
 
+    def _import(self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy]) -> None:
+        """Copy the memory that comes after the message into KV blocks."""
+        with closing(SharedBuffer.receive(self._pipe)) as buffer:
+            cast(KvRunner, self._runner).import_kv(block_ids, buffer.array(), copies)
+        self._answer(RankCopy(number))
 
-def _move(pipe: Connection, runner: KvRunner, number: int, copies: Sequence[BlockCopy]) -> None:
-    """Copy KV blocks between the device and the host memory of this rank."""
-    runner.move_kv(copies)
-    pipe.send(RankMove(number))
+    def _load_adapter(self, load: LoadAdapter) -> None:
+        """Copy an adapter into a slot, and send back what was asked."""
+        cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
+        self._answer(load)
 
-
-_OTHERS: Mapping[str, Callable[..., None]] = {
-    "export_kv": _export,
-    "import_kv": _import,
-    "move_kv": _move,
-    "load_adapter": _load_adapter,
-}
-"""Tasks of a rank beside steps, by name."""
+    def _moved(self, move: KvMove, error: Exception | None) -> None:
+        """Answer that KV blocks were copied between the device and the host memory of this rank, or why not."""
+        with suppress(OSError):  # nobody reads any more, which ends the process
+            if error is None:
+                self._answer(RankMove(move.number))
+            else:
+                self._fail(error)
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
@@ -221,13 +248,13 @@ class ProcessWorker:
                 return  # the process died; the receiver finds that out and says so
 
     def copy_kv(self, copy: KvTask) -> None:
-        """See `Worker`: each rank copies its part, through memory that processes share by its descriptor."""
+        """See `Worker`: each rank copies its part, to and from other replicas through memory that processes share by its descriptor."""
         for rank, pipe in enumerate(self._pipes):
             try:
                 if isinstance(copy, KvExport):
                     pipe.send(("export_kv", (copy.number, copy.block_ids)))
                 elif isinstance(copy, KvMove):
-                    pipe.send(("move_kv", (copy.number, copy.copies)))
+                    pipe.send(("move_kv", (copy,)))
                 else:
                     pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
                     copy.content[rank].send(pipe)

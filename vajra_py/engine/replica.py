@@ -122,8 +122,10 @@ class EngineReplica(BackendReplica):
         self.worker.load_adapter(load)
 
     def move_kv(self, copy: KvMove) -> None:
-        """Let its worker copy KV between its device and its host memory, after what it was told before."""
-        self._copy_kv(copy)
+        """Let its worker copy KV between its device and its host memory: after what it was told before, beside what it is told later."""
+        if self.watch is not None:
+            self.watch.begin_move((self.replica.replicaset, self.replica.replica_id), copy)
+        self.worker.copy_kv(copy)
 
     def start_again(self, worker: Worker) -> None:
         """Compute with another worker, which knows nothing."""

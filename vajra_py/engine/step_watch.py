@@ -16,6 +16,7 @@ from dataclasses import field
 
 from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import LookaheadStep, StepInput
+from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.worker import (
     AdapterLoaded,
     Deliver,
@@ -85,20 +86,43 @@ class StepTimes:
 
 
 @dataclass(slots=True, eq=False)
+class _Lane:
+    """What a worker does one after the other."""
+
+    num_tokens: deque[int] = field(default_factory=deque)
+    """Tokens of each step in flight; 0 for a copy. For a copy beside steps, those of the steps that it waits for."""
+    numbers: deque[int] = field(default_factory=deque)
+    """Numbers of the copies, where these are beside steps."""
+    began_at: float = 0.0
+    """Start of the first of them, on the monotonic clock."""
+    age_s: float = 0.0
+    """Seconds since then in which this process ran: time in which it was stopped does not count."""
+
+    def add(self, num_tokens: int) -> None:
+        """Note a step or copy that the worker is about to be given."""
+        if not self.num_tokens:
+            self.begin(time.monotonic())
+        self.num_tokens.append(num_tokens)
+
+    def begin(self, now: float) -> None:
+        """The first of them begins now."""
+        self.began_at, self.age_s = now, 0.0
+
+
+@dataclass(slots=True, eq=False)
 class _Timer:
-    """The steps that one worker has been given."""
+    """The work that one worker has been given."""
 
     replica: ReplicaKey
     worker: Worker
     deliver: Deliver
     times: StepTimes
-    num_tokens: deque[int] = field(default_factory=deque)
-    """Tokens of each step in flight; 0 for a copy."""
+    steps: _Lane = field(default_factory=_Lane)
+    """Steps, and copies in turn with them."""
+    down: _Lane = field(default_factory=_Lane)
+    up: _Lane = field(default_factory=_Lane)
+    """Copies beside steps, by direction."""
     num_done: int = 0
-    began_at: float = 0.0
-    """Start of the first of them, on the monotonic clock."""
-    age_s: float = 0.0
-    """Seconds since then in which this process ran: time in which it was stopped does not count."""
     is_over: bool = False
 
 
@@ -135,14 +159,20 @@ class StepWatch:
         """A copy of KV or of an adapter is about to be asked of the replica's worker, which does it in turn with its steps."""
         self._begin(replica, 0)
 
+    def begin_move(self, replica: ReplicaKey, move: KvMove) -> None:
+        """A copy of KV is about to be asked of the replica's worker, which makes it beside the steps that it is given later."""
+        with self._gate:
+            timer = self._timers.get(replica)
+            if timer is not None:
+                lane = timer.up if move.is_upward else timer.down
+                lane.add(sum(timer.steps.num_tokens))
+                lane.numbers.append(move.number)
+
     def _begin(self, replica: ReplicaKey, num_tokens: int) -> None:
         with self._gate:
             timer = self._timers.get(replica)
-            if timer is None:
-                return
-            if not timer.num_tokens:
-                timer.began_at, timer.age_s = time.monotonic(), 0.0
-            timer.num_tokens.append(num_tokens)
+            if timer is not None:
+                timer.steps.add(num_tokens)
 
     def close(self) -> None:
         """Look no more."""
@@ -160,13 +190,18 @@ class StepWatch:
     def _note(self, timer: _Timer, news: Finished | KvExported | KvImported | KvMoved | AdapterLoaded) -> None:
         now = time.monotonic()
         timer.is_over = isinstance(news, Finished) and news.output is None
-        if timer.num_tokens:
-            num_tokens = timer.num_tokens.popleft()
-            if num_tokens:  # no copy
+        lane = timer.steps
+        if isinstance(news, KvMoved):
+            lane = timer.up if news.number in timer.up.numbers else timer.down
+        if lane.num_tokens:
+            num_tokens = lane.num_tokens.popleft()
+            if lane.numbers:
+                lane.numbers.popleft()
+            elif num_tokens:  # no copy
                 timer.num_done += 1
                 if timer.num_done > _NUM_FIRST:
-                    timer.times.note(num_tokens, min(now - timer.began_at, timer.age_s + 2 * _PAUSE_S))
-        timer.began_at, timer.age_s = now, 0.0
+                    timer.times.note(num_tokens, min(now - lane.began_at, lane.age_s + 2 * _PAUSE_S))
+        lane.begin(now)
 
     def _look_on(self) -> None:
         looked_at = time.monotonic()
@@ -180,17 +215,21 @@ class StepWatch:
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:
-        if timer.is_over or not timer.num_tokens:
-            return False
-        timer.age_s += passed_s
-        allowed_s = timer.times.allowed_s(timer.num_tokens[0], timer.num_done)
-        if timer.age_s <= allowed_s:
-            return False
-        timer.is_over = True
-        work = f"step of {timer.num_tokens[0]} tokens" if timer.num_tokens[0] else "copy"
-        what = f"it hangs: a {work} has taken {timer.age_s:.1f} s ({allowed_s:.3g} s are allowed)"
-        timer.deliver(Finished(timer.replica, None, what))
-        return True
+        is_late = False
+        for lane in (timer.steps, timer.down, timer.up):
+            if timer.is_over or not lane.num_tokens:
+                continue
+            lane.age_s += passed_s
+            num_tokens = lane.num_tokens[0]
+            allowed_s = timer.times.allowed_s(num_tokens, timer.num_done)
+            if lane.numbers and num_tokens:
+                allowed_s += timer.times.allowed_s(0, timer.num_done)
+            if lane.age_s > allowed_s:
+                work = f"step of {num_tokens} tokens" if num_tokens and not lane.numbers else "copy"
+                what = f"it hangs: a {work} has taken {lane.age_s:.1f} s ({allowed_s:.3g} s are allowed)"
+                timer.is_over = is_late = True
+                timer.deliver(Finished(timer.replica, None, what))
+        return is_late
 
 
 class LoadLimit:

@@ -1,12 +1,15 @@
 """Copies between the device and the host tier of an engine's replicas: which are under way, and what their workers are told.
 
-A tier lies behind the host blocks for swapping, in the same memory. Workers take copies in turn with their steps:
+A tier lies behind the host blocks for swapping, in the same memory. Workers copy beside their steps, and a step that overwrites blocks
+of a copy under way waits for it (`kv_copier`):
     - A copy downwards is asked for before the step that overwrites its blocks is.
-    - A copy upwards is asked for after the steps of its turn are: these may still copy from its blocks what was swapped out. No step
+    - A copy upwards is asked for with the step of its turn, behind that step's swapping, which may still read its blocks. No step
       names its blocks before it has ended, and a step that uses them otherwise, since nobody waits for it any more, comes later.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.replica import EngineReplica
@@ -32,23 +35,36 @@ class TierCopies:
         return len(self._under_way)
 
     def begin(self, copy: TierCopy[EngineReplica]) -> None:
-        """Have a copy made: one downwards at once, one upwards with the next `load`."""
+        """Have a copy made: one downwards at once, one upwards with the next `load` or `load_rest`."""
         self._under_way[_key(copy)] = copy
         if copy.is_upward:
             self._to_load.append(copy)
         else:
-            copy.replica.move_kv(_move(copy))
+            copy.replica.move_kv(_move(copy, ()))
 
     def cancel(self, copy: TierCopy[EngineReplica]) -> None:
-        """Forget a copy; what its worker was told already it does before any later step."""
+        """Forget a copy; what its worker was told already it does, and later steps that use its blocks wait for it."""
         self._under_way.pop(_key(copy), None)  # it may have ended in this turn
 
-    def load(self) -> None:
-        """Ask for the copies upwards that were begun since the last call, now that the steps of this turn are asked for."""
+    def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
+        """Ask for the copies upwards of a replica whose next step is about to be asked for; False if there are none.
+
+        `swaps`: the blocks that this step is to move before; its worker moves them with the first copy instead.
+        """
+        if not self._to_load:
+            return False
+        mine = [copy for copy in self._to_load if copy.replica is replica and _key(copy) in self._under_way]
+        self._to_load = [copy for copy in self._to_load if copy.replica is not replica]
+        for place, copy in enumerate(mine):
+            replica.move_kv(_move(copy, () if place else swaps))
+        return bool(mine)
+
+    def load_rest(self) -> None:
+        """Ask for the copies upwards that are left, of replicas without a step in this turn."""
         copies, self._to_load = self._to_load, []
         for copy in copies:
             if _key(copy) in self._under_way:
-                copy.replica.move_kv(_move(copy))
+                copy.replica.move_kv(_move(copy, copy.replica.replica.memory.take_copies()))
 
     def moved(self, news: KvMoved, now: int) -> TierEnd | None:
         """Return the input that says that a copy has ended; None if nobody waits for it any more."""
@@ -76,9 +92,9 @@ def _key(copy: TierCopy[EngineReplica]) -> tuple[ReplicaKey, int]:
     return (replica.replicaset, replica.replica_id), copy.number
 
 
-def _move(copy: TierCopy[EngineReplica]) -> KvMove:
-    memory, first = copy.replica.replica.memory, copy.replica.replica.limits.host_blocks
+def _move(copy: TierCopy[EngineReplica], swaps: Sequence[BlockCopy]) -> KvMove:
+    first = copy.replica.replica.limits.host_blocks
     if not copy.is_upward:
         return KvMove(copy.number, [BlockCopy(one, first + slot, CopyDirection.TO_HOST) for one, slot in copy.pairs])
     loads = [BlockCopy(first + slot, one, CopyDirection.TO_DEVICE) for one, slot in copy.pairs]
-    return KvMove(copy.number, [*memory.take_copies(), *loads])
+    return KvMove(copy.number, loads, swaps)

@@ -3,7 +3,7 @@
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
       stages it gets the next one when it has delivered `LeftFirstStage`.
-    - Copies of KV may be asked for at any time; a worker does what it is told in order.
+    - Copies of KV may be asked for at any time; a worker does what it is told in order, but makes a `KvMove` beside what follows.
     - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
 """
 
@@ -33,6 +33,7 @@ from vajra_py.engine.compute import (
     StepOutput,
     load_runner,
 )
+from vajra_py.engine.kv_copier import KvCopier
 from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, KvMove, exported
 from vajra_py.errors import ExecutorError, VajraError
 
@@ -87,7 +88,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class KvMoved:
-    """A worker has copied KV blocks between its device and its host memory."""
+    """A worker has copied KV blocks between its device and its host memory, beside its steps."""
 
     replica: ReplicaKey
     number: int
@@ -118,7 +119,10 @@ class Worker(Protocol):
         """Compute a step; its result is delivered. A `LookaheadStep` needs a `LookaheadRunner`."""
 
     def copy_kv(self, copy: KvTask) -> None:
-        """Copy KV blocks after the steps submitted before; `KvExported`, `KvImported` or `KvMoved` is delivered. Needs a `KvRunner`."""
+        """Copy KV blocks after the steps submitted before; `KvExported`, `KvImported` or `KvMoved` is delivered. Needs a `KvRunner`.
+
+        Steps that are submitted later do not wait for a `KvMove`, unless they overwrite its blocks.
+        """
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """Copy an adapter into a slot after the steps submitted before; `AdapterLoaded` is delivered. Needs an `AdapterRunner`."""
@@ -165,18 +169,7 @@ def _run_step(runner: ModelRunner, step: StepInput | LookaheadStep) -> StepOutpu
     return cast(LookaheadRunner, runner).run_ahead(step)
 
 
-def _run(runner: ModelRunner, step: StepInput | LookaheadStep) -> tuple[StepOutput | None, str | None]:
-    try:
-        return _run_step(runner, step), None
-    except Exception as error:  # any error ends this worker's requests alone
-        _log.warning("a step failed", exc_info=True)
-        return None, said(error)
-
-
-def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvTask) -> WorkerNews:
-    if isinstance(copy, KvMove):
-        runner.move_kv(copy.copies)
-        return KvMoved(replica, copy.number)
+def _copied(replica: ReplicaKey, runner: KvRunner, copy: KvExport | KvImport) -> WorkerNews:
     if isinstance(copy, KvExport):
         return KvExported(replica, copy.number, [exported(runner, copy.block_ids)])
     (buffer,) = copy.content
@@ -191,12 +184,13 @@ def said(error: BaseException) -> str:
 
 
 class InlineWorker:
-    """Computes in the submitting thread: nothing is handed over, and nothing else happens meanwhile."""
+    """Computes in the submitting thread: nothing is handed over, and nothing else happens meanwhile but copies of a `KvMove`."""
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         self._replica = replica
         self._runner = runner
         self._deliver: Deliver | None = None
+        self._copier = KvCopier(runner, self._moved)
 
     @property
     def facts(self) -> ModelFacts:
@@ -218,17 +212,36 @@ class InlineWorker:
     def submit(self, step: StepInput | LookaheadStep) -> None:
         """See `Worker`."""
         assert self._deliver is not None
-        self._deliver(Finished(self._replica, *_run(self._runner, step)))
+        self._deliver(Finished(self._replica, *self._run(step)))
+
+    def _run(self, step: StepInput | LookaheadStep) -> tuple[StepOutput | None, str | None]:
+        try:
+            self._copier.wait_before(step)
+            return _run_step(self._runner, step), None
+        except Exception as error:  # any error ends this worker's requests alone
+            _log.warning("a step failed", exc_info=True)
+            return None, said(error)
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`."""
         assert self._deliver is not None
         try:
+            if isinstance(copy, KvMove):
+                self._copier.begin(copy)
+                return
             done = _copied(self._replica, cast(KvRunner, self._runner), copy)
         except Exception as error:  # as with a step
             _log.warning("a copy of KV failed", exc_info=True)
             done = Finished(self._replica, None, said(error))
         self._deliver(done)
+
+    def _moved(self, move: KvMove, error: Exception | None) -> None:
+        """Deliver the end of a copy, in the thread of copies."""
+        assert self._deliver is not None
+        self._deliver(self._end_of(move, error))
+
+    def _end_of(self, move: KvMove, error: Exception | None) -> KvMoved | Finished:
+        return KvMoved(self._replica, move.number) if error is None else Finished(self._replica, None, said(error))
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """See `Worker`."""
@@ -242,12 +255,14 @@ class InlineWorker:
         self._deliver(AdapterLoaded(self._replica, load.number))
 
     def close(self) -> None:
-        """See `Worker`."""
+        """See `Worker`; copies that have not begun are dropped."""
+        self._copier.close()
         self._runner.close()
 
     def discard(self) -> None:
-        """See `Worker`; the step under way is let finish."""
-        self.close()
+        """See `Worker`; the step under way is let finish. Raises `ExecutorError` when a copy does not end soon."""
+        self._copier.close(_DISCARD_S)
+        self._runner.close()
 
 
 class ThreadWorker(InlineWorker):
@@ -298,7 +313,7 @@ class ThreadWorker(InlineWorker):
             self._thread.join(_DISCARD_S)
             if self._thread.is_alive():
                 raise ExecutorError("its thread does not come back from a step; what it holds is not given back")
-        super().close()
+        super().discard()
 
 
 def load_in_process(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
-from math import ceil
-from statistics import fmean
-from typing import NamedTuple
 
 from pydantic import Field
 
+from vajra_policies.adapters.size_queues import SizeFacts, SizeQueues
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_policies.preemption import preemption_mode
 from vajra_policies.size.lengths import LengthConfig, Lengths
@@ -30,11 +26,6 @@ from vajra_py.contract import (
     fill,
 )
 
-_ROUNDS = 100
-"""Most rounds of k-means; it ends before, as a rule after a handful."""
-_FIRST, _WINDOW = 16, 1000
-"""Requests that are known when queues are first made, and most that are remembered."""
-
 
 class ChameleonConfig(FixedChunkConfig, LengthConfig):
     """Parameters of `chameleon`."""
@@ -51,45 +42,6 @@ class ChameleonConfig(FixedChunkConfig, LengthConfig):
     frequency_weight: float = Field(0.45, ge=0, description="Weight of an adapter's uses in its score.")
     recency_weight: float = Field(0.1, ge=0, description="Weight of an adapter's last use in its score.")
     size_weight: float = Field(0.45, ge=0, description="Weight of an adapter's size in its score.")
-
-
-def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
-    """Sizes at which queues are cut: midpoints between neighbouring centroids of k-means, begun at quantiles."""
-    points = sorted(sizes)
-    count = min(most_queues, len(points))
-    centroids = sorted({points[(2 * index + 1) * len(points) // (2 * count)] for index in range(count)})
-    for _ in range(_ROUNDS):
-        cuts = [(low + high) / 2.0 for low, high in pairwise(centroids)]
-        groups: list[list[float]] = [[] for _ in centroids]
-        for point in points:
-            groups[bisect_right(cuts, point)].append(point)
-        found = [fmean(group) for group in groups if group]
-        if found == centroids:
-            break
-        centroids = found
-    return [(low + high) / 2.0 for low, high in pairwise(centroids)]
-
-
-def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
-    """Return each queue's quota: its need, the first ones in full where not all can have it, and an equal share of what is left."""
-    quotas, left = [], num_tokens
-    for need in needs:
-        quotas.append(min(ceil(need), left))
-        left -= quotas[-1]
-    return [quota + left // len(needs) for quota in quotas]
-
-
-class _Facts(NamedTuple):
-    """Tokens of the prompt and of the predicted output, blocks of the adapter, and arrival of a request."""
-
-    prompt: float
-    output: float
-    adapter: float
-    arrived_at: float
-
-    @property
-    def num_tokens(self) -> int:
-        return ceil(self.prompt + self.output)
 
 
 class Chameleon(FixedChunk):
@@ -121,19 +73,9 @@ class Chameleon(FixedChunk):
         super().__init__(config, preemption_mode(config, context))
         self._config = config
         self._lengths = Lengths(config, context.output_lengths)
-        self._num_kv_tokens = context.limits.num_blocks * context.limits.block_size
-        self._facts: dict[RequestView, _Facts] = {}
-        self._recent: deque[_Facts] = deque(maxlen=_WINDOW)
-        self._durations: deque[tuple[_Facts, float]] = deque(maxlen=_WINDOW)
-        self._greatest = _Facts(1.0, 1.0, 1.0, 0.0)
-        self._cuts: list[float] = []
-        self.quotas: list[int] = [self._num_kv_tokens]
-        """Tokens that each queue may have admitted, the smallest sizes first."""
-        self._charges: dict[RequestView, tuple[float, list[tuple[int, int]]]] = {}
-        """Time of admission, and (queue, tokens) that pay for it."""
-        self.used: list[int] = [0]
-        """Tokens of each queue that are given away."""
-        self._num_seen, self._refresh_count, self._refresh_at = 0, _FIRST, float("inf")
+        num_tokens = context.limits.num_blocks * context.limits.block_size
+        weights = config.prompt_weight, config.output_weight
+        self.queues = SizeQueues(config.most_queues, weights, num_tokens, config.slo_s, config.refresh_s)
         self._uses: defaultdict[str, float] = defaultdict(float)
         self._adapter_blocks: dict[str, float] = {}
 
@@ -166,19 +108,16 @@ class Chameleon(FixedChunk):
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Its tokens return; it waits in its queue again."""
-        self._give_back(request)
+        self.queues.give_back(request)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """Its tokens return."""
-        self._give_back(request)
+        self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Tokens return, durations are learnt."""
         for request in requests:
-            began_at = self._give_back(request)
-            facts = self._facts.pop(request, None)
-            if facts is not None and began_at is not None:
-                self._durations.append((facts, now - began_at))
+            self.queues.forget(request, now)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         return super()._next_chunk(request, batch, replica) if request.is_resident else 0
@@ -189,115 +128,49 @@ class Chameleon(FixedChunk):
     # Admission
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        waiting = list(replica.waiting())
+        waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
             self._learn(request, replica)
-        if now >= self._refresh_at or self._num_seen >= self._refresh_count:
+        if queues.is_due(now):
             self._refresh(now)
-        lines: list[deque[RequestView]] = [deque() for _ in self.quotas]
-        for request in waiting:
-            lines[self._queue_of(self._facts[request])].append(request)
+        lines = queues.lines(waiting)
         for queue, line in enumerate(lines):
             while line and self._has_room(batch):
-                num_tokens = self._facts[line[0]].num_tokens
-                if self.used[queue] and self.used[queue] + num_tokens > self.quotas[queue]:
+                num_tokens = queues.num_tokens_of(line[0])
+                if not queues.has_quota(queue, num_tokens):
                     break
                 if not self._take(line.popleft(), [(queue, num_tokens)], batch, now):
                     return
         lenders = [queue for queue, line in enumerate(lines) if not line]
         for line in lines:
             while line and self._has_room(batch):
-                charges = self._borrowed(self._facts[line[0]].num_tokens, lenders)
+                charges = queues.borrowed(queues.num_tokens_of(line[0]), lenders)
                 if not charges:
                     break
                 if not self._take(line.popleft(), charges, batch, now):
                     return
-
-    def _borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """(queue, tokens) of the lenders that make up so many tokens; empty if they have not as many left."""
-        charges = []
-        for queue in lenders:
-            given = min(num_tokens, self.quotas[queue] - self.used[queue])
-            if given > 0:
-                charges.append((queue, given))
-                num_tokens -= given
-        return charges if num_tokens <= 0 else []
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
         """Admit a request if it can be; False where memory is short, so that nobody else is tried."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:
-            self._charge(request, now, charges)
+            self.queues.charge(request, now, charges)
             self._uses[request.adapter] += 1
         return refusal not in (Refusal.KV_BLOCKS, Refusal.WATERMARK)
 
-    def _charge(self, request: RequestView, now: float, charges: list[tuple[int, int]]) -> None:
-        self._charges[request] = now, charges
-        for queue, num_tokens in charges:
-            self.used[queue] += num_tokens
-
-    def _give_back(self, request: RequestView) -> float | None:
-        """Return the time of admission, None for a request that was not admitted here."""
-        charged = self._charges.pop(request, None)
-        if charged is None:
-            return None
-        for queue, num_tokens in charged[1]:
-            self.used[queue] -= num_tokens
-        return charged[0]
-
-    # Queues
-
     def _learn(self, request: RequestView, replica: LocalReplicaView) -> None:
-        if request in self._facts:
-            return
-        blocks = float(replica.adapter_blocks(request.adapter))
-        self._adapter_blocks[request.adapter] = blocks
-        prompt, output = float(request.num_prompt_tokens), self._lengths.total(request)
-        facts = self._facts[request] = _Facts(prompt, output, blocks, request.arrived_at)
-        self._recent.append(facts)
-        self._num_seen += 1
-
-    def _size_of(self, facts: _Facts) -> float:
-        """WRS."""
-        config, most = self._config, self._greatest
-        factor = facts.adapter / most.adapter if facts.adapter else 1.0
-        return (
-            config.prompt_weight * facts.prompt / most.prompt + config.output_weight * facts.output / most.output
-        ) * factor
-
-    def _queue_of(self, facts: _Facts) -> int:
-        return bisect_right(self._cuts, self._size_of(facts))
+        if request not in self.queues:
+            blocks = float(replica.adapter_blocks(request.adapter))
+            self._adapter_blocks[request.adapter] = blocks
+            prompt, output = float(request.num_prompt_tokens), self._lengths.total(request)
+            self.queues.learn(request, SizeFacts(prompt, output, blocks, request.arrived_at))
 
     def _refresh(self, now: float) -> None:
-        """Make queues and quotas anew from recent requests; those that run are charged to the queues that they belong to now."""
-        recent = self._recent
-        prompt, output, adapter = (max(1.0, *(one[index] for one in recent)) for index in range(3))
-        self._greatest = _Facts(prompt, output, adapter, 0.0)
-        self._cuts = cuts_of([self._size_of(one) for one in recent], self._config.most_queues)
-        queues: list[list[_Facts]] = [[] for _ in range(len(self._cuts) + 1)]
-        for one in recent:
-            queues[self._queue_of(one)].append(one)
-        times: list[list[float]] = [[] for _ in queues]
-        for facts, duration_s in self._durations:
-            times[self._queue_of(facts)].append(duration_s)
-        mean_s = fmean(one for _, one in self._durations) if self._durations else 1.0
-        span_s = max(one.arrived_at for one in recent) - min(one.arrived_at for one in recent) or 1.0
-        needs = [
-            max(one.num_tokens for one in members)
-            * (fmean(durations) if durations else mean_s)
-            * (1.0 / self._config.slo_s + len(members) / span_s)
-            for members, durations in zip(queues, times, strict=True)
-        ]
-        self.quotas = quotas_of(needs, self._num_kv_tokens)
-        self.used = [0] * len(queues)
-        for request, (began_at, _) in self._charges.items():
-            facts = self._facts[request]
-            self._charge(request, began_at, [(self._queue_of(facts), facts.num_tokens)])
+        """Make the queues anew; uses of adapters count half from now on."""
+        self.queues.refresh(now)
         for name in self._uses:
             self._uses[name] /= 2.0
-        self._refresh_at = now + self._config.refresh_s
-        self._refresh_count = 2 * self._num_seen
 
 
 def _build(config: ChameleonConfig, context: PolicyContext) -> Chameleon:

@@ -69,6 +69,8 @@ class Qlm:
         self._config = config
         self._groups: dict[int, Group] = {}
         """Groups of which something waits, by number."""
+        self._alive: dict[int, Group] = {}
+        """Groups of which some request has not ended; it may be queued with its KV, which does not count as waiting."""
         self._open: dict[float, Group] = {}
         self._of: dict[RequestView, Group] = {}
         self._num_groups = 0
@@ -86,7 +88,7 @@ class Qlm:
 
     def group_key(self, group: str) -> float:
         """Deadline, or number while nobody is predicted to be late."""
-        own = self._groups.get(int(group))
+        own = self._alive.get(int(group))
         if own is None:
             return 0.0
         return own.arrived_at + own.slo_s if self._by_deadline else float(own.number)
@@ -124,6 +126,8 @@ class Qlm:
             group = self._of.pop(request, None)
             if group is not None:
                 group.num_members -= 1
+                if not group.num_members:
+                    del self._alive[group.number]
 
     def _join(self, request: RequestView) -> Group:
         group = self._of.get(request)
@@ -140,6 +144,7 @@ class Qlm:
         if group is None or group.num_members >= config.group_requests or not group.waiting:
             group = self._open[slo_s] = Group(self._num_groups, slo_s, request.arrived_at)
             self._num_groups += 1
+            self._alive[group.number] = group
         self._of[request] = group
         group.num_members += 1
         return group
@@ -174,7 +179,7 @@ class Qlm:
 
     def _order(self, *, by_deadline: bool) -> None:
         self._by_deadline = by_deadline
-        for number in self._groups:
+        for number in self._alive:
             self.fallen_groups.add(str(number))
 
 

@@ -34,8 +34,7 @@ NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token t
 class SamplingParams:
     """Sampling and stop parameters of a request. Values are validated at the API, not here.
 
-    The order is vLLM's: allowed tokens, bad words and biases; then that of transformers' generation: penalties, temperature,
-    top-k, top-p, min-p.
+    The order is vLLM's: allowed tokens, bad words, biases; then transformers': penalties, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: largest number of output tokens. Applied by the controller.
@@ -471,7 +470,7 @@ class KvRunner(ModelRunner, Protocol):
         """
 
     def move_kv(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy KV blocks between device and host, in this order, after all steps submitted before. Raises `ExecutorError`."""
+        """Copy KV blocks between device and host, in this order; in any thread, beside steps that use others. Raises `ExecutorError`."""
 
 
 class AdapterRunner(ModelRunner, Protocol):

@@ -30,8 +30,7 @@ _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_
 """Facts of programs, which a row has only where they are stated."""
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
-    *(fact.name for fact in FACTS if fact.name not in _LAST),
-    *_LAST,
+    *(*(fact.name for fact in FACTS if fact.name not in _LAST), *_LAST),
 )
 
 

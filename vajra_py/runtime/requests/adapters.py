@@ -112,6 +112,11 @@ class Adapters:
             return load.has_ended
         return self.serves(name) and self.num_available() > 0
 
+    def has_for(self, request: RequestView) -> bool:
+        """Return True if a request can run at once: it has no adapter, or a slot holds it."""
+        name = request.adapter
+        return not name or (name in self._slots and self._slots[name].has_ended)
+
     def admit(self, request: Request, now: float) -> Refusal | None:
         """Return the reason that a request cannot run at `now`; its adapter's load begins where a slot can be had."""
         name = request.adapter

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from vajra_py.contract import Refusal
+from vajra_py.contract import Refusal, RequestView
 from vajra_py.runtime.requests.adapters import AdapterLoad, Adapters
 from vajra_py.runtime.requests.request import Request
 
@@ -21,6 +21,10 @@ class AnyAdapters(Adapters):
     def serves(self, name: str) -> bool:
         """See `Adapters`."""
         return bool(name)
+
+    def has_for(self, request: RequestView) -> bool:
+        """See `Adapters`."""
+        return self.fits(request)
 
     def admit(self, request: Request, now: float) -> Refusal | None:
         """See `Adapters`; nothing is kept for a request that is not admitted after all."""

@@ -193,17 +193,25 @@ class ConnectedKv:
         load = self._loads.get(request)
         if load is None or not load.is_over:
             return False
-        if request.state is _LOADING:
-            if load.num_tokens:
-                self._lifecycle.loaded(request, load.num_tokens, now)
-            else:
-                self._lifecycle.load_again(request, now)
+        self._end_load(request, load, now)
         if request.state is _LOADED:
             return self._fits(request)
         if self._fits(request) and self._ask(request) is not None:
             return True
         del self._loads[request]
         return False
+
+    def _end_load(self, request: Request, load: _Load, now: float) -> None:
+        if request.state is _LOADING and load.num_tokens:
+            self._lifecycle.loaded(request, load.num_tokens, now)
+        elif request.state is _LOADING:
+            self._lifecycle.load_again(request, now)
+
+    def end_loads(self, now: float) -> None:
+        """Let the loads end that are over and that no scheduler has looked at."""
+        for request, load in list(self._loads.items()):
+            if load.is_over:
+                self._end_load(request, load, now)
 
     def _ask(self, request: Request) -> Match | None:
         """Ask the connector about a waiting request that holds nothing; None: it waits for the answer."""
@@ -272,8 +280,8 @@ class ConnectedKv:
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """A request gives up what was loaded for it, because nobody can run."""
-        del self._loads[request]
+        """A request gives up what was loaded for it, or came with it from another replica, because nobody can run."""
+        self._loads.pop(request, None)
         self._computes.add(request)
 
     # Reports

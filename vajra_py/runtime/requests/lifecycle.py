@@ -223,13 +223,13 @@ class Lifecycle:
     def hold(self, request: Request) -> None:
         """Take a running request out of the running set; its blocks stay until another replica has its KV."""
         self._running_set.drop(request)
+        if self._running_set.adapters is not None:
+            self._running_set.adapters.release(request)
         request.move_to(_HELD)
         self.held[request] = Held(request.num_computed_tokens)
 
     def release_held(self, request: Request) -> None:
         """Give back the blocks of a request whose KV is elsewhere, or that has ended; its cached blocks stay findable."""
-        if self._running_set.adapters is not None:
-            self._running_set.adapters.release(request)
         num_tokens = min(self.held.pop(request).num_tokens, request.num_computed_tokens)
         self._running_set.memory.free(request, num_tokens, for_good=True)
         self._running_set.memory.forget(request)
@@ -247,6 +247,22 @@ class Lifecycle:
         del self.held[request]
         request.move_to(_RUNNING)
         self._running_set.admit(request)
+
+    def can_resume(self, request: Request) -> bool:
+        """Take the adapter of a resumed request; False if it is not here: another request may have got its slot meanwhile."""
+        adapters = self._running_set.adapters
+        if adapters is None:
+            return True
+        if adapters.has_for(request):
+            adapters.acquire(request)
+            return True
+        return False
+
+    def wait_with_kv(self, request: Request, now: float) -> None:
+        """Let a resumed request wait for its adapter with its KV, as one that came from another replica."""
+        self._running_set.drop(request)
+        request.move_to(_HELD)
+        self.arrived(request, now)
 
     def reserve(self, request: Request, num_tokens: int, now: float) -> int | None:
         """Set blocks aside for a request that is to come with the KV of its first tokens.

@@ -586,7 +586,7 @@ class Driver(Generic[R]):
                 if replica.replicaset in movements:
                     movements[replica.replicaset].requests_ended(dropped)
             if builder.handed_off:
-                movements[replica.replicaset].hand_offs.leave(one)
+                movements[replica.replicaset].leave(one)
             if builder.loads:
                 movements[replica.replicaset].hand_offs.load(one)
         except PolicyError as error:

@@ -134,10 +134,9 @@ class Elasticity(Generic[R]):
         self.draining.add(one.rank)
         self._driver.announce_all(name, moved)
         if movement is not None:
-            movement.hand_offs.divert(one)
             scaling = self._driver.controller.replicasets[name].scaling
-            if scaling is not None and scaling.drains_by_migration(one.replica.replica_id):
-                movement.drain(one)
+            by_migration = scaling is not None and scaling.drains_by_migration(one.replica.replica_id)
+            movement.drain(one, by_migration=by_migration)
         self.goes_down(one)
 
     def goes_down(self, one: R) -> bool:

@@ -149,11 +149,6 @@ class HandOffs(Generic[R]):
         else:
             self._place(one)
 
-    def leave(self, source: R) -> None:
-        """Let the requests leave that a replica's scheduler has just handed off."""
-        for request in source.replica.builder.take_handed_off():
-            self.begin(request, source)
-
     def _why_kept(self, request: Request) -> Refusal | None:
         """Return the reason that a running request cannot be handed off; None if it can."""
         if self._stayed.get(request) == request.num_computed_tokens or request.stays_at == request.replica_id:

@@ -24,6 +24,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 _GOES_THERE = "it goes there when its prompt is computed"
 _TARGET_DRAINS = "its target takes no more requests"
+_HANDED_OFF = "it is handed off"
 _MOVABLE_WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
 
 
@@ -82,6 +83,11 @@ class Migrations(Generic[R]):
             raise self._wrong(request, "moves a request that has ended")
         if move.target is not None:
             self._check_target(request, move.target)
+        elif not self._replicaset.bounds.holders(request).of_prompts:
+            num_tokens = request.num_known_tokens
+            raise self._wrong(
+                request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
+            )
         if request.state is not RequestState.RUNNING:
             self._end(request, PREEMPTED)  # while it moved
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
@@ -196,9 +202,6 @@ class Migrations(Generic[R]):
         if not one.is_current:
             self._call_off(one, PREEMPTED)
             return
-        if not self._replicaset.is_up(one.target.replica.replica_id):
-            self._call_off(one, _TARGET_DRAINS)
-            return
         if (why := self._reserve(one, request.num_computed_tokens)) is not None:
             self._call_off(one, why)
             return
@@ -232,6 +235,17 @@ class Migrations(Generic[R]):
         """Call off the migration of a request that has ended."""
         if self._of:
             self._end(request, REQUEST_ENDED)
+
+    def left(self, request: Request) -> None:
+        """Call off the migration of a request that is handed off."""
+        if self._of:
+            self._end(request, _HANDED_OFF)
+
+    def drains(self, target: R) -> None:
+        """Call off what is copied to a replica that takes no more requests."""
+        for one in list(self._of.values()):
+            if one.target is target:
+                self._call_off(one, _TARGET_DRAINS)
 
     def _end(self, request: Request, why: str) -> None:
         one = self._of.get(request)

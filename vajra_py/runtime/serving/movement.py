@@ -73,14 +73,22 @@ class Movement(Generic[R]):
             self.hand_offs.step_ended(one)
         replica = one.replica
         if replica.newly_held:
-            begin = self.hand_offs.begin
             for request in replica.take_newly_held():
-                begin(request, one)
+                self._leave(request, one)
         if has_freed:
             self.hand_offs.freed(one, has_looked=True)
             self._drains.room_changed()
         if self._drains.draining:
             self._drains.advance()
+
+    def leave(self, source: R) -> None:
+        """Let the requests leave that a replica's scheduler has just handed off."""
+        for request in source.replica.builder.take_handed_off():
+            self._leave(request, source)
+
+    def _leave(self, request: Request, source: R) -> None:
+        self._migrations.left(request)
+        self.hand_offs.begin(request, source)
 
     def requests_ended(self, ended: Iterable[tuple[Request, EndReason]]) -> None:
         """Give back what is set aside for requests that have ended by themselves."""
@@ -107,9 +115,12 @@ class Movement(Generic[R]):
 
     # Replicas come and go
 
-    def drain(self, one: R) -> None:
-        """Let the running requests of a replica that drains from now on move away."""
-        self._drains.begin(one)
+    def drain(self, one: R, *, by_migration: bool) -> None:
+        """Send nothing more to a replica that drains from now on; `by_migration`: its running requests move away."""
+        self._migrations.drains(one)
+        self.hand_offs.divert(one)
+        if by_migration:
+            self._drains.begin(one)
 
     def lose(self, one: R) -> None:
         """Call off what a lost replica takes part in; before its memory is cleared, and `place_again` follows."""

@@ -59,6 +59,9 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
         elif request.num_losses > max_reruns:
             detail = f"{why}; it had run again {max_reruns} times"
             _end(replicaset, request, (EndReason.FAILED, detail), seconds, losses.ended)
+        elif not replicaset.bounds.holders(request).of_prompts:
+            detail = f"{why}; its {request.num_known_tokens} tokens fit on no replica that computes prompts"
+            _end(replicaset, request, (EndReason.FAILED, detail), seconds, losses.ended)
         else:
             for observer in replicaset.observers:
                 observer.on_requeued(request, replica.replica_id, seconds)

@@ -258,7 +258,9 @@ class Replica:
             reason = self._end_reason(request, result)
             self._finish(request, reason, to_seconds(now))
             return [(request, reason)]
-        if request.num_remaining_tokens == 1 and request.num_output_tokens:
+        if not self.lifecycle.can_resume(request):
+            self.lifecycle.wait_with_kv(request, to_seconds(now))
+        elif request.num_remaining_tokens == 1 and request.num_output_tokens:
             self._begin_decode(request, num_left)
         return []
 
@@ -329,8 +331,10 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        if self.parts.role is _PREFILL:  # the request leaves before it grows
-            return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_prompt_tokens)
+        if (
+            self.parts.role is _PREFILL
+        ):  # the request leaves before it grows; one that runs again brings what it has generated
+            return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     def has_adapter(self, request: Request) -> bool:
@@ -417,12 +421,13 @@ class Replica:
 
     def _give_up_kv(self, now: int) -> bool:
         """The policy can run nobody: let the least urgent of those that came with their KV give it up."""
-        running_set = self.running_set
+        running_set, seconds = self.running_set, to_seconds(now)
+        if running_set.loading and not self.num_in_flight and self._connected is not None:
+            self._connected.end_loads(seconds)
         if not running_set.arrived or self.num_in_flight:
             return False
         if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
             return False  # blocks, or somebody who can run, may come with a report
-        seconds = to_seconds(now)
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:

@@ -294,6 +294,7 @@ class Builder(PlanDraft):
             self._asked_drafts.get(request, rules.num_tokens),
             self.tokens_left - 1,
             self._running_set.limits.max_model_len - known - 1,  # a token comes behind all drafts
+            self._memory.num_blocks * self._memory.block_size - known,  # else it could not even run alone
         )
         if not rules.past_max_tokens:
             most = min(most, request.max_tokens - request.num_output_tokens - 1)
@@ -304,7 +305,8 @@ class Builder(PlanDraft):
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens
-        return max(num_tokens, min(num_tokens + rules.lookahead_tokens, self._running_set.limits.max_model_len))
+        memory, most = self._memory, self._running_set.limits.max_model_len
+        return max(num_tokens, min(num_tokens + rules.lookahead_tokens, most, memory.num_blocks * memory.block_size))
 
     def _num_padding(self, num_tokens: int, done: int, known: int) -> int:
         """Return for how many drafts a request has places that is admitted now; they hold none."""

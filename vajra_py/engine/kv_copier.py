@@ -1,0 +1,155 @@
+"""Copies of KV between a worker's device and its host memory, in threads beside its steps: one for each direction.
+
+A worker hands over each copy once it has done what it was told before. Copies of one direction are made one after the other.
+
+Invariants:
+    - A copy reads what the steps before it have written.
+    - A step that is the first to write a device block since it was taken waits until no copy reads or writes that block; so does a
+      copy to the device for copies to the host. No step waits for other copies.
+    - After a copy that failed, none is begun and every later step fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import field
+from typing import cast
+
+from vajra_py.dataclass import dataclass
+from vajra_py.engine.compute import KvRunner, LookaheadRunner, LookaheadStep, ModelRunner, StepInput
+from vajra_py.engine.kv_copy import KvMove
+from vajra_py.errors import ExecutorError
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """Copies of one direction."""
+
+    name: str
+    moves: deque[KvMove] = field(default_factory=deque)
+    """Those that have not begun."""
+    busy: Counter[int] = field(default_factory=Counter)
+    """Device blocks of those that have not ended."""
+    thread: threading.Thread | None = None
+
+
+class KvCopier:
+    """Makes the copies of one runner. All but `close` is called by the thread that computes its steps."""
+
+    def __init__(self, runner: ModelRunner, tell: Callable[[KvMove, Exception | None], None]) -> None:
+        """`tell`: takes each copy when it has ended, with the error of one that failed, in the thread that made it."""
+        self._runner = runner
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._down, self._up = _Lane("vajra-copies-down"), _Lane("vajra-copies-up")
+        self._error: Exception | None = None
+        self._is_closed = False
+
+    def begin(self, move: KvMove) -> None:
+        """Make a copy after those of its direction begun before, beside the steps to come. Raises `ExecutorError` after one that failed."""
+        runner = cast(KvRunner, self._runner)
+        cast(LookaheadRunner, runner).begin_ahead()  # a row that is dropped writes a block that may be loaded now
+        self._wait_for(_loaded(move.before))
+        if move.before:
+            runner.move_kv(move.before)
+        lane = self._lane(move)
+        with self._changed:
+            lane.busy.update(device_blocks(move.copies))
+            lane.moves.append(move)
+            self._changed.notify_all()
+        self._go_on(lane)
+
+    def wait_before(self, work: StepInput | LookaheadStep) -> None:
+        """Wait for the copies that read or write what a step is the first to write. Raises `ExecutorError` after one that failed."""
+        if self._down.busy or self._up.busy or self._error is not None:
+            step = work.step if isinstance(work, LookaheadStep) else work
+            self._wait_for(set(written_blocks(step, self._runner.facts.block_size)))
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End with the copies that are being made. Raises `ExecutorError` when one takes longer; may be called twice, from any thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for lane in (self._down, self._up):
+            if lane.thread is not None:
+                lane.thread.join(timeout_s)
+                if lane.thread.is_alive():
+                    raise ExecutorError("its thread does not come back from a copy; what it holds is not given back")
+
+    def _lane(self, move: KvMove) -> _Lane:
+        return self._up if move.is_upward else self._down
+
+    def _wait_for(self, blocks: Collection[int]) -> None:
+        def may_go_on() -> bool:
+            is_free = self._down.busy.keys().isdisjoint(blocks) and self._up.busy.keys().isdisjoint(blocks)
+            return is_free or self._is_closed or self._error is not None
+
+        with self._changed:
+            self._changed.wait_for(may_go_on)
+            if self._error is not None:
+                raise ExecutorError(f"a copy of KV failed before ({self._error})")
+            if self._is_closed:
+                raise ExecutorError("the worker has been closed")
+
+    def _go_on(self, lane: _Lane) -> None:
+        """Let the copies be made that have been handed over."""
+        if lane.thread is None:
+            lane.thread = threading.Thread(target=self._work, args=(lane,), name=lane.name, daemon=True)
+            lane.thread.start()
+
+    def _work(self, lane: _Lane) -> None:
+        def may_go_on() -> bool:
+            return self._is_closed or self._error is not None or self._is_next_free(lane)
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(may_go_on)
+                if self._is_closed or self._error is not None:
+                    return
+                move = lane.moves.popleft()
+            self._make(move)
+
+    def _is_next_free(self, lane: _Lane) -> bool:
+        """Return True if there is a copy to begin, and none to the host reads what one to the device overwrites."""
+        if not lane.moves:
+            return False
+        return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0].copies))
+
+    def _make(self, move: KvMove) -> None:
+        error, lane = None, self._lane(move)
+        try:
+            cast(KvRunner, self._runner).move_kv(move.copies)
+        except Exception as problem:  # as with a step
+            _log.warning("a copy of KV failed", exc_info=True)
+            error = problem
+        with self._changed:
+            lane.busy.subtract(device_blocks(move.copies))
+            lane.busy = +lane.busy
+            self._error = error or self._error
+            self._changed.notify_all()
+        self._tell(move, error)
+
+
+def device_blocks(copies: Sequence[BlockCopy]) -> list[int]:
+    """Return the device block of each copy."""
+    to_host = CopyDirection.TO_HOST
+    return [copy.source if copy.direction is to_host else copy.target for copy in copies]
+
+
+def written_blocks(step: StepInput, block_size: int) -> Iterator[int]:
+    """Yield the device blocks that a request has taken by this step to write them, and those that swapped content comes back to."""
+    starts = {chunk.slot: chunk.num_computed // block_size for chunk in step.chunks}
+    for update in step.tables:
+        num_found = max(0, starts.get(update.slot, 0) - update.start)
+        yield from update.block_ids[num_found:]
+    yield from _loaded(step.copies)
+
+
+def _loaded(copies: Sequence[BlockCopy]) -> list[int]:
+    return [copy.target for copy in copies if copy.direction is CopyDirection.TO_DEVICE]
