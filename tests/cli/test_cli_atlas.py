@@ -18,7 +18,7 @@ from vajra_py.errors import RunInterrupted
 from vajra_py.experiment.atlas.cards import cards_of
 from vajra_py.experiment.atlas.entries import DEFAULT_BASELINE, DEFAULT_POLICIES, entries_of
 from vajra_py.experiment.atlas.study import WORKLOADS, Execution, Request, plans_of, run_atlas
-from vajra_py.experiment.runs.sweep import PointStatus
+from vajra_py.experiment.runs.point_status import PointStatus
 from vajra_py.metrics.comparison.policy_map import BASELINE, map_records
 from vajra_py.plugins import Registry, load_registry
 

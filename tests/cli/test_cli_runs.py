@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vajra_py.cli.progress import RunsDisplay
-from vajra_py.experiment.runs.sweep import PointStatus
+from vajra_py.experiment.runs.point_status import PointStatus
 
 Vajra = Callable[..., Any]
 

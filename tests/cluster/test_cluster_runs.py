@@ -20,8 +20,9 @@ from vajra_py.cluster.node import RemoteResult, RemoteRun, execute_run
 from vajra_py.cluster.places import pool_on
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import RunError, RunInterrupted
+from vajra_py.experiment.runs.point_status import PointStatus
 from vajra_py.experiment.runs.pool import RunTask, run_in_pool
-from vajra_py.experiment.runs.sweep import PointStatus, SweepResult, sweep
+from vajra_py.experiment.runs.sweep import SweepResult, sweep
 
 pytestmark = pytest.mark.slow
 Asked: TypeAlias = Callable[..., SweepResult]

@@ -17,7 +17,7 @@ from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
 from vajra_py.metrics.comparison.comparison import Comparison, compare
 from vajra_py.metrics.comparison.table_model import Cell, Row, Table, fold, table_of_texts
-from vajra_py.metrics.comparison.table_renderers import TerminalTable, latex, markdown
+from vajra_py.metrics.comparison.table_renderers import TerminalTable, latex, markdown, plain_text
 from vajra_py.metrics.report.report import render_report
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -45,6 +45,18 @@ def printed(comparison: Comparison, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(comparison.render())
     return console.export_text().splitlines()
+
+
+WORDS = table_of_texts(("名前", "kind"), [("a name", "[kind]"), ("名", "")], "A title")
+SECTIONS = Table("m", ("a", "bb"), tuple(Row(head, (Cell("1"), Cell("22", "±3", "*")), head == "q") for head in "pqr"))
+
+
+@pytest.mark.parametrize("table", [WORDS, SECTIONS, Table("no", ("rows", "here"), ())])
+def test_a_table_that_is_piped_is_the_one_of_a_wide_terminal(table: Table, comparison: Comparison) -> None:
+    for each in (table, comparison.render().table):
+        console = Console(width=1000, file=io.StringIO(), record=True)
+        console.print(TerminalTable(each))
+        assert plain_text(each).rstrip("\n") == console.export_text().rstrip("\n")
 
 
 def test_a_table_of_twelve_settings_with_intervals_is_whole_at_200_columns(comparison: Comparison) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
 
     from vajra_py.experiment.measured.accuracy import Accuracy
@@ -31,9 +31,6 @@ class NumberRange(click.FloatRange):
             self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
         return found
 
-
-PIPED_WIDTH = 200
-"""Columns of a table that goes to a file or another program."""
 
 overrides_option = click.option(
     "--set",
@@ -103,20 +100,16 @@ def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, An
     return found
 
 
-def wide_console(needed: int = 0) -> Console:
-    """Return standard output for tables: as wide as the terminal, or as the tables if there is no terminal."""
+def show_table(table: Table) -> None:
+    """Print a table: fitted to the terminal, and whole if standard output is none."""
+    from vajra_py.metrics.comparison.table_renderers import TerminalTable, plain_text
+
+    if not sys.stdout.isatty():  # nothing is laid out, and rich takes long to import
+        click.echo(plain_text(table))
+        return
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=max(PIPED_WIDTH, needed))
-
-
-def show_table(table: Table) -> None:
-    """Print a table."""
-    from vajra_py.metrics.comparison.table_renderers import TerminalTable
-
-    shown = TerminalTable(table)
-    wide_console(shown.width).print(shown)
+    Console().print(TerminalTable(table))
 
 
 def show_further_tables(comparison: Comparison) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import click
 
 from vajra_py.cli.options import on_option, overrides_option
 from vajra_py.cli.progress import RunsDisplay
+from vajra_py.dataclass import dataclass
 
 if TYPE_CHECKING:
     from vajra_py.config import ExperimentConfig
@@ -66,10 +67,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     from vajra_py.runtime.support.gc_control import put_off_collections
 
     put_off_collections()
-    from vajra_py.cluster.connect import ray_cluster
-    from vajra_py.cluster.places import pool_on
     from vajra_py.config import expand_sweep, load_config
-    from vajra_py.experiment.runs.sweep import sweep
 
     if preset is not None:  # replaces the file's policies; command-line settings still take precedence
         overrides = ("scheduling=null", f"preset={preset}", *overrides)
@@ -84,11 +82,12 @@ def run(  # noqa: PLR0913 - one argument for each option
     display = RunsDisplay(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []
     num_copies = 0
-    with ray_cluster(on) as cluster, display:
-        pool = None if cluster is None else pool_on(cluster, config, workers)
+    with _pool_on(on, config, workers) as pool, display:
         if config.is_single:
             runs = [_run_one(config, _RunOptions(overwrite, quiet, workers, pool), display)]
         else:
+            from vajra_py.experiment.runs.sweep import sweep
+
             result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point, pool=pool)
             runs, failures, num_copies = list(result.runs), list(result.failures), len(result.copies)
     _show(runs, report, quiet, num_copies)
@@ -98,6 +97,19 @@ def run(  # noqa: PLR0913 - one argument for each option
         click.echo(f"failed: {label}: {error}", err=True)
     is_served = _warn_of_rejections(runs)
     return 1 if failures else 0 if is_served else MOSTLY_REJECTED
+
+
+@contextmanager
+def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator[MakePool | None]:
+    """The place of runs that `--on` names; None: this machine."""
+    if on == "local":
+        yield None
+        return
+    from vajra_py.cluster.connect import ray_cluster
+    from vajra_py.cluster.places import pool_on
+
+    with ray_cluster(on) as cluster:
+        yield None if cluster is None else pool_on(cluster, config, workers)
 
 
 def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
@@ -113,6 +125,9 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
     named: dict[str, list[str]] = {}
     is_served = True
     for run in runs:
+        ended = run.manifest.get("num_ended")
+        if ended is not None and "rejected" not in ended:
+            continue
         requests = run.requests("request_id", "reason", "detail")
         rejected = rows_with(requests, "reason", "rejected").to_pylist()
         found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
@@ -142,9 +157,8 @@ class _RunOptions:
 
 
 def _run_one(config: ExperimentConfig, options: _RunOptions, display: RunsDisplay) -> RunData:
-    from vajra_py.experiment.runs.pool import RunTask, run_in_pool
+    from vajra_py.experiment.runs.point_status import PointStatus
     from vajra_py.experiment.runs.run import run_experiment
-    from vajra_py.experiment.runs.sweep import PointStatus
 
     def progress(done: int, total: int, now: float) -> None:
         display.point(0, PointStatus(config.name, done, total, now))
@@ -153,6 +167,8 @@ def _run_one(config: ExperimentConfig, options: _RunOptions, display: RunsDispla
     if run is None and options.pool is None:
         run = run_experiment(config, progress=progress, overwrite=options.overwrite)
     elif run is None:
+        from vajra_py.experiment.runs.pool import RunTask, run_in_pool
+
         assert options.pool is not None
         run = run_in_pool(options.pool, RunTask(config, config.output_dir / config.name, options.overwrite), progress)
     display.point(0, PointStatus(config.name, is_finished=True))

@@ -15,9 +15,10 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import cast
 
+from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import KvRunner, LookaheadRunner, LookaheadStep, ModelRunner, StepInput
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.errors import ExecutorError

@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import LookaheadStep, StepInput
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.worker import (

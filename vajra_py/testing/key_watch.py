@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from vajra_py.contract import FallenGroups, FallenRequests, Key, KeyMotion, RequestView
+from vajra_py.dataclass import dataclass
 from vajra_py.testing.checking import require
 from vajra_py.testing.strict import interpose
 

@@ -15,12 +15,13 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv import BlockCopy
 
 LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
@@ -33,8 +34,7 @@ NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token t
 class SamplingParams:
     """Sampling and stop parameters of a request. Values are validated at the API, not here.
 
-    The order is vLLM's: allowed tokens, bad words and biases; then that of transformers' generation: penalties, temperature,
-    top-k, top-p, min-p.
+    The order is vLLM's: allowed tokens, bad words, biases; then transformers': penalties, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: largest number of output tokens. Applied by the controller.

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep, load_config
+from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, RunError, did_you_mean
 from vajra_py.experiment.atlas.entries import Entry
 from vajra_py.experiment.runs.check import problems_of_parts
+from vajra_py.experiment.runs.point_status import PointStatus
 from vajra_py.experiment.runs.pool import MakePool
-from vajra_py.experiment.runs.sweep import PointStatus, SweepProgress, sweep
+from vajra_py.experiment.runs.sweep import SweepProgress, sweep
 from vajra_py.metrics.comparison.comparison import compare
 from vajra_py.metrics.comparison.metrics import named_metrics
 from vajra_py.metrics.comparison.policy_map import PRIMARY, WorkloadComparison

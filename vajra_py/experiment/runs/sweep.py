@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep
-from vajra_py.config.sweeps import values_of_label
+from vajra_py.dataclass import dataclass
 from vajra_py.experiment.runs.equal_seeds import EqualSeeds, SettingSeeds, drew_beside_workload, note_copies
 from vajra_py.experiment.runs.folder import RunFolder
+from vajra_py.experiment.runs.point_status import PointStatus
 from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
-
-
-@dataclass(frozen=True, slots=True)
-class PointStatus:
-    """Status of one point of a sweep."""
-
-    label: str
-    num_done: int = 0
-    num_total: int = 0
-    now_s: float = 0.0
-    is_finished: bool = False
-    was_there: bool = False
-    """Finished in an earlier sweep; not run again."""
-    error: str | None = None
-    is_copy: bool = False
-    """Not run: it would repeat the run of another seed."""
-
-    @property
-    def values_label(self) -> str:
-        """The point by its values alone: every point sets the same paths."""
-        return values_of_label(self.label)
-
 
 SweepProgress: TypeAlias = Callable[[int, PointStatus], None]
 """Called with the point's position and status."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
+from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 CAPTURE_LIMIT = 512

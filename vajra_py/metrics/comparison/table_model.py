@@ -5,7 +5,9 @@ Markdown, LaTeX, CSV and HTML.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from vajra_py.dataclass import dataclass
 
 BEST = "*"
 LOWEST = "↓"

@@ -7,9 +7,9 @@ import io
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Table, fold, least_cells
 
 if TYPE_CHECKING:
@@ -46,15 +46,6 @@ class TerminalTable:
     """
 
     table: Table
-
-    @property
-    def width(self) -> int:
-        """Characters of the whole table in one piece."""
-        table = self.table.for_readers
-        columns = [max(one_line(Cell(row.head)) for row in table.rows) if table.rows else 0]
-        for i, head in enumerate(table.heads):
-            columns.append(max(len(head), *(one_line(row.cells[i]) for row in table.rows), 0))
-        return max(sum(columns) + (_GAP + 1) * len(columns), *map(len, (table.title, *table.notes)), 0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable | Text]:
         from rich.text import Text
@@ -107,6 +98,31 @@ def _marked_up(cell: Cell, *, is_stacked: bool) -> str:
     if cell.spread:
         text += f"{chr(10) if is_stacked else ' '}{escape(cell.spread)}"
     return f"[dim]{text}[/dim]" if cell.is_quiet else text
+
+
+def plain_text(table: Table) -> str:
+    """Return the table as it is on a wide terminal, without styles: whole, however long its lines are."""
+    table = table.for_readers
+    texts = [[table.corner, *table.heads], *([row.head, *(cell.plain for cell in row.cells)] for row in table.rows)]
+    widths = [max(map(_displayed, column)) for column in zip(*texts, strict=True)]
+    width = sum(widths) + _GAP * (len(widths) - 1)
+    rule = f" {'─' * width} "
+    room = width + 2 - _displayed(table.title)
+    lines = [f"{' ' * (room // 2)}{table.title}{' ' * (room - room // 2)}"] if table.title else []
+    for number, cells in enumerate(texts):
+        if number < 2 or table.rows[number - 1].starts:
+            lines.append(rule)
+        padded = []
+        for i, (text, own) in enumerate(zip(cells, widths, strict=True)):
+            space = " " * (own - _displayed(text))
+            padded.append(text + space if i == 0 or i - 1 in table.text_columns else space + text)
+        lines.append(f" {(' ' * _GAP).join(padded)} ")
+    return "\n".join([*lines, *([rule] if table.rows else [rule, rule]), *(f"{note}." for note in table.notes)])
+
+
+def _displayed(text: str) -> int:
+    """Return the columns of a text in a fixed font."""
+    return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in text)
 
 
 def markdown(table: Table) -> str:

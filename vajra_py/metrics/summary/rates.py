@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Floats, Window, nearest_rank
 
 LOW, HIGH = 0.1, 0.9

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
+from vajra_py.dataclass import dataclass
 from vajra_py.runtime.movement.links import LinkOptions
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from vajra_py.dataclass import dataclass
 from vajra_py.runtime.movement.links import LinkOptions
 
 

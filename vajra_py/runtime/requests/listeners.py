@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vajra_py.contract import EndedRun, EndedStep
+from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
 Told = Callable[..., None]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from vajra_py.contract import Layer
+from vajra_py.dataclass import dataclass
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 

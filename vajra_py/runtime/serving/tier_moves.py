@@ -2,9 +2,8 @@
 
 A waiting request whose prefix lies in a lower tier goes two ways. Blocks of tiers beyond the first are prefetched into the first one,
 from the request's arrival or from the first look at it; blocks of the first tier are loaded to the device when the request is
-admitted: it gets its device blocks, waits for the transfer, and then runs on from there. What leaves a tier, or is written
-through, is copied down. Each tier has a link of its own for each replica, one way down and one way up, and a shared tier may have
-a limit for all together.
+admitted: it gets its device blocks, waits for the transfer, and runs on from there. What leaves a tier, or is written through, is
+copied down. Each tier has a link of its own for each replica, a way down and a way up, and a shared tier may have a limit for all.
 
 Where a backend copies instead of a model of the links, copies end when it says so. It reads what the step that was just formed overwrites
 before that step does, and looks for other content of the device when the content has been computed.
@@ -13,11 +12,12 @@ before that step does, and looks for other content of the device when the conten
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Generic, cast
 
 from vajra_py.contract.observer import TierTransfer
+from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv.block_hashes import reads_cache
 from vajra_py.runtime.kv.paged import PagedKvMemory
 from vajra_py.runtime.kv.tier_store import TierBlock

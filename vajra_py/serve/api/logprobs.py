@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import TokenLogprobs
 from vajra_py.engine.pieces import CharacterCounter
 from vajra_py.engine.tokenizer import Tokenizer

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
+from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import LOST_ROW, PendingStep, StepOutput, TokenLogprobs
 from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs
