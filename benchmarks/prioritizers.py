@@ -1,7 +1,8 @@
 """Measure a step under each prioritizer with 10,000 waiting requests of 1,000 tenants, over the same step under `fcfs`.
 
 Both run alternately in one process, and CPU time counts, so that the ratio bears other load. Every step computes 256 decodes and
-admits one request; `--scheduler preemptive` compares those that run with those that wait as well.
+admits one request; `--scheduler preemptive` compares those that run with those that wait as well. With `--prefixes 1000` each prompt
+begins with one of so many prefixes, so that keys move with what the prefix cache holds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 from steps import Case, build, stepping
@@ -21,12 +23,11 @@ NUM_WAITING = 10_000
 NUM_TENANTS = 1_000
 
 
-def measure(name: str, scheduler: str, num_steps: int, num_rounds: int) -> tuple[float, float]:
+def measure(name: str, scheduler: str, num_steps: int, num_rounds: int, num_prefixes: int = 0) -> tuple[float, float]:
     """(median ratio of CPU time to that of `fcfs`, median milliseconds a step)."""
     params = (("chunk_size", 2048),) if scheduler == "fixed_chunk" else ()
-    runs = [
-        stepping(build(Case(256, NUM_WAITING, True, one, NUM_TENANTS, scheduler, params))[1]) for one in (name, "fcfs")
-    ]
+    case = Case(256, NUM_WAITING, True, name, NUM_TENANTS, scheduler, params, num_prefixes)
+    runs = [stepping(build(one)[1]) for one in (case, replace(case, prioritizer="fcfs"))]
     for run in runs:
         run(2)
     ratios, times = [], []
@@ -53,10 +54,11 @@ def main() -> None:
     parser.add_argument("--scheduler", default="fixed_chunk")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prefixes", type=int, default=0)
     given = parser.parse_args()
     names = given.names or list(load_registry().policies(Layer.REQUEST_PRIORITIZER))
     for name in names:
-        ratio, step_ms = measure(name, given.scheduler, given.steps, given.rounds)
+        ratio, step_ms = measure(name, given.scheduler, given.steps, given.rounds, given.prefixes)
         print(f"{name:24s} {ratio:8.1f} x fcfs {step_ms:9.2f} ms of CPU time a step", flush=True)
 
 

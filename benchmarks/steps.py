@@ -18,7 +18,7 @@ from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineConfig
 from vajra_py.plugins import OutputLengthInputs, build_output_lengths, load_registry
-from vajra_py.runtime.kv import PrivateBlockHashes
+from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
@@ -46,6 +46,8 @@ class Case:
     num_tenants: int = 1
     scheduler: str = "fixed_chunk"
     params: tuple[tuple[str, Any], ...] = (("chunk_size", 2048),)
+    num_prefixes: int = 0
+    """Prefixes of which each waiting prompt begins with one; 0: they share nothing."""
 
 
 def affine_latency() -> LatencyModel:
@@ -100,14 +102,24 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
     for number in range(case.num_waiting):
         tenant = f"tenant-{number % case.num_tenants}"
         facts = RequestFacts(f"wait-{number}", PROMPT_TOKENS + number % 1499, max_tokens=num_outputs, tenant=tenant)
-        submit(controller, executor, facts, now + number)
+        prefix = f"prefix-{number % case.num_prefixes}" if case.num_prefixes else ""
+        submit(controller, executor, facts, now + number, prefix)
     return controller, replica, executor
 
 
-def submit(controller: Controller, executor: SimulatedExecutor, facts: RequestFacts, now: int) -> None:
-    """Submit one request that generates its maximum number of tokens."""
+def submit(
+    controller: Controller, executor: SimulatedExecutor, facts: RequestFacts, now: int, prefix: str = ""
+) -> None:
+    """Submit one request that generates its maximum number of tokens, perhaps with a prefix that others have too."""
     replicaset = controller.replicaset_for(facts)
-    request, _ = controller.submit(facts, replicaset, lambda size: PrivateBlockHashes(facts.request_id), now)
+    segments = [(prefix, PROMPT_TOKENS), (facts.request_id, facts.num_prompt_tokens - PROMPT_TOKENS)]
+
+    def hashes(block_size: int) -> BlockHashes:
+        if not prefix:
+            return PrivateBlockHashes(facts.request_id)
+        return SegmentBlockHashes(segments, facts.request_id, block_size)
+
+    request, _ = controller.submit(facts, replicaset, hashes, now)
     executor.expect(request, 900_000)
 
 

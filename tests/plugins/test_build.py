@@ -181,7 +181,12 @@ def test_wrong_parameters_say_where(site: Any) -> None:
         (
             GOOD + "    def falls_at(self, request, now): return None\n",
             PRIORITIZER,
-            "falls_at is for a policy with KeyMotion.NAMED_FALLS",
+            "falls_at is for a policy with KeyMotion.NAMED_FALLS or PREFIX_HITS",
+        ),
+        (
+            GOOD.replace("KeyMotion.TIME_LINEAR", "KeyMotion.STATIC") + "    def key_epoch(self): return 0\n",
+            PRIORITIZER,
+            "key_epoch is for a policy with KeyMotion.ARBITRARY, VOLATILE or PREFIX_HITS",
         ),
         (GOOD + "    fallen_groups = []\n", PRIORITIZER, r"fallen_groups is \[\]; expected a FallenGroups"),
         (GOOD + "    fallen_groups = FallenGroups()\n", PRIORITIZER, "for a policy with group and group_key"),

@@ -110,7 +110,7 @@ def test_each_says_when_to_use_it_and_when_not_and_the_page_says_the_same(name: 
     assert advice in plain
 
 
-DEAR = {"dlpm", "preflow", "residual_sjf", "andes", "jitserve", "least_attained_service"}
+DEAR = {"andes", "jitserve", "least_attained_service"}
 """Prioritizers whose cards tell that a step with a long queue takes more than three times as long as under `fcfs`."""
 
 

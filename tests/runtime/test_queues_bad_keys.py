@@ -12,7 +12,14 @@ import pytest
 
 from vajra_py.contract import FallenRequests, KeyMotion
 from vajra_py.errors import PolicyError, place_of_definition
-from vajra_py.runtime.queues import ArbitraryQueue, KineticQueue, NamedFallsQueue, SortedQueue, make_queue
+from vajra_py.runtime.queues import (
+    ArbitraryQueue,
+    KineticQueue,
+    NamedFallsQueue,
+    PrefixHitsQueue,
+    SortedQueue,
+    make_queue,
+)
 
 
 @dataclass(eq=False)
@@ -54,7 +61,14 @@ def ids(queue: Any, now: float) -> list[str]:
     return [request.request_id for request in queue.ordered(now)]
 
 
-BY_KEY = [KeyMotion.STATIC, KeyMotion.PROGRESS, KeyMotion.NAMED_FALLS, KeyMotion.ARBITRARY, KeyMotion.VOLATILE]
+BY_KEY = [
+    KeyMotion.STATIC,
+    KeyMotion.PROGRESS,
+    KeyMotion.NAMED_FALLS,
+    KeyMotion.PREFIX_HITS,
+    KeyMotion.ARBITRARY,
+    KeyMotion.VOLATILE,
+]
 BAD_NUMBERS = [math.nan, math.inf, -math.inf, None, "3", [1.0], (), (1.0, 2.0), 1j, np.float32("nan")]
 BAD_TUPLES = [1.0, (1.0,), (1.0, 2.0, 3.0), (1.0, math.nan), (math.inf, 0.0), (1.0, None)]
 
@@ -211,6 +225,7 @@ def test_the_declared_motion_chooses_the_queue() -> None:
         KeyMotion.PROGRESS: SortedQueue,
         KeyMotion.TIME_LINEAR: KineticQueue,
         KeyMotion.NAMED_FALLS: NamedFallsQueue,
+        KeyMotion.PREFIX_HITS: PrefixHitsQueue,
         KeyMotion.ARBITRARY: ArbitraryQueue,
         KeyMotion.VOLATILE: ArbitraryQueue,
     }
@@ -286,7 +301,9 @@ def test_a_fall_that_nobody_named_breaks_the_contract() -> None:
         queue.peek(0.0)
 
 
-@pytest.mark.parametrize("motion", [KeyMotion.TIME_LINEAR, KeyMotion.ARBITRARY, KeyMotion.VOLATILE])
+@pytest.mark.parametrize(
+    "motion", [KeyMotion.TIME_LINEAR, KeyMotion.PREFIX_HITS, KeyMotion.ARBITRARY, KeyMotion.VOLATILE]
+)
 def test_keys_that_move_by_themselves_are_ordered_within_groups_too(motion: KeyMotion) -> None:
     policy = OfGroups(motion)
     queue: Any = make_queue(policy)

@@ -210,6 +210,15 @@ class Frozen(Aging):
         return 0
 
 
+class AgingHits(Aging):
+    """Keys that are said to move with prefix hits, and move with time."""
+
+    key_motion = KeyMotion.PREFIX_HITS
+
+    def __init__(self) -> None:
+        self._num_admitted = 0
+
+
 class Foretold(Aging):
     """The same, told beforehand."""
 
@@ -239,6 +248,7 @@ class Impatient(Returning):
         (Sinking, MOVES, "which was neither named nor told by falls_at"),
         (Sinking, SERVES, "has fallen, and nobody said so"),
         (Frozen, MOVES, "and key_epoch() did not"),
+        (AgingHits, MOVES, "is PREFIX_HITS and moved with the same hits and progress, which falls_at did not tell"),
         (Aging, MOVES, "which was neither named nor told by falls_at"),
         (Wandering, MOVES, "a request stays in its group"),
         (Impatient, MOVES, "and asked again"),

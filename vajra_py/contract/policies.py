@@ -41,6 +41,11 @@ class KeyMotion(Enum):
 
     A key is read again when its request would be next, so a rise needs no word.
     """
+    PREFIX_HITS = "prefix_hits"
+    """Changes with the request's own progress, with its `prefix_hit_tokens`, and from times on that `falls_at` tells.
+
+    Read at every step where one of these has changed, and in groups after each admission and preemption too.
+    """
     ARBITRARY = "arbitrary"
     """May change with anything; re-read for every waiting request at every step."""
     VOLATILE = "volatile"
@@ -81,11 +86,11 @@ class NamesFalls(RequestPrioritizer, Protocol):
 
 
 @runtime_checkable
-class FallsWithTime(NamesFalls, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` whose keys may fall with time alone."""
+class FallsWithTime(RequestPrioritizer, Protocol):
+    """Optional method of a prioritizer with `KeyMotion.NAMED_FALLS` or `PREFIX_HITS` whose keys may move with time alone."""
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Earliest time at which the request's key may fall by itself, seconds on the run's clock; None: never.
+        """Earliest time at which the request's key may fall by itself, seconds on the run's clock; None: never. `PREFIX_HITS`: fall or rise.
 
         Asked whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
         """
@@ -93,12 +98,13 @@ class FallsWithTime(NamesFalls, Protocol):
 
 @runtime_checkable
 class CountsKeyChanges(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.ARBITRARY` or `VOLATILE` that knows of times at which no key moves."""
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` that knows of times at which no key moves."""
 
     def key_epoch(self) -> int:
         """A number that is another one whenever the key of any waiting request may be another one, for whatever reason.
 
-        Asked before keys are read again: they are not, if it is the number of the last time. A request's own progress needs no other number.
+        Asked before keys are read again: they are not, if it is the number of the last time. A request's own progress needs no other
+        number, nor do its hits under `PREFIX_HITS`.
         """
 
 
@@ -108,7 +114,7 @@ class GroupsRequests(RequestPrioritizer, Protocol):
 
     The order is (key of the group, key of the request, arrival, index), with the group's key as it is at that moment.
     `key_motion` is that of the requests' keys within their groups. With `STATIC` or `PROGRESS` a counter moves its whole group
-    in O(log groups); with other motions everything that waits is read again, as for `VOLATILE`.
+    in O(log groups), and with `PREFIX_HITS` as well; with other motions everything that waits is read again, as for `VOLATILE`.
     """
 
     def group(self, request: RequestView) -> str:

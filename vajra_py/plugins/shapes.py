@@ -168,8 +168,9 @@ def check_retention_shape(policy: object, what: str, plugin: str) -> None:
     """Check that an object is a retention policy. Raises `PluginError` like `check_policy_shape`."""
     _check_shape_beside(policy, RETENTION_METHODS, what, plugin, RETENTION_OPTIONS)
     _check_key_motion(policy, what, plugin)
-    if getattr(policy, "key_motion", None) is KeyMotion.NAMED_FALLS:
-        raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is for request prioritizers")
+    motion = getattr(policy, "key_motion", None)
+    if motion in (KeyMotion.NAMED_FALLS, KeyMotion.PREFIX_HITS):
+        raise PluginError(plugin, f"{what}: {motion} is for request prioritizers")
     if _has(policy, "segment") != _has(policy, "next_segment"):
         raise PluginError(plugin, f"{what}: segment and next_segment belong together, and it has one of them")
 
@@ -265,18 +266,21 @@ def _check_key_motion(policy: object, what: str, plugin: str) -> None:
 
 
 def _check_named_falls(policy: object, what: str, plugin: str) -> None:
-    names = getattr(policy, "key_motion", None) is KeyMotion.NAMED_FALLS
+    motion = getattr(policy, "key_motion", None)
+    names = motion is KeyMotion.NAMED_FALLS
     fallen = getattr(policy, "fallen_requests", None)
     if names != isinstance(fallen, FallenRequests):
         raise PluginError(
             plugin, f"{what}: fallen_requests is {fallen!r}; a FallenRequests and KeyMotion.NAMED_FALLS belong together"
         )
     if _has(policy, "falls_at"):
-        if not names:
-            raise PluginError(plugin, f"{what}: falls_at is for a policy with KeyMotion.NAMED_FALLS")
-        check_methods(policy, {"falls_at": 2}, f"{what} (KeyMotion.NAMED_FALLS)", plugin)
-    if _has(policy, "key_epoch") and policy.key_motion not in (KeyMotion.ARBITRARY, KeyMotion.VOLATILE):  # type: ignore[attr-defined]
-        raise PluginError(plugin, f"{what}: key_epoch is for a policy with KeyMotion.ARBITRARY or VOLATILE")
+        if not names and motion is not KeyMotion.PREFIX_HITS:
+            raise PluginError(plugin, f"{what}: falls_at is for a policy with KeyMotion.NAMED_FALLS or PREFIX_HITS")
+        check_methods(policy, {"falls_at": 2}, f"{what} ({motion})", plugin)
+    if _has(policy, "key_epoch") and motion not in (KeyMotion.ARBITRARY, KeyMotion.VOLATILE, KeyMotion.PREFIX_HITS):
+        raise PluginError(
+            plugin, f"{what}: key_epoch is for a policy with KeyMotion.ARBITRARY, VOLATILE or PREFIX_HITS"
+        )
     if names and _has(policy, "group"):
         raise PluginError(plugin, f"{what}: KeyMotion.NAMED_FALLS is not for keys by group; they have fallen_groups")
 

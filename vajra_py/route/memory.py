@@ -7,6 +7,7 @@ from typing import Any
 
 from vajra_py.runtime.kv import BlockHashes, PagedKvMemory
 from vajra_py.runtime.kv.content_events import ContentEvents, known_prefix_tokens
+from vajra_py.runtime.queues import HitChanges
 
 
 class ServerMemory(PagedKvMemory):
@@ -24,13 +25,18 @@ class ServerMemory(PagedKvMemory):
     def begin(self) -> None:
         """Believe the server from now on; what was known before is void."""
         self.told = {}
-        self._events = self._pool.events = None
+        self._events = self._pool.events = self._pool.hits = None
+        if self._hits is not None:
+            self._hits.index.cleared()
         if self._recipient is not None:
             self._recipient.cleared()
 
     def end(self) -> None:
         """Take what was sent to the server for its content from now on."""
         self.told = None
+        if self._hits is not None:
+            self._hits.index.cleared()
+            self._pool.hits = self._hits.index
         if self._recipient is not None:
             self._recipient.cleared()
             super().report_content(self._recipient)
@@ -45,6 +51,10 @@ class ServerMemory(PagedKvMemory):
             del told[one]
         new = [one for one in stored if one not in told]
         told.update(dict.fromkeys(new))
+        if self._hits is not None:
+            for one in gone:
+                self._hits.index.removed(one)
+            self._hits.index.stored(new)
         if recipient is not None:
             for one in gone:
                 recipient.removed(one)
@@ -55,6 +65,19 @@ class ServerMemory(PagedKvMemory):
         if self.told is None:
             return super().lookup_prefix(hashes, num_known_tokens)
         return known_prefix_tokens(self.told, hashes, num_known_tokens, self.block_size)
+
+    def num_leading_blocks(self, hashes: BlockHashes, limit: int) -> int:
+        """See `PagedKvMemory`."""
+        if self.told is None:
+            return super().num_leading_blocks(hashes, limit)
+        return known_prefix_tokens(self.told, hashes, limit * self.block_size + 1, self.block_size) // self.block_size
+
+    def follow_hits(self, *, wanted: bool) -> HitChanges | None:
+        """See `PagedKvMemory`."""
+        hits = super().follow_hits(wanted=wanted)
+        if self.told is not None:
+            self._pool.hits = None
+        return hits
 
     def report_content(self, events: ContentEvents) -> None:
         """See `PagedKvMemory`."""

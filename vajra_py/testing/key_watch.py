@@ -70,6 +70,8 @@ class KeyWatch:
     shapes: set[int] = field(default_factory=set)
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
     """By request with `KeyMotion.NAMED_FALLS`: its progress, key, falls named so far and time from which it may fall."""
+    by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
+    """By request with `KeyMotion.PREFIX_HITS`: what its key may depend on, its key, and the time from which it may move."""
     groups: GroupWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,8 @@ class KeyWatch:
             self.shapes.add(len(parts) if isinstance(key, tuple) else 0)
             require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
             self._compare(request, at, key)
+            if at == now and self.policy.key_motion is KeyMotion.PREFIX_HITS:
+                self._note_hits(request, now, key)
         if self.policy.key_motion is KeyMotion.NAMED_FALLS:
             self._note(request, now)
 
@@ -131,6 +135,8 @@ class KeyWatch:
             on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
             text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
             require(on_line, text)
+        elif motion is KeyMotion.PREFIX_HITS:
+            self._compare_hits(request, at, key)
         elif hasattr(self.policy, "key_epoch"):
             self._compare_epoch(request, at, key)
         elif motion is KeyMotion.NAMED_FALLS:
@@ -143,6 +149,24 @@ class KeyWatch:
                 text = f"key of {request.request_id} is {motion.name} and moved {since}: {before[1]!r}, now {key!r}"
                 require(before[1] == key, text)
             self.seen[request] = (state, key)
+
+    def _hit_state(self, request: RequestView) -> tuple[object, ...]:
+        epoch = self.policy.key_epoch() if hasattr(self.policy, "key_epoch") else 0
+        return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
+
+    def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
+        """Hold a waiting request's key to that of the same hits and progress, until the time that was told."""
+        state, before, moves_at = self.by_hits.get(request, (None, key, None))
+        if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
+            return
+        text = f"key of {request.request_id} is PREFIX_HITS and moved with the same hits and progress"
+        require(before == key, f"{text}, which falls_at did not tell: {before!r}, at {at!r} s {key!r}")
+
+    def _note_hits(self, request: RequestView, now: float, key: Key) -> None:
+        for one in [one for one in self.by_hits if one.end_reason is not None]:
+            del self.by_hits[one]
+        falls_at = self.policy.falls_at(request, now) if hasattr(self.policy, "falls_at") else None
+        self.by_hits[request] = (self._hit_state(request), key, falls_at)
 
     def _compare_fall(self, request: RequestView, at: float, key: Key) -> None:
         """Hold a key that is lower than when it was noted, without progress, to a fall that was named or told beforehand."""

@@ -86,6 +86,9 @@ class WithoutKvExtras:
         """Return nothing: there are no lower tiers."""
         return {}
 
+    def follow_hits(self, *, wanted: bool) -> None:
+        """Return None: vLLM's manager does not say whose prefix hits have changed, so keys that move with them are all read."""
+
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the one KV-parallel group."""
         return (0,)

@@ -8,19 +8,21 @@ from typing import TypeVar
 HolderT = TypeVar("HolderT")
 
 
-def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quantum: float) -> None:
+def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quantum: float) -> list[HolderT]:
     """Add the quantum to every deficit that is used up, again and again, until one of the candidates has some left.
 
     A deficit is used up at 0; who has none yet is at 0. Nothing happens where a candidate has some left, or there is no candidate.
+    Returns who has some left now and had none.
     """
     if not candidates or any(deficits.get(one, 0.0) > 0 for one in candidates):
-        return
+        return []
     for one in candidates:
         deficits.setdefault(one, 0.0)
     num_rounds = min(_rounds(deficits[one], quantum) for one in candidates)
-    for one, deficit in deficits.items():
-        if deficit <= 0:
-            deficits[one] = deficit + min(num_rounds, _rounds(deficit, quantum)) * quantum
+    used_up = [one for one, deficit in deficits.items() if deficit <= 0]
+    for one in used_up:
+        deficits[one] += min(num_rounds, _rounds(deficits[one], quantum)) * quantum
+    return [one for one in used_up if deficits[one] > 0]
 
 
 def _rounds(deficit: float, quantum: float) -> int:

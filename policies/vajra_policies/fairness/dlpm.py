@@ -8,7 +8,16 @@ from pydantic import Field
 
 from vajra_policies.fairness.accounts import Accounts, QuantumConfig, added
 from vajra_policies.fairness.deficits import refill
-from vajra_py.contract import EndedStep, KeyMotion, Layer, PolicyContext, PolicySpec, ReplicaId, RequestView
+from vajra_py.contract import (
+    EndedStep,
+    FallenGroups,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ReplicaId,
+    RequestView,
+)
 
 
 class DlpmConfig(QuantumConfig):
@@ -18,7 +27,7 @@ class DlpmConfig(QuantumConfig):
 
 
 class Dlpm:
-    """Key = (0 if q_u > 0, else 1; minus the cached prefix), with q_u what is left of the deficit of the request's tenant u.
+    """Key of tenant u = 0 if q_u > 0, else 1, with q_u what is left of its deficit; key of a request = minus the cached prefix.
 
     - A request's admission takes w_p * (prompt - cached prefix) / f_u from q_u, each token that it generates w_q / f_u; q_u may
       fall below 0.
@@ -34,22 +43,35 @@ class Dlpm:
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), DLPM; details from a port to SGLang.
     """
 
-    key_motion = KeyMotion.VOLATILE
+    key_motion = KeyMotion.PREFIX_HITS
 
     def __init__(self, config: DlpmConfig, num_kv_tokens: int) -> None:
         self._quantum = config.quantum_for(num_kv_tokens)
         self._accounts = Accounts(config, self._charge, charges_cached=False)
         self._deficits: dict[str, float] = {}
+        self._left: dict[str, None] = {}
+        """Tenants that may have deficit left: of those that wait, all that do."""
+        self._collected: set[str] = set()
+        """Tenants that were charged for all tokens of the steps that have ended."""
+        self.fallen_groups = FallenGroups()
 
-    def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """(0 with deficit left, else 1; minus the tokens that the cache holds of it)."""
-        has_deficit = self._deficits.get(request.tenant, 0.0) > 0
-        return (0.0 if has_deficit else 1.0, -float(request.prefix_hit_tokens()))
+    def key(self, request: RequestView, now: float) -> float:
+        """Minus the tokens that the cache holds of it."""
+        return -float(request.prefix_hit_tokens())
+
+    def group(self, request: RequestView) -> str:
+        """The tenant."""
+        return request.tenant
+
+    def group_key(self, group: str) -> float:
+        """0 with deficit left, else 1."""
+        return 0.0 if self._has_deficit(group) else 1.0
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
         """Tenants begin to wait."""
         for request in requests:
-            self._accounts.arrive(request)
+            if self._accounts.arrive(request):
+                self._left[request.tenant] = None
         self._refill()
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -59,12 +81,13 @@ class Dlpm:
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Count it among the waiting; nothing is given back."""
-        self._accounts.preempt(request)
+        if self._accounts.preempt(request):
+            self._left[request.tenant] = None
         self._refill()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Charge for generated tokens."""
-        self._accounts.collect_all()
+        """Tokens were generated: who has deficit left may have none now."""
+        self._collected.clear()
         self._refill()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -75,8 +98,26 @@ class Dlpm:
     def _charge(self, tenant: str, cost: float, times: int) -> None:
         self._deficits[tenant] = added(self._deficits.get(tenant, 0.0), -cost, times)
 
+    def _has_deficit(self, tenant: str) -> bool:
+        if tenant not in self._collected:
+            self._collected.add(tenant)
+            self._accounts.collect(tenant)
+        return self._deficits.get(tenant, 0.0) > 0
+
     def _refill(self) -> None:
-        refill(self._deficits, self._accounts.num_waiting, self._quantum)
+        """Refill deficits unless somebody who waits has some left; charges of the others can wait until then."""
+        left, waiting = self._left, self._accounts.num_waiting
+        while left:
+            tenant = next(iter(left))
+            if tenant in waiting and self._has_deficit(tenant):
+                return
+            del left[tenant]
+        if not waiting:
+            return
+        self._accounts.collect_all()
+        for tenant in refill(self._deficits, waiting, self._quantum):
+            left[tenant] = None
+            self.fallen_groups.add(tenant)
 
 
 def _build(config: DlpmConfig, context: PolicyContext) -> Dlpm:

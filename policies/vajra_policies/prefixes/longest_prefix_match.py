@@ -32,13 +32,13 @@ class LongestPrefixMatch:
     `schedule_policy.py` for the limit.
     """
 
-    key_motion = KeyMotion.ARBITRARY
-    """Hits come and go with what others compute."""
+    key_motion = KeyMotion.PREFIX_HITS
 
     def __init__(self, config: LongestPrefixMatchConfig, num_replicas: int) -> None:
         self._limit = None if config.fcfs_above is None else config.fcfs_above * num_replicas
         self._waiting: dict[RequestView, None] = {}
-        self._num_epochs = 0
+        self._went_by_arrival = False
+        self._num_changes = 0
 
     def key(self, request: RequestView, now: float) -> float:
         """Minus the cached tokens; of one that runs, minus those that the cache spared it."""
@@ -47,11 +47,11 @@ class LongestPrefixMatch:
         return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
 
     def key_epoch(self) -> int:
-        """0 while all keys are 0; else another number each time."""
-        if self._goes_by_arrival():
-            return 0
-        self._num_epochs += 1
-        return self._num_epochs
+        """The number of times that it began to matter, or no longer matters, what is cached."""
+        if self._goes_by_arrival() is not self._went_by_arrival:
+            self._went_by_arrival = not self._went_by_arrival
+            self._num_changes += 1
+        return self._num_changes
 
     def _goes_by_arrival(self) -> bool:
         return self._limit is not None and len(self._waiting) > self._limit

@@ -36,8 +36,7 @@ class Preflow:
     Source: PREFLOW, "slowdown-aware scheduler for PD prefill" (vllm-ascend, pull request 16360).
     """
 
-    key_motion = KeyMotion.ARBITRARY
-    """Hits come and go with what others compute."""
+    key_motion = KeyMotion.PREFIX_HITS
 
     def __init__(self, config: PreflowConfig) -> None:
         self._ageing = log(2.0) / config.doubling_s

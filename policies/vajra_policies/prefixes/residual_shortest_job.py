@@ -6,6 +6,9 @@ from pydantic import Field
 
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
 
+_EARLY_S = 1e-6
+"""Time by which the end of a wait is told early, beyond what rounding can do, seconds."""
+
 
 class ResidualShortestJobConfig(PolicyConfig):
     """Parameters of `residual_sjf`; the default is xLLM's."""
@@ -20,8 +23,8 @@ class ResidualShortestJobConfig(PolicyConfig):
 class ResidualShortestJob:
     """Key = (0, 0) for who runs or was preempted; (1, arrival) after `max_wait_s`; else (2, blocks of the prompt - cached blocks).
 
-    A cached prefix is work that is done, so a long prompt with most of it in the cache is a short job. Costs are read again at
-    each step, since what others compute or overwrite changes them.
+    A cached prefix is work that is done, so a long prompt with most of it in the cache is a short job. Costs are those at each step:
+    what others compute or overwrite changes them.
 
     Left out: PrefillOnly's ageing, which subtracts a multiple of the wait from the cost; the limit takes its place.
 
@@ -29,8 +32,7 @@ class ResidualShortestJob:
     uncached tokens.
     """
 
-    key_motion = KeyMotion.ARBITRARY
-    """Hits come and go with what others compute, and the limit comes with time."""
+    key_motion = KeyMotion.PREFIX_HITS
 
     def __init__(self, config: ResidualShortestJobConfig, block_size: int) -> None:
         self._max_wait_s = config.max_wait_s
@@ -44,6 +46,13 @@ class ResidualShortestJob:
             return (1.0, request.arrived_at)
         size = self._block_size
         return (2.0, float(request.num_prompt_tokens // size - request.prefix_hit_tokens() // size))
+
+    def falls_at(self, request: RequestView, now: float) -> float | None:
+        """When it will have waited for the limit; None: it has, or there is none."""
+        limit = self._max_wait_s
+        if limit is None or request.num_preemptions or now - request.arrived_at >= limit:
+            return None
+        return request.arrived_at + limit - _EARLY_S
 
 
 def _build(config: ResidualShortestJobConfig, context: PolicyContext) -> ResidualShortestJob:

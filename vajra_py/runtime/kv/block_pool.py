@@ -22,6 +22,7 @@ from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv.content_events import ContentEvents
 
 if TYPE_CHECKING:
+    from vajra_py.runtime.kv.hit_index import HitIndex
     from vajra_py.runtime.kv.tiers import KvTiers
 
 ReuseOrder = Literal["lru", "fifo"]
@@ -96,6 +97,7 @@ class BlockPool:
         "_next_fresh",
         "_pins",
         "events",
+        "hits",
         "idle_version",
         "lower",
         "num_blocks",
@@ -141,6 +143,8 @@ class BlockPool:
         """Blocks without users whose content is pinned."""
         self.events: ContentEvents | None = None
         """Record of what can be found and what no longer can; None: nobody reads it."""
+        self.hits: HitIndex | None = None
+        """Waiting requests whose hits change with what can be found; None: nobody follows them."""
         self.lower: KvTiers | None = None
         """Tiers that get what is stored or given up here; None: there are none."""
 
@@ -289,6 +293,8 @@ class BlockPool:
                 entries[block_hash] = {present: None, block: None}
             else:
                 present[block] = None
+        if self.hits is not None:
+            self.hits.stored(hashes)
         if self.lower is not None:
             self.lower.cached(hashes, before, request)
 
@@ -351,6 +357,8 @@ class BlockPool:
                 self._pins.pop(block_hash, None)
             if self.events is not None:
                 self.events.removed(block_hash)
+            if self.hits is not None:
+                self.hits.removed(block_hash)
             if self.lower is not None:
                 self.lower.gone(block_hash, block)
             return

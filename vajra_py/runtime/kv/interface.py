@@ -21,6 +21,7 @@ from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy
 from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.runtime.kv.tiers import KvTiers
+from vajra_py.runtime.queues import HitChanges
 
 
 class KvRequest(Protocol):
@@ -116,6 +117,9 @@ class KvMemory(Protocol):
 
     def cached_tokens(self, request: KvRequest) -> int:
         """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
+
+    def follow_hits(self, *, wanted: bool) -> HitChanges | None:
+        """Return what tells from now on whose prefix hits have changed; None where the memory cannot say, or nobody wants to know."""
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""

@@ -24,6 +24,7 @@ from vajra_py.runtime.kv.block_hashes import (
 )
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.content_events import ContentEvents
+from vajra_py.runtime.kv.hit_index import FollowedHits
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest
 from vajra_py.runtime.kv.pins import Pins
@@ -32,6 +33,7 @@ from vajra_py.runtime.kv.retained_pool import RetainedBlockPool, Retention
 from vajra_py.runtime.kv.retention_order import CachedEntry
 from vajra_py.runtime.kv.swaps import SwapsUnderWay
 from vajra_py.runtime.kv.tiers import KvTiers
+from vajra_py.runtime.queues import HitChanges
 
 
 class _BlockTable:
@@ -71,6 +73,7 @@ class PagedKvMemory:
     __slots__ = (
         "_clock",
         "_events",
+        "_hits",
         "_host",
         "_most_pinned",
         "_pins",
@@ -110,6 +113,8 @@ class PagedKvMemory:
         self.block_size = block_size
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
+        self._hits: FollowedHits | None = None
+        """What a queue follows the hits of its requests by; None: none does."""
         self._retention = retention
         self.tiers: KvTiers | None = None
         """Tiers below the device; None: there are none."""
@@ -134,6 +139,7 @@ class PagedKvMemory:
             pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
             pool.on_evicted = self._tell_evicted
         pool.lower = self.tiers
+        pool.hits = None if self._hits is None else self._hits.index
         return pool
 
     def put_above(self, tiers: KvTiers) -> None:
@@ -235,6 +241,8 @@ class PagedKvMemory:
         if self._events is not None:
             self._pool.events = self._events
             self._events.cleared()
+        if self._hits is not None:
+            self._hits.index.cleared()
         if self._swaps is not None:
             self._swaps.clear()
         self._host.clear()
@@ -275,6 +283,18 @@ class PagedKvMemory:
         blocks: list[int] = []
         self._match(hashes, blocks, limit, FIRST_LOOKUP_BLOCKS)
         return len(self._usable(blocks)) * self.block_size
+
+    def num_leading_blocks(self, hashes: BlockHashes, limit: int) -> int:
+        """Return how many leading blocks of some content a lookup finds, of the first `limit`."""
+        blocks: list[int] = []
+        self._match(hashes, blocks, limit, FIRST_LOOKUP_BLOCKS)
+        return len(blocks)
+
+    def follow_hits(self, *, wanted: bool) -> HitChanges | None:
+        """Return what tells from now on whose prefix hits have changed; None if nobody wants to know."""
+        self._hits = FollowedHits(self) if wanted else None
+        self._pool.hits = None if self._hits is None else self._hits.index
+        return self._hits
 
     def cached_tokens(self, request: KvRequest) -> int:
         """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.

@@ -202,6 +202,8 @@ class RetainedBlockPool(BlockPool):
             if self.events is not None:
                 self.events.stored([entry.block_hash for entry in new])
             self._tell("on_stored", new, now)
+            if self.hits is not None:
+                self.hits.stored([entry.block_hash for entry in new])
         if self.lower is not None:
             self.lower.cached(hashes, before, request)
 

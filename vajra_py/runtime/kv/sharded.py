@@ -24,6 +24,7 @@ from vajra_py.runtime.kv.content_events import ContentEvents
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest
 from vajra_py.runtime.kv.retention_order import CachedEntry
+from vajra_py.runtime.queues import HitChanges, NoHits
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,10 @@ class KvParallelMemory:
     def cached_tokens(self, request: KvRequest) -> int:
         """Return 0: nothing is cached."""
         return 0
+
+    def follow_hits(self, *, wanted: bool) -> HitChanges | None:
+        """Return hits that stay 0: nothing is cached."""
+        return NoHits()
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Do nothing: no prefix cache."""

@@ -9,17 +9,22 @@ from __future__ import annotations
 from vajra_py.contract import GroupsRequests, KeyMotion, NamesFalls, RequestPrioritizer, TimeLinearPrioritizer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.queues.arbitrary import ArbitraryQueue
-from vajra_py.runtime.queues.base import RequestQueue
+from vajra_py.runtime.queues.base import HitChanges, RequestQueue
 from vajra_py.runtime.queues.grouped import GroupedQueue, KeyedByGroup
+from vajra_py.runtime.queues.hits import GroupedHitsQueue, NoHits, PrefixHitsQueue
 from vajra_py.runtime.queues.kinetic import KineticQueue
 from vajra_py.runtime.queues.named_falls import NamedFallsQueue
 from vajra_py.runtime.queues.sorted_queue import SortedQueue
 
 __all__ = [
     "ArbitraryQueue",
+    "GroupedHitsQueue",
     "GroupedQueue",
+    "HitChanges",
     "KineticQueue",
     "NamedFallsQueue",
+    "NoHits",
+    "PrefixHitsQueue",
     "RequestQueue",
     "SortedQueue",
     "make_queue",
@@ -36,6 +41,8 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
     if isinstance(prioritizer, GroupsRequests) and isinstance(motion, KeyMotion):
         if motion is KeyMotion.STATIC or motion is KeyMotion.PROGRESS:
             return GroupedQueue(prioritizer, name)
+        if motion is KeyMotion.PREFIX_HITS:
+            return GroupedHitsQueue(prioritizer, name)
         return ArbitraryQueue(KeyedByGroup(prioritizer, name), name)
     if motion is KeyMotion.TIME_LINEAR:
         if isinstance(prioritizer, TimeLinearPrioritizer):
@@ -49,6 +56,8 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
             return NamedFallsQueue(prioritizer, name)
         message = "its key_motion is NAMED_FALLS but it has no fallen_requests. Allowed: a FallenRequests."
         raise PolicyError(name or type(prioritizer).__name__, message)
+    if motion is KeyMotion.PREFIX_HITS:
+        return PrefixHitsQueue(prioritizer, name)
     if motion is KeyMotion.ARBITRARY or motion is KeyMotion.VOLATILE:
         return ArbitraryQueue(prioritizer, name)
     message = f"its key_motion is not a KeyMotion (got {motion!r}). Allowed: {', '.join(map(str, KeyMotion))}."

@@ -7,11 +7,24 @@ the queue and every other request in it stay as they were.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from vajra_py.contract import PriorityKey, RequestView
 from vajra_py.runtime.queues.ranks import INDEX, NUM_TOKENS, SERIAL, Rank
+
+
+class HitChanges(Protocol):
+    """Prefix cache of one replica, as a queue asks which of its requests have other hits than before."""
+
+    def follow(self, request: RequestView) -> None:
+        """Follow a waiting request from its present hits on."""
+
+    def drop(self, request: RequestView) -> None:
+        """Follow a request no more; nothing happens to one that is not followed."""
+
+    def take_changed(self) -> Collection[RequestView]:
+        """Return the requests whose hits may be others than when they were followed; each is to be followed anew."""
 
 
 class RequestQueue(Protocol):
@@ -24,6 +37,8 @@ class RequestQueue(Protocol):
     """True if keys may change at any event; they are read again at each step."""
     is_volatile: bool
     """True if keys are also read again after each admission and preemption."""
+    reads_hits: bool
+    """True if keys move with the prefix hits of their requests: `use_hits` spares reading the others."""
 
     @property
     def num_requests(self) -> int:
@@ -41,6 +56,15 @@ class RequestQueue(Protocol):
 
     def refresh(self, request: RequestView, now: float) -> None:
         """Read the key again of a request that has progressed. Errors as for `remove` and `add`; after a bad key the old one stays."""
+
+    def use_hits(self, hits: HitChanges | None) -> None:
+        """Read keys again where this says that hits have changed, from now on; None: read all of them.
+
+        Nothing happens where keys do not move with hits.
+        """
+
+    def touch(self, request: RequestView) -> None:
+        """Let the key of a request whose state has changed be read again with those whose hits have; nothing happens without such keys."""
 
     def begin_step(self) -> None:
         """Let keys that may change at any event be read again, even for a time that was asked before; called for each step."""
@@ -73,6 +97,7 @@ class RankedQueue(ABC):
 
     is_arbitrary = False
     is_volatile = False
+    reads_hits = False
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -128,6 +153,18 @@ class RankedQueue(ABC):
     def begin_step(self) -> None:
         """See `RequestQueue.begin_step`; nothing to do where keys move only as declared."""
         return
+
+    def use_hits(self, hits: HitChanges | None) -> None:
+        """See `RequestQueue.use_hits`."""
+        return
+
+    def touch(self, request: RequestView) -> None:
+        """See `RequestQueue.touch`."""
+        return
+
+    def _standing(self, request: RequestView, now: float) -> Rank | None:
+        """The rank of a request that waits, if its key is that of this time."""
+        return self._ranks.get(request)
 
     def __len__(self) -> int:
         return len(self._ranks)

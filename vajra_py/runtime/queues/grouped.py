@@ -90,7 +90,7 @@ class GroupedQueue(RankedQueue):
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
         """See `RequestQueue.urgency`: by the key of the group as it is now."""
-        rank = self._ranks.get(request)
+        rank = self._standing(request, now)
         if rank is not None:
             group_key, key = self._reader.key(self._group_of[request].name), rank[KEY]
         else:

@@ -8,17 +8,14 @@ request moves on, in O(log n), and the one after it is looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 from math import inf
 
 from vajra_py.contract import FallsWithTime, NamesFalls, PriorityKey, RequestView
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.queues.base import RankedQueue
-from vajra_py.runtime.queues.keys import FallReader, KeyReader
+from vajra_py.runtime.queues.fall_times import FallTimes
+from vajra_py.runtime.queues.keys import KeyReader
 from vajra_py.runtime.queues.ranks import KEY, NUM_TOKENS, REQUEST, Rank, SortedRanks
-
-_SPARE = 64
-"""Times of requests that have left, beyond as many as wait, from which on they are swept out."""
 
 
 class NamedFallsQueue(RankedQueue):
@@ -27,7 +24,7 @@ class NamedFallsQueue(RankedQueue):
     def __init__(self, prioritizer: NamesFalls, name: str | None = None) -> None:
         super().__init__()
         self._keys = KeyReader(prioritizer, name)
-        self._times = FallReader(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
+        self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
         self._fallen = prioritizer.fallen_requests
         self._num_read = self._fallen.num_named
         """Names of fallen requests that were read."""
@@ -35,9 +32,6 @@ class NamedFallsQueue(RankedQueue):
         self._entries: dict[RequestView, int] = {}
         """Serial with which each request came in; that of its rank is another one once its key has moved."""
         self._by_id: dict[str, RequestView] = {}
-        self._falls_at: dict[RequestView, float] = {}
-        self._due: list[tuple[float, int, RequestView]] = []
-        """A heap of (time at which a key may fall, serial, request); some of them are no longer so."""
         self._num_falls = 0
         """Requests that have moved forward."""
         self._asked_at = -inf
@@ -88,10 +82,8 @@ class NamedFallsQueue(RankedQueue):
         """See `RequestQueue.remove`."""
         super().remove(request)
         del self._entries[request], self._by_id[request.request_id]
-        self._falls_at.pop(request, None)
-        if len(self._due) > 2 * len(self._falls_at) + _SPARE:
-            self._due = [one for one in self._due if self._falls_at.get(one[2]) == one[0]]
-            heapify(self._due)
+        if self._times is not None:
+            self._times.drop(request)
 
     def refresh(self, request: RequestView, now: float) -> None:
         """See `RequestQueue.refresh`."""
@@ -124,21 +116,13 @@ class NamedFallsQueue(RankedQueue):
             self._move([(self._ranks[one], self._rank(one, now)) for one in known])
             self._num_read = fallen.num_named
         self._asked_at = now
-        if self._due and self._due[0][0] <= now:
-            self._read_due(now)
-
-    def _read_due(self, now: float) -> None:
-        popped = []
-        while self._due and self._due[0][0] <= now:
-            popped.append(heappop(self._due))
-        due = dict.fromkeys(one for at, _, one in popped if self._falls_at.get(one) == at)
-        try:
-            moved = [(self._ranks[one], self._rank(one, now)) for one in due]
-        except PolicyError:
-            self._due = [*popped, *self._due]
-            heapify(self._due)
-            raise
-        self._move(moved)
+        if self._times is not None and (taken := self._times.take_due(now)):
+            try:
+                moved = [(self._ranks[one], self._rank(one, now)) for one in self._times.requests_of(taken)]
+            except PolicyError:
+                self._times.put_back(taken)
+                raise
+            self._move(moved)
 
     def _move(self, ranks: list[tuple[Rank, Rank]]) -> None:
         """Put requests where their keys belong now."""
@@ -168,13 +152,9 @@ class NamedFallsQueue(RankedQueue):
 
     def _rank(self, request: RequestView, now: float) -> Rank:
         key = self._keys.key(request, now)
-        at = None if self._times is None else self._times.falls_at(request, now)
         self._newest = serial = self._newest + 1
-        if at is None:
-            self._falls_at.pop(request, None)
-        elif self._falls_at.get(request) != at or at <= now:
-            self._falls_at[request] = at
-            heappush(self._due, (at, serial, request))
+        if self._times is not None:
+            self._times.note(request, now, serial)
         num_tokens = request.num_known_tokens - request.num_computed_tokens
         return (key, request.arrived_at, request.index, serial, request, 0.0, num_tokens)
 

@@ -47,7 +47,7 @@ class SortedQueue(RankedQueue):
 
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
         """See `RequestQueue.urgency`: of a request that waits, the key that it is ordered by."""
-        rank = self._ranks.get(request)
+        rank = self._standing(request, now)
         if rank is not None:
             return (rank[KEY], rank[ARRIVED_AT], rank[INDEX])
         return (self._keys.key(request, now), request.arrived_at, request.index)

@@ -296,6 +296,7 @@ class Lifecycle:
         self._running_set.arrived[request] = None
         if is_queued:
             del self._running_set.loading[request]
+            self._running_set.queue.touch(request)
         else:
             self._running_set.queue.add(request, now)
 
@@ -330,6 +331,7 @@ class Lifecycle:
         self.bind(request, now)
         request.move_to(RequestState.LOADING)
         self._running_set.loading[request] = None
+        self._running_set.queue.touch(request)
 
     def loaded(self, request: Request, num_tokens: int, now: float) -> None:
         """The KV of a request's first tokens is in its blocks; it waits to run."""

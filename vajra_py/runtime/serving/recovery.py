@@ -86,11 +86,13 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     ]:  # requests whose KV was here or on its way from or to another replica
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
+        replica.queue.touch(request)
     for (
         request
     ) in replica.running_set.loading:  # from below: what was to come from another replica is called off by now
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
+        replica.queue.touch(request)
     for request in leaving:
         replica.queue.add(request, now)
     replica.lifecycle.held.clear()

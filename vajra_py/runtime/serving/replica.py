@@ -183,6 +183,7 @@ class Replica:
         self._listener_error: PolicyError | None = None
         """Failure of a policy that was told of a run; raised when the step in flight has ended, since other events are handled now."""
         self.queue = self.running_set.queue = parts.queue
+        self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
         self.builder.bind_policy(parts.policy_name)
         self._view.slack = parts.slack

@@ -25,7 +25,7 @@ from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.movement.swap_rules import SwapRules
 from vajra_py.runtime.movement.tier_rules import TierMovesRules
-from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues import NoHits, RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
@@ -103,6 +103,7 @@ class Replicaset:
         self.scheduler = scheduler
         self.scheduler_name = scheduler_name
         self.shared = shared
+        shared.use_hits(NoHits())
         self.admission = admission
         self.replicas: list[Replica] = []
         self._shared_accesses: list[SharedQueueAccess] = []
@@ -178,8 +179,9 @@ class Replicaset:
             self.feed.bind(self.listeners)
 
     def share(self, queue: RequestQueue) -> None:
-        """Replace the shared queue."""
+        """Replace the shared queue, where requests have no hits yet."""
         self.shared = queue
+        queue.use_hits(NoHits())
         for replica_id in range(len(self._shared_accesses)):
             self._set_access(replica_id)
 

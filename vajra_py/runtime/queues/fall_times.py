@@ -1,0 +1,55 @@
+"""Times at which keys of waiting requests may move by themselves, the earliest first."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from vajra_py.contract import FallsWithTime, RequestView
+from vajra_py.runtime.queues.keys import FallReader
+
+_SPARE = 64
+"""Times of requests that have left, beyond as many as wait, from which on they are swept out."""
+
+
+class FallTimes:
+    """Times from which on keys are to be read again, as a prioritizer tells them."""
+
+    __slots__ = ("_at", "_due", "_reader")
+
+    def __init__(self, prioritizer: FallsWithTime, name: str | None = None) -> None:
+        self._reader = FallReader(prioritizer, name)
+        self._at: dict[RequestView, float] = {}
+        self._due: list[tuple[float, int, RequestView]] = []
+        """A heap of (time, serial, request); some of them are no longer so."""
+
+    def note(self, request: RequestView, now: float, serial: int) -> None:
+        """Ask for the request's time, since its key is read at `now`; serials are unique."""
+        at = self._reader.falls_at(request, now)
+        if at is None:
+            self._at.pop(request, None)
+        elif self._at.get(request) != at or at <= now:
+            self._at[request] = at
+            heappush(self._due, (at, serial, request))
+
+    def drop(self, request: RequestView) -> None:
+        """Forget a request that has left."""
+        self._at.pop(request, None)
+        if len(self._due) > 2 * len(self._at) + _SPARE:
+            self._due = [one for one in self._due if self._at.get(one[2]) == one[0]]
+            heapify(self._due)
+
+    def take_due(self, now: float) -> list[tuple[float, int, RequestView]]:
+        """Take out what is due at `now`; see `requests_of` and `put_back`."""
+        taken = []
+        while self._due and self._due[0][0] <= now:
+            taken.append(heappop(self._due))
+        return taken
+
+    def requests_of(self, taken: list[tuple[float, int, RequestView]]) -> dict[RequestView, None]:
+        """Return the requests that wait and whose time was taken out, each once."""
+        return dict.fromkeys(one for at, _, one in taken if self._at.get(one) == at)
+
+    def put_back(self, taken: list[tuple[float, int, RequestView]]) -> None:
+        """Undo `take_due`, since a key could not be read."""
+        self._due = [*taken, *self._due]
+        heapify(self._due)
