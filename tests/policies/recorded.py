@@ -20,7 +20,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from tests.policies.recorded_settings import FITTING, MORE, NEEDS, PROFILES, WORLDS, without_lengths
-from tests.policies.recorded_worlds import DEEP, PLAIN, Record, World, merged, record
+from tests.policies.recorded_worlds import DEEP, PLAIN, World, merged, record
+from tests.records import Record, read_records, write_records
 from vajra_py.contract import Layer, RoutingPartKind
 from vajra_py.errors import VajraError
 from vajra_py.plugins import load_registry
@@ -223,24 +224,10 @@ def _try(subject: Subject, key: str) -> Record | None:
         return None
 
 
-def read() -> dict[str, dict[str, Record]]:
-    """Return what is recorded, by policy and run."""
-    data = json.loads(FILE.read_text(encoding="utf-8"))
-    return {policy: {key: Record.read(text) for key, text in rows.items()} for policy, rows in data.items()}
-
-
-def write(records: Mapping[str, Mapping[str, Record]]) -> None:
-    """Write the file, a line for each run."""
-    rows = {policy: {key: str(one) for key, one in runs.items()} for policy, runs in records.items()}
-    FILE.write_text(json.dumps(rows, indent=0, sort_keys=True, separators=(",", ":")) + "\n", encoding="utf-8")
-
-
-def difference(subject: Subject, key: str, old: Record, new: Record) -> str | None:
-    """Return what is different in words; None where nothing is."""
-    if old == new:
-        return None
-    figures = [f"{name} {a} -> {b}" for name, a, b in zip(Record._fields[1:], old[1:], new[1:], strict=True) if a != b]
-    return f"{subject} decides otherwise in {key}: {', '.join(figures) or 'the same figures, another digest'}"
+def differences(subject: Subject, rows: Mapping[str, Record]) -> list[str]:
+    """Run a policy as recorded, and return what it does otherwise, a line for each run."""
+    told = {key: old.difference(run(subject, key)) for key, old in rows.items()}
+    return [f"{subject} decides otherwise in {key}: {text}" for key, text in told.items() if text]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,13 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="policies whose kind and name contain this")
     options = parser.parse_args(arguments)
     chosen = [one for one in subjects() if options.only in str(one)]
-    old = read() if FILE.exists() else {}
+    old = read_records(FILE)
     if not options.write:
-        told = [
-            difference(one, key, row, run(one, key)) for one in chosen for key, row in old.get(str(one), {}).items()
-        ]
-        print("\n".join(one for one in told if one) or "nothing differs")
-        return int(any(told))
+        found = [text for one in chosen for text in differences(one, old.get(str(one), {}))]
+        print("\n".join(found) or "nothing differs")
+        return int(bool(found))
     new = {}
     for subject in chosen:
         try:
@@ -265,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             error.add_note(str(subject))
             raise
         for name in idle:
-            print(f"{subject}: {name} changes nothing in these worlds")
-    write({**(old if options.only else {}), **new})
+            print(f"{subject}: {name} changes nothing in these worlds", flush=True)
+    write_records(FILE, {**(old if options.only else {}), **new})
     return 0
 
 

@@ -29,18 +29,19 @@ def _worlds(copies: int, more: DEEP) -> dict[str, World]:
 
 
 _ONE = _worlds(0, {})
+CHATS, MEMORY, PROGRAMS = (_ONE[name] for name in ("chats", "memory", "programs"))
 _THREE = _worlds(2, {"num_replicas": 3})
-_POOLS: DEEP = {
+POOLS: DEEP = {
     "pools": {"prefill": {"num_replicas": 2}, "decode": {"num_replicas": 2}},
     "hand_off": {"kv_bytes_per_token": 100_000},
     "links": {"bandwidth_gb_s": 1.0},
 }
 _ROLES: DEEP = merged(
-    {key: value for key, value in _POOLS.items() if key != "pools"},
+    {key: value for key, value in POOLS.items() if key != "pools"},
     {"pools": {"prefill": {"num_replicas": 2}, "mixed": {"num_replicas": 2}}},
 )
 _SIZES: DEEP = {"pools": {"small": {"role": "mixed"}, "large": {"role": "mixed", "num_replicas": 2}}}
-_ADAPTERS: DEEP = {
+ADAPTED: DEEP = {
     "replica": {
         "adapters": {
             "max_loras": 2,
@@ -50,11 +51,12 @@ _ADAPTERS: DEEP = {
         }
     }
 }
-_DRAFTS: DEEP = {
+DRAFTED: DEEP = {
     "replica": {"draft": {"num_tokens": 2, "max_tokens": 4}},
     "backend": {"simulator": {"drafts": {"rate": 0.6}}},
 }
 _ELASTIC = {"max_replicas": 4, "startup_s": 0.5}
+_SLOW: DEEP = {"backend": {"simulator": {"latency": {"base_s": 0.02, "per_token_s": 0.002}}}}
 _PRESET: DEEP = {"replica": {"max_model_len": 2000}}
 
 PROFILES: DEEP = {"prefill": {"scorers": ["queue-scorer"]}, "decode": {"scorers": ["kv-cache-utilization-scorer"]}}
@@ -67,7 +69,7 @@ WORLDS: dict[str, dict[str, World]] = {
         "stages": World(of_scenario(scenarios.PIPELINED, 2), merged(_SHORT, _STAGES)),
     },
     "adaserve": _ONE,
-    "endpoint_picker": {**_THREE, "pools": World(of_scenario(scenarios.LEAVING, 4), merged(_FEW, _POOLS))},
+    "endpoint_picker": {**_THREE, "pools": World(of_scenario(scenarios.LEAVING, 4), merged(_FEW, POOLS))},
     "splitwise_mixed_pool": _worlds(
         2,
         {
@@ -77,7 +79,7 @@ WORLDS: dict[str, dict[str, World]] = {
     ),
     "mooncake": {
         **_worlds(1, {"num_replicas": 2}),
-        "pools": World(of_scenario(scenarios.LEAVING, 4), merged(_FEW, _POOLS)),
+        "pools": World(of_scenario(scenarios.LEAVING, 4), merged(_FEW, POOLS)),
     },
     "replicaset_scheduler": _THREE,
     "admission": _worlds(1, {"num_replicas": 2}),
@@ -87,10 +89,10 @@ WORLDS: dict[str, dict[str, World]] = {
         "programs": _ONE["programs"],
     },
     "scaling": {
-        "waves": World(scalers._load, {"num_replicas": 2, "elastic": _ELASTIC}),
+        "waves": World(scalers._load, {"num_replicas": 2, "elastic": _ELASTIC, **_SLOW}),
         "split": World(
             scalers._load,
-            merged(_POOLS, {"pools": {one: {"elastic": _ELASTIC} for one in ("prefill", "decode")}}),
+            merged(POOLS, _SLOW, {"pools": {one: {"elastic": _ELASTIC} for one in ("prefill", "decode")}}),
         ),
     },
     "preset": {
@@ -100,20 +102,20 @@ WORLDS: dict[str, dict[str, World]] = {
         ),
     },
     **{one.value: _THREE for one in RoutingPartKind},
-    "decider": _worlds(2, _POOLS),
+    "decider": _worlds(2, POOLS),
     **{one: _worlds(2, _ROLES) for one in ("decode-filter", "prefill-filter")},
     **{one: _worlds(2, _SIZES) for one in ("by-label", "label-selector-filter")},
 }
 """By kind of policy, or by name of one."""
 
 NEEDS: dict[str, DEEP] = {
-    "fcfs": _ADAPTERS,
+    "fcfs": ADAPTED,
     "space_sharing": {"scheduling": {"request_prioritizer": "lrs"}},
-    "chameleon": _ADAPTERS,
-    "dlora": _ADAPTERS,
-    "dlora_migration": merged(_ADAPTERS, {"hand_off": {"kv_bytes_per_token": 100_000}}),
-    "lora-affinity-scorer": _ADAPTERS,
-    "adaserve": _DRAFTS,
+    "chameleon": ADAPTED,
+    "dlora": ADAPTED,
+    "dlora_migration": merged(ADAPTED, {"hand_off": {"kv_bytes_per_token": 100_000}}),
+    "lora-affinity-scorer": ADAPTED,
+    "adaserve": DRAFTED,
 }
 for _scorer, _producer in (
     ("token-load-scorer", "inflight-load-producer"),
@@ -209,6 +211,10 @@ FITTING.update(
         "context-length-aware": {"ranges": _RANGES},
         "concurrency-detector": {"max_concurrency": 4},
         "utilization-detector": {"queue_depth_threshold": 2},
+        **{
+            one: {"strategy": "session_id", "eviction_ttl_seconds": 0.05}
+            for one in ("session-affinity-scorer", "session-affinity-filter")
+        },
         "load-aware-scorer": {"threshold": 4},
         "token-load-scorer": {"queue_threshold_tokens": 300},
         "prefix-cache-affinity-filter": {
@@ -229,7 +235,7 @@ _CONCURRENCY: list[DEEP] = [
     {"detector": "concurrency", "concurrency": "hybrid", "max_concurrency_tokens": 300, "max_concurrency_requests": 6},
     {"kv_threshold_fraction": 0.3},
 ]
-_SLA = {"target": "sla", "itl_slo_s": 0.01}
+_SLA = {"target": "sla", "itl_slo_s": 0.03}
 MORE: dict[str, list[DEEP]] = {
     **{one: [_WEIGHTS] for one in ("vtc", "least_counter_first", "deficit_round_robin", "dlpm", "d2lpm")},
     **{one: [{"tool_metadata": "other", "max_mean_gap_s": 0.05}] for one in ("continuum", "continuum_pins")},
@@ -263,6 +269,28 @@ MORE: dict[str, list[DEEP]] = {
             )
         ),
         {"producers": [{"producer": "approx-prefix-cache-producer", "params": {"lru_capacity_per_server": 4}}]},
+    ],
+    "by-label": [{"valid_values": ["small"]}, {"label": "llm-d.ai/role", "valid_values": ["mixed"]}],
+    "label-selector-filter": [
+        {"match_labels": {}, "match_expressions": [{"key": "pool", "operator": "In", "values": ["large"]}]},
+        {"match_labels": {}, "match_expressions": [{"key": "pool", "operator": "NotIn", "values": ["large"]}]},
+    ],
+    "concurrency-detector": [
+        {"concurrency_mode": "tokens", "max_token_concurrency": 300},
+        {"concurrency_mode": "tokens", "max_token_concurrency": 300, "headroom": 0.5},
+    ],
+    "context-length-aware": [{"ranges": _RANGES[1:]}, {"enable_filtering": True}],
+    "endpoint-attribute-filter": [
+        {"algorithm": {"threshold": {"operator": one, "value": 2}}}
+        for one in ("LessThan", "NotEqual", "GreaterThanOrEqual")
+    ],
+    "endpoint-attribute-scorer": [
+        {"algorithm": {"type": "linear_lower_is_better"}},
+        {"algorithm": {"type": "linear_higher_is_better", "normalization": {"fixed_range": {"min": 4, "max": 12}}}},
+    ],
+    "utilization-filter": [
+        {"conditions": [{"metric": metric, "max_value": most}]}
+        for metric, most in (("active-requests", 4), ("running-requests", 2), ("kv-cache-utilization", 0.5))
     ],
     "approx-prefix-cache-producer": [{"auto_tune": False, "block_size_tokens": 64}],
     "inflight-load-producer": [

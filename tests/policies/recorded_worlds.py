@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from tests.records import Record
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import AdmissionDecision, CachedBlock, ProgramView, ReplicaState, RequestView
-from vajra_py.contract.observer import EndReason, Observer, StepRecord
+from vajra_py.contract.observer import EndReason, Observer, StepRecord, TierTransfer
 from vajra_py.experiment.runs.backend import Run
 from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.metrics.tables.recorder import token_times
@@ -27,26 +28,6 @@ from vajra_py.workload import RequestSpec, Workload
 ADAPTERS = ("a", "b", "c")
 TOOLS = ("search", "python")
 DEEP = Mapping[str, Any]
-
-
-class Record(NamedTuple):
-    """A run in short."""
-
-    digest: str
-    """Of every decision, and of every request's ways and times."""
-    steps: int
-    preemptions: int
-    end_s: float
-    """When everything had ended, seconds, rounded."""
-
-    def __str__(self) -> str:
-        return f"{self.digest} {self.steps} {self.preemptions} {self.end_s}"
-
-    @classmethod
-    def read(cls, text: str) -> Record:
-        """Return the record with this text."""
-        digest, steps, preemptions, end_s = text.split()
-        return cls(digest, int(steps), int(preemptions), float(end_s))
 
 
 @dataclass(frozen=True)
@@ -126,6 +107,24 @@ class _Log(Observer):
     def on_arrived(self, request: RequestView, source: int, target: int, now: float) -> None:
         self._note("arrived", request.request_id, source, target, to_ticks(now))
 
+    def on_transfer_end(self, request: RequestView, source: int, target: int, failure: str, now: float) -> None:
+        self._note("transfer ended", request.request_id, source, target, failure, to_ticks(now))
+
+    def on_held(self, request: RequestView, replica_id: int, now: float) -> None:
+        self._note("held", request.request_id, replica_id, to_ticks(now))
+
+    def on_kv_released(self, request: RequestView, replica_id: int, now: float) -> None:
+        self._note("released", request.request_id, replica_id, to_ticks(now))
+
+    def on_tier_hit(
+        self, request: RequestView, replica_id: int, num_tokens: Mapping[str, int], load_s: float, now: float
+    ) -> None:
+        self._note("loaded", request.request_id, replica_id, list(num_tokens.items()), to_ticks(load_s), to_ticks(now))
+
+    def on_tier_transfer(self, transfer: TierTransfer, now: float) -> None:
+        place = (transfer.replica_id, transfer.source, transfer.target, transfer.num_blocks)
+        self._note("copied", *place, to_ticks(transfer.started_at), to_ticks(now))
+
     def on_stayed(self, request: RequestView, replica_id: int, now: float) -> None:
         self._note("stayed", request.request_id, replica_id, to_ticks(now))
 
@@ -163,7 +162,8 @@ class _Log(Observer):
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         times = [to_ticks(one) for one in token_times(request).tolist()]
-        self._note("ended", request.request_id, reason.name, detail, to_ticks(now), times)
+        drafts = (request.num_draft_tokens, request.num_accepted_tokens)
+        self._note("ended", request.request_id, reason.name, detail, to_ticks(now), times, drafts)
 
 
 def _rounded(notes: Mapping[str, Mapping[str, float | int | str]]) -> list[object]:
@@ -220,7 +220,7 @@ def record(settings: DEEP, requests: Sequence[RequestSpec], *, every_step: bool 
     """
     registry = load_registry()
     config = config_from_mapping(merged(BASE, settings), registry=registry)
-    if config.effective_replicasets["default"].replica.adapters is None:
+    if all(one.replica.adapters is None for one in config.effective_replicasets.values()):
         requests = [replace(one, adapter="") for one in requests]
     run = SimulatedRun(Run(config, registry, Workload.from_requests(list(requests)), SeedTree(7)))
     log = _Log(every_step=every_step)

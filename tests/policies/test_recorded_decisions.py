@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.policies.recorded import COMMAND, Subject, changes, difference, read, run, subjects
+from tests.policies.recorded import COMMAND, FILE, Subject, changes, differences, subjects
+from tests.records import read_records
 
 SUBJECTS = subjects()
-RECORDS = read()
+RECORDS = read_records(FILE)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 def test_it_decides_as_recorded(subject: Subject) -> None:
     rows = RECORDS.get(str(subject), {})
     assert rows, f"nothing is recorded of {subject}. If it is new: {COMMAND}"
-    told = [difference(subject, key, old, run(subject, key)) for key, old in rows.items()]
-    found = [one for one in told if one is not None]
+    found = differences(subject, rows)
     assert not found, "\n".join([*found, f"If that is meant: {COMMAND}"])
 
 
