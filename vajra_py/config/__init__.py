@@ -8,6 +8,7 @@ from vajra_py.config.links import LinksConfig
 from vajra_py.config.load import (
     config_from_mapping,
     dump_effective,
+    dump_yaml,
     expand_sweep,
     load_config,
     load_either,
@@ -35,7 +36,6 @@ from vajra_py.config.schema import (
 )
 from vajra_py.config.sections import PolicyChoice, SchedulingConfig, TypedChoice
 from vajra_py.config.sweeps import SweepPoint
-from vajra_py.config.yaml_writer import dump_yaml
 
 __all__ = [
     "DEFAULT_POOL",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,6 @@ from vajra_py.config.schema import ExperimentConfig, SystemConfig
 from vajra_py.config.sections import MAX_REPLICATIONS
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
 from vajra_py.config.yaml_file import mapping_of, read_yaml
-from vajra_py.config.yaml_writer import dump_yaml
 from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry, load_registry
@@ -137,6 +137,19 @@ def dump_effective(config: SystemConfig) -> str:
             if not own.get("pools"):
                 own.pop("pools", None)
     return dump_yaml(data)
+
+
+def dump_yaml(data: Any) -> str:
+    """Return ordinary values as YAML in block style, keys in their order."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.width = 120
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    out = StringIO()
+    yaml.dump(data, out)
+    return out.getvalue()
 
 
 _NOTHING_MOVES: Mapping[str, Any] = {
