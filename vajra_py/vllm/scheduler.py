@@ -474,17 +474,19 @@ class Scheduler(WithoutExtras):
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
                 continue
-            produced, count = record.output, len(record.output) + len(tokens)
+            produced, stops, is_one = record.output, record.stops, len(tokens) == 1
+            count = len(produced) + len(tokens)
             if record.client_index != client:
                 client = record.client_index
                 told = outputs.setdefault(client, [])
-            if first <= count < record.plain_until and record.stops.keys().isdisjoint(tokens):
+            goes_on = tokens[0] not in stops if is_one else stops.keys().isdisjoint(tokens)
+            if goes_on and first <= count < record.plain_until:
                 produced += tokens
                 told.append(EngineCoreOutput(name, tokens))
             else:
-                tokens, stops = record.take(tokens, self._max_model_len)
-                told.append(self._said_in_full(record, index, tokens, output, stops=stops))
-            if len(tokens) > 1 and (own := record.own) is not None:
+                tokens, is_last = record.take(tokens, self._max_model_len)
+                told.append(self._said_in_full(record, index, tokens, output, stops=is_last))
+            if not is_one and len(tokens) > 1 and (own := record.own) is not None:
                 accepted[own] = len(tokens) - 1
         if accepted:
             self.mechanism.accept(accepted)
