@@ -266,7 +266,7 @@ def difference(session: ConnectedSession, own: ConnectedPlay, ours: ConnectedPla
     if session.is_async:
         return found or _late_difference(own, ours)
     theirs, mine = (each.scheduler.connector.calls for each in (own, ours))
-    for kinds in (("matched", "allocated", "reported"), ("new", "finished")):
+    for kinds in (("matched", "allocated", "reported"), ("new", "finished"), ("read",)):
         left, right = _calls(theirs, *kinds), _calls(mine, *kinds)
         if found is None and left != right and not own.is_endless:
             found = f"calls {kinds}: vLLM's alone {list(left - right)[:2]}, here alone {list(right - left)[:2]}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,3 +246,24 @@ def free_blocks(scheduler: Any) -> int:
     if hasattr(scheduler, "mechanism"):
         return int(scheduler.mechanism.replica.memory.free_blocks)
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def calls_of(core: Core) -> int:
+    """Calls of functions that `schedule` and `update_from_output` make for one step."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    def counted(call: Callable[..., Any], *given: Any) -> Any:
+        sys.setprofile(note)
+        try:
+            return call(*given)
+        finally:
+            sys.setprofile(None)
+
+    output = counted(core.scheduler.schedule)
+    core.note(output)
+    counted(core.scheduler.update_from_output, output, core.execute(output))
+    return count

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, Sup
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
+from vllm.v1.utils import ConstantList
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,13 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._size = vllm_config.cache_config.block_size
         self._asked: dict[str, tuple[int, bool]] = {}
         self._has_loaded: set[str] = set()
+        self._kept: dict[str, tuple[Any, Any, Any]] = {}
+        """Requests that have not ended, with their lists of tokens and of hashes, which grow."""
         self._metadata = ScriptedMetadata()
 
     def on_new_request(self, request: Any) -> None:
         self.calls.append(("new", request.request_id))
+        self._kept[request.request_id] = request, request.all_token_ids, ConstantList(request.block_hashes)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         name, script = request.request_id, Script(**request.kv_transfer_params or {})
@@ -100,7 +104,8 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         name, (table,) = request.request_id, blocks.get_block_ids()
         unhashed = blocks.get_unhashed_block_ids() if num_external_tokens and self._asked[name][1] else ()
         assert set(unhashed) <= set(table)
-        self.calls.append((self.turn, "allocated", name, num_external_tokens, len(table), len(unhashed)))
+        said = num_external_tokens, len(table), len(unhashed), request.num_computed_tokens
+        self.calls.append((self.turn, "allocated", name, *said))
         if num_external_tokens:
             start, is_async = self._asked[name]
             due = self.turn + Script(**request.kv_transfer_params).load_turns
@@ -115,6 +120,9 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             assert len(table) == len(set(table))
         assert state.get_block_ids("nobody's") is None
         assert scheduler_output.has_sync_kv_loads is any(not one.is_async for one in self._metadata.loads)
+        for request, tokens, hashes in self._kept.values() if cached.req_ids else ():
+            found = request.num_computed_tokens, request.num_output_tokens, sum(tokens), hash(tuple(hashes))
+            self.calls.append((self.turn, "read", request.request_id, *found))
         self.calls.append((self.turn, "built", sorted(scheduler_output.num_scheduled_tokens), sorted(cached.req_ids)))
         made, self._metadata = self._metadata, ScriptedMetadata()
         return made
@@ -124,6 +132,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.calls.append((self.turn, "reported", *told))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        del self._kept[request.request_id]
         script = Script(**request.kv_transfer_params or {})
         is_complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         keeps = is_complete and script.send_turns is not None and bool(block_ids)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.vllm import fuzz
 from tests.vllm.connector_fuzz import breaking, compare, replayed, session_of
-from tests.vllm.core import make_scheduler, vllm_config
+from tests.vllm.core import Core, calls_of, make_scheduler, vllm_config
 from tests.vllm.fuzz import RequestScript, Session
 from tests.vllm.plugins import install_broken
 from vajra_py.errors import ConfigError
@@ -66,6 +67,28 @@ def test_sessions_of_this_run_alone(tiny_model: str) -> None:
     for seed in range(first, first + 2):
         found, _ = compare(tiny_model, seed)
         assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1 RUNS=connector/sync: {found}"
+
+
+def test_a_steady_step_makes_at_most_a_fifth_of_vllms_calls(tiny_model: str, tmp_path: Path) -> None:
+    """What an evidence page says of 256 requests with a connector that has nothing to load, on 48."""
+
+    def num_calls(cls: type[Any]) -> int:
+        config = vllm_config(tiny_model, max_model_len=512, max_num_seqs=48, max_num_batched_tokens=4096)
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        place = {"shared_storage_path": str(tmp_path)}
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=place
+        )
+        core = Core(make_scheduler(cls, config, 48 * 20 + 1, 16))
+        for index in range(48):
+            core.add(RequestScript(f"r-{index}", tuple(range(10, 20 + index)), 100, 0, 0.0), 16, True)
+        while len(core.tokens) < 48:
+            core.step()
+        counted = sum(calls_of(core) for _ in range(16))
+        core.scheduler.shutdown()
+        return counted
+
+    assert num_calls(Scheduler) * 5 < num_calls(VllmsOwn)
 
 
 @pytest.fixture

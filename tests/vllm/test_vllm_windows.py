@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 
-from tests.vllm.core import Core, RequestScript, kv_cache, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, calls_of, kv_cache, make_scheduler, vllm_config
 from tests.vllm.fuzz import compare
 from tests.vllm.plugins import built_in
 from tests.vllm.worker_model import ExpectedTokens, KvSlots, WorkerFault
@@ -119,32 +117,11 @@ def test_a_steady_step_makes_at_most_a_fifth_of_vllms_calls(tiny_model: str) -> 
             core.add(RequestScript(f"r-{index}", tuple(range(10, 20 + index)), 100, 0), 16, True)
         while len(core.tokens) < 48:
             core.step()
-        counted = sum(_calls_of(core) for _ in range(16))
+        counted = sum(calls_of(core) for _ in range(16))
         core.scheduler.shutdown()
         return counted
 
     assert num_calls(Scheduler) * 5 < num_calls(VllmsOwn)
-
-
-def _calls_of(core: Core) -> int:
-    """Calls of functions that `schedule` and `update_from_output` make for one step."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    def counted(call: Callable[..., Any], *given: Any) -> Any:
-        sys.setprofile(note)
-        try:
-            return call(*given)
-        finally:
-            sys.setprofile(None)
-
-    output = counted(core.scheduler.schedule)
-    core.note(output)
-    counted(core.scheduler.update_from_output, output, core.execute(output))
-    return count
 
 
 # What the log says, and what is refused

@@ -1,7 +1,7 @@
 """The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
 
-What a connector reads of a request (tokens, block hashes, computed tokens, status) is brought up to date before each call. Its block
-ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
+What a connector reads of a request (tokens, block hashes, computed tokens) is brought up to date when it reads it, its status before
+each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from vajra_py.vllm.late_ends import LateEnds
+from vajra_py.vllm.lazy_request import make_lazy, settle
 from vajra_py.vllm.mechanism import NOTHING, ConnectorRules, KvReport, Match, Mechanism, Request, RequestState
 from vajra_py.vllm.records import Record
 
@@ -70,6 +71,8 @@ class Connector:
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
         """Requests whose end the connector was not told."""
+        self._told_of: Mapping[str, int] = {}
+        """Tokens by request of the step that the connector is told of."""
         self._begins: int | None = None
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
         self._loaded: set[str] = set()
@@ -94,6 +97,7 @@ class Connector:
     def take_in(self, record: Record) -> None:
         """A request has come in."""
         self._known[record.request_id] = record
+        make_lazy(record, self._num_computed)
         self.vllms.on_new_request(record.request)
         params = record.request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
@@ -134,11 +138,17 @@ class Connector:
                 self._error = error
         return otherwise
 
+    def _num_computed(self, record: Record) -> int:
+        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is told of."""
+        own = record.own
+        if own is None:
+            return 0
+        num_loaded = self._connected.num_tokens_of(own)
+        return own.num_computed_tokens - self._told_of.get(record.request_id, 0) if num_loaded is None else num_loaded
+
     def _look_at(self, record: Record, request: Request) -> VllmRequest:
-        """Return vLLM's request with its tokens as far as they are known."""
-        vllms = _with_tokens(record)
-        vllms.num_preemptions = request.num_preemptions
-        return vllms
+        record.request.num_preemptions = request.num_preemptions
+        return record.request
 
     # The mechanism's connector
 
@@ -184,7 +194,7 @@ class Connector:
         else:
             self._loads_now |= num_tokens > 0
             self._enter(name, None)
-        vllms.num_computed_tokens = num_local + num_tokens
+        vllms.num_computed_tokens = None
         if not was_loaded:
             self._count(request, vllms, num_local, num_tokens)
             self._on_lookup(record, request, num_local, num_tokens)
@@ -225,6 +235,7 @@ class Connector:
             ),
             nothing,
         )
+        settle(vllms)
         output = self._last.pop(record.request_id, None)
         if output is not None and params is not None:
             if output.prefill_stats is not None and params.get("do_remote_prefill"):
@@ -252,18 +263,12 @@ class Connector:
         self.raise_error()
         if self._late is not None:
             self._formed.append(is_formed)
-        for one in output.scheduled_new_reqs:
-            self._bring_up(one.req_id, one.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._bring_up(name, num_computed)
         output.has_sync_kv_loads, self._loads_now = self._loads_now, False
         output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
+        self._told_of = output.num_scheduled_tokens
         output.kv_connector_metadata = self.vllms.build_connector_meta(output)
+        self._told_of = {}
         output.kv_connector_block_state = None
-
-    def _bring_up(self, name: str, num_computed: int) -> None:
-        _with_tokens(self._known[name]).num_computed_tokens = num_computed
 
     def _table_of(self, name: str) -> tuple[list[int], ...]:
         own = self._known[name].own
@@ -424,12 +429,3 @@ class Connector:
                 counts[stage] += 1
             stats.num_kv_fetch_reqs_by_stage = counts
         stats.kv_connector_stats = self._figures.to_dict() if self._figures else None
-
-
-def _with_tokens(record: Record) -> VllmRequest:
-    """Return vLLM's request with its output so far."""
-    vllms, output = record.request, record.output
-    num_there = vllms.num_output_tokens
-    if num_there < len(output):
-        vllms.append_output_token_ids(output[num_there:])
-    return vllms

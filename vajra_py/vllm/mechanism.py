@@ -133,12 +133,7 @@ class _Executor:
         proposals: tokens that were proposed for a request, and the number of output tokens behind which they belong.
     """
 
-    proposals: dict[Request, tuple[int, Sequence[int]]] = field(default_factory=dict)
-
-    def proposed(self, request: Request) -> Sequence[int]:
-        """Return the tokens that are proposed to follow the request's newest one."""
-        place, tokens = self.proposals.get(request, _NO_PROPOSAL)
-        return tokens if place == request.num_output_tokens else ()
+    proposals: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)
 
     def known_output_tokens(self, request: Request) -> int | None:
         """See `Executor`."""
@@ -146,7 +141,8 @@ class _Executor:
 
     def num_drafts(self, request: Request, at_most: int) -> int:
         """See `Executor`."""
-        return min(len(self.proposed(request)), at_most)
+        place, tokens = self.proposals.get(request, _NO_PROPOSAL)
+        return min(len(tokens), at_most) if place == request.num_output_tokens else 0
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`."""
@@ -359,19 +355,25 @@ class Mechanism(Backend[_VllmReplica]):
             self.abort(request.request_id)
         self.leave(request)
 
-    def accept(self, request: Request, num_drafts: int) -> None:
-        """Count so many drafts of the request as output of the step in flight."""
-        self._one.accepted[request] = num_drafts
+    def accept(self, num_drafts: Mapping[Request, int]) -> None:
+        """Count so many drafts of these requests as output of the step in flight."""
+        self._one.accepted.update(num_drafts)
 
-    def propose(self, request: Request, tokens: Sequence[int]) -> None:
-        """Take in tokens that are proposed to follow the request's newest one; nothing may be in flight."""
-        if tokens:
-            self._executor.proposals[request] = request.num_output_tokens, tokens
-            request.note_proposal(len(tokens))
+    def propose(self, proposals: Mapping[Request, list[int]]) -> None:
+        """Take in tokens that are proposed to follow the newest ones of these requests; nothing may be in flight."""
+        known, is_recorded = self._executor.proposals, self.note is not None
+        for request, tokens in proposals.items():
+            if tokens:
+                known[request] = request.num_output_tokens, tokens
+                if is_recorded:
+                    request.note_proposal(len(tokens))
 
-    def proposed(self, request: Request) -> Sequence[int]:
-        """Return the tokens that are proposed to follow the request's newest one."""
-        return self._executor.proposed(request)
+    def planned_drafts(self, request: Request, drafts: PlannedDrafts) -> list[int]:
+        """Return the tokens that a plan verifies for a request; -1: a place that holds none."""
+        if drafts.is_padding:
+            return [-1] * drafts.num_tokens
+        tokens = self._executor.proposals[request][1]
+        return tokens if len(tokens) == drafts.num_tokens else tokens[: drafts.num_tokens]
 
     def land(self, report: KvReport | None = None) -> None:
         """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`.

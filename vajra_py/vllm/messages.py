@@ -6,7 +6,7 @@ every count grows by one, and who needs a block is known from the counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -60,10 +60,7 @@ class Messages:
     def tell(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
-        for chunk in plan.chunks:
-            self._add_chunk(chunk)
-        for request, drafts in plan.drafts.items():
-            self._add_drafts(request, drafts)
+        self._add_chunks(plan.chunks, plan.drafts)
         if plan.pool is not None:
             self._add_decodes(plan)
         if self._managed is not None:
@@ -72,11 +69,27 @@ class Messages:
 
     # One by one
 
-    def _add_chunk(self, chunk: PlannedChunk) -> None:
+    def _add_chunks(self, chunks: Iterable[PlannedChunk], drafts: Mapping[Request, PlannedDrafts]) -> None:
+        find, message, step = self._records.get, self.next, self._step
+        for chunk in chunks:
+            request, num_tokens, computed, kind = chunk
+            record = find(request.request_id)
+            if record is None:  # ended during the previous step; its part of this step is not computed
+                continue
+            if kind == "running" and record.ran_in == step - 1:  # nothing is to be said of it but its new blocks
+                record.ran_in = step
+                blocks = self._new_blocks(record, request)
+                if self._zeroes and not isinstance(blocks, Tables):
+                    message.clear(blocks)
+                num_outputs = record.num_kept + request.num_output_tokens
+                message.go_on(record.request_id, num_tokens, computed, num_outputs, blocks)
+            else:
+                self._add_chunk(record, chunk)
+            if request in drafts and (planned := drafts[request]).num_tokens:
+                message.verify(record.request_id, self._mechanism.planned_drafts(request, planned))
+
+    def _add_chunk(self, record: Record, chunk: PlannedChunk) -> None:
         request, num_tokens, computed, kind = chunk
-        record = self._records.get(request.request_id)
-        if record is None:  # ended during the previous step; its part of this step is not computed
-            return
         is_resumed = kind != "running"
         if is_resumed:
             record.num_told = 0
@@ -98,12 +111,6 @@ class Messages:
             is_resumed=is_resumed,
             all_tokens=record.all_tokens() if is_told_tokens else None,
         )
-
-    def _add_drafts(self, request: Request, drafts: PlannedDrafts) -> None:
-        if drafts.num_tokens and request.request_id in self._records:
-            count = drafts.num_tokens
-            tokens = [-1] * count if drafts.is_padding else list(self._mechanism.proposed(request)[:count])
-            self.next.verify(request.request_id, tokens)
 
     def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
         """Return the entries of the request's block table, or tables, that the workers do not have."""
@@ -127,9 +134,7 @@ class Messages:
         self._at_step = plan.pool.num_committed
         if len(self._decodes) != len(order) or self._are_absent():
             self._settle()
-            for chunk in plan.entries():
-                if chunk.request in plan.pool:
-                    self._add_chunk(chunk)
+            self._add_chunks((chunk for chunk in plan.entries() if chunk.request in plan.pool), {})
             self._order = None
             return
         computed = self._computed

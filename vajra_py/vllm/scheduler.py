@@ -470,22 +470,26 @@ class Scheduler(WithoutExtras):
         says_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
         first = sys.maxsize if says_more else 2
         """The first token of a request that is told by its id alone, unless it ends the request."""
-        client, told = None, []
+        client, told, accepted = None, [], dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
                 continue
-            produced, count = record.output, len(record.output) + len(tokens)
+            produced, stops, is_one = record.output, record.stops, len(tokens) == 1
+            count = len(produced) + len(tokens)
             if record.client_index != client:
                 client = record.client_index
                 told = outputs.setdefault(client, [])
-            if first <= count < record.plain_until and record.stops.keys().isdisjoint(tokens):
+            goes_on = tokens[0] not in stops if is_one else stops.keys().isdisjoint(tokens)
+            if goes_on and first <= count < record.plain_until:
                 produced += tokens
                 told.append(EngineCoreOutput(name, tokens))
             else:
-                tokens, stops = record.take(tokens, self._max_model_len)
-                told.append(self._said_in_full(record, index, tokens, output, stops=stops))
-            if len(tokens) > 1 and record.own is not None:
-                self.mechanism.accept(record.own, len(tokens) - 1)
+                tokens, is_last = record.take(tokens, self._max_model_len)
+                told.append(self._said_in_full(record, index, tokens, output, stops=is_last))
+            if not is_one and len(tokens) > 1 and (own := record.own) is not None:
+                accepted[own] = len(tokens) - 1
+        if accepted:
+            self.mechanism.accept(accepted)
 
     def _said_in_full(
         self, record: Record, index: int, tokens: list[int], output: ModelRunnerOutput, *, stops: bool
@@ -519,10 +523,13 @@ class Scheduler(WithoutExtras):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""
+        find, proposals = self._records.get, dict[Request, list[int]]()
         for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
-            record = self._records.get(name)
-            if record is not None and tokens and record.own is not None and record.own.is_decode:
-                self.mechanism.propose(record.own, self._grammars.allowed_drafts(record.request, tokens))
+            record = find(name)
+            if record is not None and tokens and (own := record.own) is not None and own.is_decode:
+                is_plain = record.is_plain  # then there is no grammar
+                proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
+        self.mechanism.propose(proposals)
 
     # Counts
 

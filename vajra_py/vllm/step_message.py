@@ -119,17 +119,24 @@ class StepMessage:
         Its blocks are added to its block table, or replace it where it is resumed. `all_tokens` are prompt and output of one that
         was not part of the step before.
         """
-        self._schedule(scheduled)
-        name, _, num_computed, blocks = scheduled
+        name, num_tokens, num_computed, blocks = scheduled
+        self.go_on(name, num_tokens, num_computed, num_outputs, blocks)
+        if is_resumed:
+            self._known.resumed_req_ids.add(name)
+        if all_tokens is not None:
+            self._known.all_token_ids[name] = all_tokens
+
+    def go_on(
+        self, name: str, num_tokens: int, num_computed: int, num_outputs: int, blocks: Sequence[int] | Tables
+    ) -> None:
+        """Compute tokens of a request that was part of the step before; `blocks` are new ones."""
+        self._num_scheduled[name] = num_tokens
+        self._num_tokens += num_tokens
         known = self._known
         known.req_ids.append(name)
         known.new_block_ids.append(_tables(blocks) if blocks else None)
         known.num_computed_tokens.append(num_computed)
         known.num_output_tokens.append(num_outputs)
-        if is_resumed:
-            known.resumed_req_ids.add(name)
-        if all_tokens is not None:
-            known.all_token_ids[name] = all_tokens
 
     def add_decodes(
         self,

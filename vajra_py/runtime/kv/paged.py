@@ -367,7 +367,7 @@ class PagedKvMemory:
             )
         if num_tokens > entry.num_valid_tokens:
             entry.num_valid_tokens = num_tokens
-        if not entry.is_private:
+        if not entry.is_private and num_tokens // self.block_size > entry.num_cached:
             self._cache(entry, hashes, min(num_tokens, hashes.num_public_tokens), request)
 
     def _cache(self, entry: _BlockTable, hashes: BlockHashes, num_tokens: int, request: KvRequest) -> None:

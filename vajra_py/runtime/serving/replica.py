@@ -741,14 +741,15 @@ class Replica:
         if plan.num_apart < len(chunks):
             chunks = [one for one in chunks if one.request not in self.running_set.pool]
         for request, num_tokens, computed_before, kind in chunks:
+            planned = drafts.get(request)
+            if planned is not None and not planned.is_padding:
+                continue
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # preempted or ended after the first stage: the result of this chunk is lost
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
             end = computed_before + num_tokens
-            if drafts and (planned := drafts.get(request)) is not None:
-                if not planned.is_padding:
-                    continue
+            if planned is not None:
                 end -= planned.num_tokens
             if request.in_flight and end == request.num_computed_tokens:
                 self._land(request)
@@ -781,6 +782,7 @@ class Replica:
         """Count the tokens of decodes with drafts, and give back the blocks of what was rejected; returns those that end."""
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
+        limits, accepted, publishes = self._output_limits, result.accepted, not self._publishes_late
         done: list[Request] = []
         for request, (num_drafts, num_kept_blocks, is_padding) in plan.drafts.items():
             if request in result.failed:
@@ -789,17 +791,18 @@ class Replica:
                 if not keeps:
                     self.memory.shrink(request, num_kept_blocks)
                 continue
-            num_left = self._output_limit(request) - request.num_output_tokens
-            num_accepted = min(result.accepted.get(request, 0), num_left - 1)
+            limit = limits[request] if request in limits else self._output_limit(request)
+            num_accepted = accepted.get(request, 0)
+            if num_accepted:
+                num_accepted = min(num_accepted, limit - request.num_output_tokens - 1)
             if num_drafts:
                 request.count_drafts(num_drafts, num_accepted)
-            request.add_outputs(1 + num_accepted, now)
-            request.end_epoch = num_left = num_left - 1 - num_accepted
-            computed = request.num_computed_tokens
+            request.end_epoch = num_left = limit - request.add_outputs(1 + num_accepted, now)
             if not keeps:
-                self.memory.shrink(request, max(num_kept_blocks, self.memory.blocks_for(computed)))
-            if request.hashes is not None and not self._publishes_late:
-                self.memory.cache_blocks(request, computed)
+                num_blocks = self.memory.blocks_for(request.num_computed_tokens)
+                self.memory.shrink(request, max(num_kept_blocks, num_blocks))
+            if publishes and request.hashes is not None:
+                self.memory.cache_blocks(request, request.num_computed_tokens)
             if num_left <= 0:
                 done.append(request)
         return done

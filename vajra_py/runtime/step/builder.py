@@ -5,7 +5,7 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -19,7 +19,7 @@ from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, DraftRules, IllegalPlan
-from vajra_py.runtime.step.plan import Executor, PlannedDrafts, StepPlan
+from vajra_py.runtime.step.plan import Executor, PlannedChunk, PlannedDrafts, StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
@@ -230,7 +230,7 @@ class Builder(PlanDraft):
             self._check_chunk(own, num_tokens, computed, computed + num_left)
         if num_tokens == 1 and own.is_decode:
             if self._executor is not None:
-                return self._add_drafts(own, computed, reserve_tokens)
+                return self._add_drafted((own,), 0, reserve_tokens)[1]
             if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
             self._put_decode(own)
@@ -270,32 +270,62 @@ class Builder(PlanDraft):
         self._features = None
         return None
 
-    def _add_drafts(self, request: Request, computed: int, reserve_tokens: int | None) -> Refusal | None:
-        """Add a decode with its drafts."""
-        rules = self._draft_rules
-        assert rules is not None
-        num_drafts = self._num_drafts(request)
-        memory, to_keep = self._memory, max(computed + 1, reserve_tokens or 0)
-        kept = max(memory.num_held_blocks(request), memory.blocks_for(to_keep))
-        ahead = self._with_lookahead(computed + 1 + num_drafts)
-        if not memory.grow(request, max(ahead, to_keep)):
-            self._asked_drafts[request] = num_drafts  # it is tried again with as many, whatever a victim gives back
-            return self._refuse(request, Refusal.KV_BLOCKS)
-        self._put_drafts(request, PlannedDrafts(num_drafts, kept), computed)
-        return None
+    def _add_drafted(
+        self, order: Sequence[Request], position: int = 0, reserve_tokens: int | None = None
+    ) -> tuple[int, Refusal | None]:
+        """Add the decodes from a position of the order on with their drafts, up to one that does not fit, or is none.
 
-    def _num_drafts(self, request: Request) -> int:
-        """Return the number of drafts that a decode would have if it were added now."""
-        rules, executor = self._draft_rules, self._executor
+        Returns its position, and why it lacks room. One loop for all, since it is most of what a step with drafts costs.
+        """
+        memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts
+        num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
+        caches, looks_ahead = self._options.cache_at_schedule, self._with_lookahead(1) > 1
+        find_drafts, tokens_left, refusal = self._num_drafts, self.tokens_left, None
+        end = min(len(order), position + self.slots_left)
+        start = position
+        while position < end:
+            request = order[position]
+            if not request.is_skipped or tokens_left <= 0 or request in chunks:
+                break
+            computed = request.num_computed_tokens
+            num_drafts = find_drafts(request, computed + 1, tokens_left)
+            to_hold, to_keep = computed + 1 + num_drafts, computed + 1
+            if looks_ahead:
+                to_hold = self._with_lookahead(to_hold)
+            if reserve_tokens is not None and reserve_tokens > to_keep:
+                to_keep, to_hold = reserve_tokens, max(to_hold, reserve_tokens)
+            kept = num_held(request)
+            if to_hold > kept * size or recycles:
+                if not memory.grow(request, to_hold):
+                    asked[request] = num_drafts  # it is tried again with as many, whatever a victim gives back
+                    refusal = self._refuse(request, Refusal.KV_BLOCKS)
+                    break
+                kept = max(kept, memory.blocks_for(to_keep))
+            chunks[request] = PlannedChunk(request, 1 + num_drafts, computed, "running")
+            planned[request] = PlannedDrafts(num_drafts, kept)
+            tokens_left -= 1 + num_drafts
+            if self._features is not None:
+                self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
+            if caches and request.hashes is not None:
+                memory.cache_blocks(request, computed + 1)
+            position += 1
+        self.num_tokens += self.tokens_left - tokens_left
+        self.tokens_left = tokens_left
+        self.slots_left -= position - start
+        return position, refusal
+
+    def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
+        """Return the number of drafts that a decode with so many known tokens has in what is left of the budget."""
+        rules, executor, asked = self._draft_rules, self._executor, self._asked_drafts
         assert rules is not None
         assert executor is not None
-        known = request.num_known_tokens
-        most = min(
-            self._asked_drafts.get(request, rules.num_tokens),
-            self.tokens_left - 1,
-            self._running_set.limits.max_model_len - known - 1,  # a token comes behind all drafts
-            self._memory.num_blocks * self._memory.block_size - known,  # else it could not even run alone
-        )
+        most = asked.get(request, rules.num_tokens) if asked else rules.num_tokens
+        if most >= tokens_left:
+            most = tokens_left - 1
+        if most >= self._longest - known:  # a token comes behind all drafts
+            most = self._longest - known - 1
+        if most > self._num_kv_tokens - known:  # else it could not even run alone
+            most = self._num_kv_tokens - known
         if not rules.past_max_tokens:
             most = min(most, request.max_tokens - request.num_output_tokens - 1)
         return executor.num_drafts(request, most) if most > 0 else 0
@@ -305,15 +335,14 @@ class Builder(PlanDraft):
         rules = self._draft_rules
         if rules is None or not rules.lookahead_tokens:
             return num_tokens
-        memory, most = self._memory, self._running_set.limits.max_model_len
-        return max(num_tokens, min(num_tokens + rules.lookahead_tokens, most, memory.num_blocks * memory.block_size))
+        return max(num_tokens, min(num_tokens + rules.lookahead_tokens, self._longest, self._num_kv_tokens))
 
     def _num_padding(self, rules: DraftRules, num_tokens: int, known: int, done: int) -> int:
         """Return for how many drafts a request has places that is admitted now; they hold none."""
         if not rules.pads_admitted or num_tokens != 1 or known - done != 1:
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
-        has_room = known + rules.num_tokens < self._running_set.limits.max_model_len
+        has_room = known + rules.num_tokens < self._longest
         has_room = has_room and rules.num_tokens < self._max_tokens  # else it would wait for ever
         is_uniform = bool(running or done) and all(request in self.drafts for request in running)
         return rules.num_tokens if has_room and is_uniform else 0
@@ -396,7 +425,7 @@ class Builder(PlanDraft):
         if self._connected is not None:
             self._connected.admitted(request, num_loaded)
         if num_padding:
-            self._put_drafts(request, PlannedDrafts(num_padding, memory.blocks_for(known), is_padding=True), done, kind)
+            self._put_padded(request, PlannedDrafts(num_padding, memory.blocks_for(known), is_padding=True), done, kind)
         else:
             self._put_chunk(request, num_tokens, done, kind)
         return None
@@ -517,6 +546,12 @@ class Builder(PlanDraft):
     def _add_in_order(self, max_chunk_tokens: int | None) -> DecodeStop | None:
         order = self._order or []
         while self._order_position < len(order):
+            if self._executor is not None:
+                self._order_position, lacks = self._add_drafted(order, self._order_position)
+                if lacks is not None:
+                    return DecodeStop(order[self._order_position], lacks)
+                if self._order_position == len(order):
+                    break
             request = order[self._order_position]
             if request.state is _RUNNING and not request.in_flight and request not in self:
                 if self.tokens_left <= 0:
@@ -736,7 +771,7 @@ class Builder(PlanDraft):
         if own.is_decode and num_tokens == 1:
             features = groups.with_decode(features, own)
             if self._executor is not None:
-                features = [features[0].with_drafts(self._num_drafts(own))]
+                features = [features[0].with_drafts(self._num_drafts(own, own.num_known_tokens, self.tokens_left))]
         else:
             done = own.num_computed_tokens or self.cached_tokens(own)
             features = groups.with_chunk(features, own, num_tokens, done)

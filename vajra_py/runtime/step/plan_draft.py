@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import attrgetter
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
@@ -12,6 +13,9 @@ from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.features import GroupFeatures, features_of
 from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, in_batch_order
+
+_num_tokens = attrgetter("num_tokens")
+_computed_before = attrgetter("num_computed_before")
 
 UNLIMITED = 2**62
 
@@ -26,10 +30,12 @@ class PlanDraft:
         "_features",
         "_group_features",
         "_group_tokens",
+        "_longest",
         "_max_slots",
         "_max_tokens",
         "_members",
         "_memory",
+        "_num_kv_tokens",
         "_one_group",
         "_options",
         "_pipelined",
@@ -69,6 +75,8 @@ class PlanDraft:
         self._pipelined = limits.pipeline_stages > 1
         self._one_group = running_set.memory.num_groups == 1
         self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
+        self._longest = limits.max_model_len
+        self._num_kv_tokens = running_set.memory.num_blocks * running_set.memory.block_size
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
         self.now = 0.0
@@ -199,11 +207,14 @@ class PlanDraft:
                     chunks = others
                 num_drafts = 0
                 if self.drafts:
-                    decoding = [one for one in chunks if one.request in self.drafts]
+                    decoding, others = list(chunks), []
+                    if len(decoding) > len(self.drafts):
+                        decoding = [one for one in chunks if one.request in self.drafts]
+                        others = [one for one in chunks if one.request not in self.drafts]
                     num_decodes += len(decoding)
-                    context += sum(one.num_computed_before for one in decoding)
-                    num_drafts = sum(one.num_tokens - 1 for one in decoding)
-                    chunks = [one for one in chunks if one.request not in self.drafts]
+                    context += sum(map(_computed_before, decoding))
+                    num_drafts = sum(map(_num_tokens, decoding)) - len(decoding)
+                    chunks = others
                 features = [features_of(chunks, num_decodes, context, self._swap_bytes)]
                 if num_drafts:
                     features = [features[0].with_drafts(num_drafts)]
@@ -236,8 +247,8 @@ class PlanDraft:
         if request.hashes is not None and self._options.cache_at_schedule:
             self._memory.cache_blocks(request, computed + num_tokens)
 
-    def _put_drafts(self, request: Request, drafts: PlannedDrafts, computed: int, kind: str = "running") -> None:
-        """Put in a decode with drafts, or a request that is admitted with places for some."""
+    def _put_padded(self, request: Request, drafts: PlannedDrafts, computed: int, kind: str) -> None:
+        """Put in a request that is admitted with places for drafts."""
         num_tokens = 1 + drafts.num_tokens
         self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
         self.drafts[request] = drafts
@@ -299,11 +310,9 @@ class PlanDraft:
         pool = running_set.pool
         features = self.features()
         chunks = tuple(self.chunks.values())
+        drafts = self.drafts  # they are known only once they are accepted
         for request, num_tokens, computed, _ in chunks:
-            request.set_computed(computed + num_tokens)
-        if self.drafts:  # they are known only once they are accepted
-            for request, drafts in self.drafts.items():
-                request.set_computed(request.num_computed_tokens - drafts.num_tokens)
+            request.set_computed(computed + (1 if request in drafts else num_tokens))
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
