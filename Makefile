@@ -38,7 +38,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-long test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-long test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-peer bench-engine golden gauntlet gpu-check gpu-bench docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,10 @@ papers: install ## published results about split pools and early rejection, on p
 bench-sim: install ## simulation speed on a CSV of arrivals, prompt and output tokens: WORKLOAD=file.csv REPLICAS=n
 	@test -n "$(WORKLOAD)" || { echo 'make bench-sim: no workload. WORKLOAD=file.csv: arrivals, prompt and output tokens.' >&2; exit 2; }
 	$(PY) benchmarks/simulate.py --workload "$(WORKLOAD)" --replicas $(REPLICAS)
+
+bench-peer: install ## whole runs in turns with BLIS: BLIS=checkout of inference-sim with its program built AZURE=conversation trace of 2023
+	@test -n "$(BLIS)" || { echo 'make bench-peer: no peer. BLIS=folder: a checkout of inference-sim in which `go build -o blis .` was run.' >&2; exit 2; }
+	$(PY) benchmarks/peer.py --blis "$(BLIS)" $(if $(AZURE),--azure "$(AZURE)")
 
 bench-engine: install ## tokens per second of the engine on this CPU, against transformers (under 6 minutes)
 	$(PY) benchmarks/engine_cpu.py
