@@ -130,6 +130,7 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
+            queues.give_back(request)  # it was lost with its replica, or has come with its KV
             self._learn(request, replica)
         if queues.is_due(now):
             self._refresh(now)
