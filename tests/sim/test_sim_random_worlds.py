@@ -82,6 +82,12 @@ def test_nothing_is_lost_where_requests_are_calls_of_agents(seed: int) -> None:
     assert check_world(seed, agents=True) > 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+ORCA_ALONE_WITH_PROMPTS = 1142
+"""`orca` sets aside memory for outputs on replicas that have room for prompts alone."""
+CHAMELEON_LOSES_A_REPLICA = 1176
+"""`chameleon` has charged a request to its queue that was lost with its replica and waits again."""
+
+
+@pytest.mark.parametrize("seed", [0, 1, ORCA_ALONE_WITH_PROMPTS, CHAMELEON_LOSES_A_REPLICA])
 def test_nothing_is_lost_whichever_built_in_policies_decide(seed: int) -> None:
     assert check_world(seed, agents=True, policies=True) > 0
