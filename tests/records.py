@@ -12,11 +12,11 @@ class Record(NamedTuple):
     """A run in short."""
 
     digest: str
-    """Of every decision, and of every request's ways and times."""
+    """Digest of every decision, and of every request's ways and times."""
     steps: int
     preemptions: int
     end_s: float
-    """When everything had ended, seconds, rounded."""
+    """End of everything, seconds, rounded."""
 
     def __str__(self) -> str:
         return f"{self.digest} {self.steps} {self.preemptions} {self.end_s}"
@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
 
 Records: TypeAlias = Mapping[str, Mapping[str, Record]]
-"""By subject and run."""
+"""Records by subject and run."""
 
 
 def read_records(file: Path) -> dict[str, dict[str, Record]]:

@@ -24,11 +24,10 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
-
-from vajra_py.dataclass import dataclass
 
 __all__ = [
     "POLICY_EXCEPTIONS",

@@ -105,7 +105,7 @@ def registry() -> Registry:
     module = SimpleNamespace(
         vajra_policies=vajra_policies, vajra_presets=vajra_presets, vajra_observers=vajra_observers
     )
-    distribution = SimpleNamespace(read_text={"METADATA": "Name: test-lab\nVersion: 1.2\n"}.get)
+    distribution = SimpleNamespace(name="test-lab", version="1.2")
     entry = SimpleNamespace(name="lab", value="lab", dist=distribution, load=lambda: module)
     return build_registry([cast(metadata.EntryPoint, entry)])
 

@@ -359,7 +359,7 @@ class SteppedWorld:
         self.on_read: Callable[[], None] | None = None
         """Called whenever the clock is read; simulates clients that arrive and leave."""
         self._under_way: list[tuple[Worker | None, Callable[[], None]]] = []
-        """What may happen next, by the worker that does it; each gives the loop one message."""
+        """Next things that may happen, by the worker that does them; each gives the loop one message."""
 
     def clock(self) -> SteppedWorld:
         """Return this object as an `EngineClock`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -312,21 +313,30 @@ def on_processes(load: Callable[[RunnerOptions], FakeRunner]) -> Worker:
     return ProcessWorker(KEY, OPTIONS, 0, load)
 
 
+@contextmanager
+def at_work(
+    place: Callable[[Callable[[RunnerOptions], FakeRunner]], Worker], load: Callable[[RunnerOptions], FakeRunner]
+) -> Iterator[tuple[Worker, SimpleQueue[WorkerNews]]]:
+    """A worker that has begun, and what it delivers."""
+    news: SimpleQueue[WorkerNews] = SimpleQueue()
+    worker = place(load)
+    try:
+        worker.wait_loaded()
+        worker.start(8, 8, news.put)
+        yield worker, news
+    finally:
+        worker.close()
+
+
 @pytest.mark.parametrize("place", [on_threads, on_processes])
 def test_a_slow_copy_holds_up_no_step(
     place: Callable[[Callable[[RunnerOptions], FakeRunner]], Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the process finds this module
-    news: SimpleQueue[WorkerNews] = SimpleQueue()
-    worker = place(CopiesBesideSteps)
-    try:
-        worker.wait_loaded()
-        worker.start(8, 8, news.put)
+    with at_work(place, CopiesBesideSteps) as (worker, news):
         worker.copy_kv(down(4, 0, 0))
         worker.submit(step(2, 3))
         got = [news.get(timeout=30), news.get(timeout=30)]
-    finally:
-        worker.close()
     assert KvMoved(KEY, 4) in got
     (finished,) = (one for one in got if isinstance(one, Finished))
     assert finished.output is not None
@@ -338,15 +348,9 @@ def test_a_copy_that_fails_loses_its_worker(
     place: Callable[[Callable[[RunnerOptions], FakeRunner]], Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    news: SimpleQueue[WorkerNews] = SimpleQueue()
-    worker = place(FailsCopying)
-    try:
-        worker.wait_loaded()
-        worker.start(8, 8, news.put)
+    with at_work(place, FailsCopying) as (worker, news):
         worker.copy_kv(down(4, 0, 0))
         assert news.get(timeout=30) == Finished(KEY, None, "step: out of memory on host")
-    finally:
-        worker.close()
 
 
 def test_a_process_ends_though_a_copy_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ _SLOW: DEEP = {"backend": {"simulator": {"latency": {"base_s": 0.02, "per_token_
 _PRESET: DEEP = {"replica": {"max_model_len": 2000}}
 
 PROFILES: DEEP = {"prefill": {"scorers": ["queue-scorer"]}, "decode": {"scorers": ["kv-cache-utilization-scorer"]}}
-"""Of a router that chooses for prompts and decodes apart."""
+"""Settings of a router that chooses for prompts and decodes apart."""
 
 WORLDS: dict[str, dict[str, World]] = {
     "request_prioritizer": _ONE,
@@ -106,7 +106,7 @@ WORLDS: dict[str, dict[str, World]] = {
     **{one: _worlds(2, _ROLES) for one in ("decode-filter", "prefill-filter")},
     **{one: _worlds(2, _SIZES) for one in ("by-label", "label-selector-filter")},
 }
-"""By kind of policy, or by name of one."""
+"""Worlds by kind of policy, or by name of one."""
 
 NEEDS: dict[str, DEEP] = {
     "fcfs": ADAPTED,

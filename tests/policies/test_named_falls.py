@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext
-from vajra_py.latency import AffineModel
-from vajra_py.latency.services.output_length import OracleLengths
-from vajra_py.plugins import load_registry
-from vajra_py.plugins.shapes import LISTENING_METHODS
-from vajra_py.testing.harness import Harness, HarnessOptions
+from tests.policies.read_at_each_step import decisions
+from vajra_py.contract import KeyMotion
 from vajra_py.workload.request import RequestSpec
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -21,18 +17,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "jitserve": {"refresh_steps": 7},
     "qoserve": {"first_throughput": 1500.0, "decay": 0.6},
 }
-
-
-class ReadAtEachStep:
-    """The same keys, declared to change with anything."""
-
-    key_motion = KeyMotion.ARBITRARY
-
-    def __init__(self, policy: Any) -> None:
-        self.key = policy.key
-        for name in LISTENING_METHODS:
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
 
 
 def workload(seed: int) -> list[RequestSpec]:
@@ -45,30 +29,14 @@ def workload(seed: int) -> list[RequestSpec]:
     return specs
 
 
-def decisions(name: str, batcher: str, seed: int, *, reads_all: bool) -> list[Any]:
-    """Tokens of each request in each step."""
-    offer = load_registry().policy(Layer.REQUEST_PRIORITIZER, name).spec
-
-    def build(context: PolicyContext) -> Any:
-        policy: Any = offer.build(offer.config(**POLICIES[name]), context)
-        assert policy.key_motion is KeyMotion.NAMED_FALLS
-        if not reads_all:
-            return policy
-        return ReadAtEachStep(policy)
-
-    specs = workload(seed)
-    lengths = OracleLengths({one.request_id: one.num_output_tokens for one in specs})
-    options = HarnessOptions(
-        latency=AffineModel(0.01, 0.0003), max_batch_size=5, num_blocks=40, output_lengths=lengths, max_model_len=300
-    )
-    one = Harness(build, "round_robin", batcher, options)
-    return [(step.tokens, step.preempted) for step in one.run(specs)]
-
-
 @pytest.mark.parametrize("batcher", ["preemptive", "fixed_chunk"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_decisions_are_those_of_keys_that_are_read_at_each_step(name: str, batcher: str) -> None:
     for seed in range(3):
-        named = decisions(name, batcher, seed, reads_all=False)
-        assert named == decisions(name, batcher, seed, reads_all=True)
-        assert any(preempted for _, preempted in named) or batcher == "fixed_chunk"
+        specs, sizes = workload(seed), {"num_blocks": 40, "max_model_len": 300}
+        declared, read = (
+            decisions(name, POLICIES[name], KeyMotion.NAMED_FALLS, batcher, specs, reads_all=all_, **sizes)
+            for all_ in (False, True)
+        )
+        assert declared == read
+        assert any(preempted for _, _, preempted in declared) or batcher == "fixed_chunk"

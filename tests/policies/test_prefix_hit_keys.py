@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext, RequestView
-from vajra_py.latency import AffineModel
-from vajra_py.latency.services.output_length import OracleLengths
-from vajra_py.plugins import load_registry
-from vajra_py.plugins.shapes import LISTENING_METHODS
+from tests.policies.read_at_each_step import decisions
+from vajra_py.contract import KeyMotion
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import PromptContent, RequestSpec
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -28,22 +24,6 @@ WORLDS: dict[str, dict[str, Any]] = {
     "two replicas": {"num_replicas": 2, "num_blocks": 50},
     "pipeline": {"pipeline_stages": 2},
 }
-
-
-class ReadAtEachStep:
-    """The same keys, declared to change with anything."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self.key_motion = KeyMotion.VOLATILE if hasattr(policy, "group") else KeyMotion.ARBITRARY
-        for name in LISTENING_METHODS:
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
-
-    def key(self, request: RequestView, now: float) -> Any:
-        """The policy's key, with that of the group before it."""
-        key = self._policy.key(request, now)
-        return (self._policy.group_key(request.tenant), key) if hasattr(self._policy, "group") else key
 
 
 def workload(seed: int) -> list[RequestSpec]:
@@ -63,26 +43,13 @@ def workload(seed: int) -> list[RequestSpec]:
     return specs
 
 
-def decisions(name: str, batcher: str, world: str, *, reads_all: bool) -> list[Any]:
-    offer = load_registry().policy(Layer.REQUEST_PRIORITIZER, name).spec
-
-    def build(context: PolicyContext) -> Any:
-        policy: Any = offer.build(offer.config(**POLICIES[name]), context)
-        assert policy.key_motion is KeyMotion.PREFIX_HITS
-        return ReadAtEachStep(policy) if reads_all else policy
-
-    specs = workload(len(world))
-    options: dict[str, Any] = {"num_blocks": 64, "max_batch_size": 5, "max_model_len": 600} | WORLDS[world]
-    lengths = OracleLengths({one.request_id: one.num_output_tokens for one in specs})
-    sizes = HarnessOptions(
-        latency=AffineModel(0.01, 0.0003), output_lengths=lengths, prefix_cache=PrefixCacheOptions(), **options
-    )
-    one = Harness(build, "round_robin", batcher, sizes)
-    return [(step.tokens, step.admitted, step.preempted) for step in one.run(specs)]
-
-
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("batcher", ["preemptive", "fixed_chunk"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_decisions_are_those_of_keys_that_are_read_at_each_step(name: str, batcher: str, world: str) -> None:
-    assert decisions(name, batcher, world, reads_all=False) == decisions(name, batcher, world, reads_all=True)
+    options = {"num_blocks": 64, "max_model_len": 600, "prefix_cache": PrefixCacheOptions()} | WORLDS[world]
+    declared, read = (
+        decisions(name, POLICIES[name], KeyMotion.PREFIX_HITS, batcher, workload(len(world)), reads_all=all_, **options)
+        for all_ in (False, True)
+    )
+    assert declared == read

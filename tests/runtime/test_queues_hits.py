@@ -24,7 +24,7 @@ BLOCK = 2
 
 @dataclass(eq=False)
 class Waiting:
-    """What queues, memory and the prioritizers below read of a request."""
+    """A request, as queues, memory and the prioritizers below read it."""
 
     index: int
     memory: PagedKvMemory
@@ -247,7 +247,7 @@ class HitsMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_order_after_each_event(self) -> None:
-        """In half of the lives, a step begins after each event."""
+        """A step begins after each event in half of the lives."""
         if self.looks_often:
             self.begin_step()
             assert list(self.queue.ordered(self.now)) == list(self.naive.ordered(self.now))
@@ -446,7 +446,7 @@ def test_content_that_expires_takes_its_hits_along() -> None:
 
 
 def test_a_block_in_the_middle_takes_those_behind_it_along() -> None:
-    """Where the head of a table is reused first, blocks go before those that continue them."""
+    """Blocks go before those that continue them where the head of a table is reused first."""
     options = PrefixCacheOptions(release_order="head_first")
     memory = PagedKvMemory(5, BLOCK, prefix_cache=options)
     queue: Any = make_queue(MostHits(KeyMotion.PREFIX_HITS))

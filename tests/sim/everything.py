@@ -300,7 +300,7 @@ def drawn_world(
 ADAPTERS = ("", "", "french", "legal", "code")
 """Adapters of requests; half of them have none."""
 MOST_TOKENS = 400
-"""Of a prompt that continues others; what the smallest replica can hold with its output."""
+"""Most tokens of a prompt that continues others, which the smallest replica can hold with its output."""
 
 
 def _remember(mapping: dict[str, Any], draw: random.Random) -> None:

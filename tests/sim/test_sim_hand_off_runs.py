@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.sim.run_counts import CountsRuns
 from tests.sim.split_pools import AFFINE, prepared, settings
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import (
@@ -21,7 +22,7 @@ from vajra_py.contract import (
     RequestView,
     ScalerSpec,
 )
-from vajra_py.contract.observer import Observer, StepRun
+from vajra_py.contract.observer import Observer
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
@@ -44,17 +45,6 @@ def test_the_first_decode_of_a_request_that_came_with_its_kv_begins_a_run() -> N
     assert simulator.num_steps == 30  # one for the prompt, 29 at the target
     assert asked[Layer.REPLICA_SCHEDULER.value] == 2
     assert ways.of["r0"].ended == pytest.approx(0.01 + 100 * 0.0001 + 100 * 1e6 / 10e9 + 29 * 0.0101)
-
-
-class CountsRuns(Observer):
-    """Number of steps that were worked out together; with `wants_steps` each is formed by itself."""
-
-    def __init__(self, *, wants_steps: bool) -> None:
-        self.wants_steps = wants_steps
-        self.num_in_runs = 0
-
-    def on_step_run(self, run: StepRun) -> None:
-        self.num_in_runs += len(run.ended_at)
 
 
 @pytest.mark.parametrize("preset", ["distserve", "vllm-pd", "sglang-pd", "dynamo-pd", "splitwise"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sim.run_counts import CountsRuns
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import (
     KeyMotion,
@@ -21,24 +22,13 @@ from vajra_py.contract import (
     ReplicaLoadView,
     RequestView,
 )
-from vajra_py.contract.observer import Observer, StepRun
+from vajra_py.contract.observer import Observer
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import ConstantModel
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions, InTurn, PlainChunks
 from vajra_py.workload import RequestSpec
-
-
-class CountsRuns(Observer):
-    """Number of steps that were fast-forwarded; with `wants_steps` the simulator forms each step by itself."""
-
-    def __init__(self, *, wants_steps: bool) -> None:
-        self.wants_steps = wants_steps
-        self.num_in_runs = 0
-
-    def on_step_run(self, run: StepRun) -> None:
-        self.num_in_runs += len(run.ended_at)
 
 
 @pytest.mark.parametrize("router", ["round_robin", "least_loaded", "power_of_two", "prefix_affinity", "pull"])

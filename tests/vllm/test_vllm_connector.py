@@ -70,7 +70,7 @@ def test_sessions_of_this_run_alone(tiny_model: str) -> None:
 
 
 def test_a_steady_step_makes_at_most_a_fifth_of_vllms_calls(tiny_model: str, tmp_path: Path) -> None:
-    """What an evidence page says of 256 requests with a connector that has nothing to load, on 48."""
+    """A steady step of 48 requests with a connector that has nothing to load, for which an evidence page has figures of 256."""
 
     def num_calls(cls: type[Any]) -> int:
         config = vllm_config(tiny_model, max_model_len=512, max_num_seqs=48, max_num_batched_tokens=4096)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-
-from vajra_py.dataclass import dataclass
 
 if TYPE_CHECKING:
     from vajra_py.metrics.comparison.comparison import Comparison

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ import click
 
 from vajra_py.cli.options import on_option, overrides_option
 from vajra_py.cli.progress import RunsDisplay
-from vajra_py.dataclass import dataclass
 
 if TYPE_CHECKING:
     from vajra_py.config import ExperimentConfig

@@ -11,10 +11,10 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from vajra_py.cluster.fingerprint import EVERY_NODE, difference, fingerprint
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, RunError
 
 LOCAL = "local"

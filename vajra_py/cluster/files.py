@@ -12,11 +12,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, RunError
 from vajra_py.experiment.runs.folder import named_paths
 

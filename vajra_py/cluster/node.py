@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import ray
 
 from vajra_py.cluster.files import ShippedFile, Workspace, packed
 from vajra_py.cluster.fingerprint import EVERY_NODE, difference, fingerprint
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import VajraError
 from vajra_py.experiment.runs.divided import Part
 from vajra_py.experiment.runs.pool import execute_task

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from vajra_py.config.llm_d_plugins import ALIASES, MEANINGLESS, UNUSED_PARAMETER
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, in_order, locate, plain, put
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer, RoutingPartKind
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, did_you_mean
 from vajra_py.plugins import Registry
 

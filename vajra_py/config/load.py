@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,6 @@ from vajra_py.config.schema import ExperimentConfig, SystemConfig
 from vajra_py.config.sections import MAX_REPLICATIONS
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
 from vajra_py.config.yaml_file import mapping_of, read_yaml
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry, load_registry
 

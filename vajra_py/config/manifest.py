@@ -15,7 +15,6 @@ from vajra_py import __version__
 from vajra_py.config.schema import SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.plugins import ADMISSION, RETENTION, SCALER, AnyOffer, Registry
-from vajra_py.plugins.versions import name_and_version
 
 MANIFEST_VERSION = 1
 LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
@@ -48,7 +47,7 @@ def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions that determine a simulated result, except those of plug-ins."""
-    libraries = {name: name_and_version(metadata.distribution(name))[1] for name in LIBRARIES}
+    libraries = {name: metadata.version(name) for name in LIBRARIES}
     return {"vajra-py": __version__, "python": platform.python_version(), **libraries}
 
 

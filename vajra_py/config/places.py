@@ -9,10 +9,10 @@ the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias, cast
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import Problem
 
 Step: TypeAlias = str | int

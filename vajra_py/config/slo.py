@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import did_you_mean
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from vajra_py.config.places import (
@@ -32,7 +32,6 @@ from vajra_py.config.places import (
     plain,
     put,
 )
-from vajra_py.dataclass import dataclass
 
 MAX_POINTS = 10_000
 ZIP = "zip"

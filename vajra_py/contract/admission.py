@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.requests import RequestView
 from vajra_py.contract.views import PoolView, ReplicasetView
-from vajra_py.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor, PrefillTime
 from vajra_py.contract.requests import RequestView
 from vajra_py.contract.views import ReplicaLimits
-from vajra_py.dataclass import dataclass
 
 if TYPE_CHECKING:
     from vajra_py.contract.routing import RoutingContext, RoutingPartChoice

@@ -7,11 +7,9 @@ of facts in the documentation. `RequestView` has a line of its own for each fact
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, get_args, get_type_hints
-
-from vajra_py.dataclass import dataclass
 
 __all__ = ["FACTS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
 

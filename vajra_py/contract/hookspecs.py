@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import pluggy
@@ -30,7 +30,6 @@ from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import Layer, SchedulingPolicy
 from vajra_py.contract.retention import RetentionPolicy
 from vajra_py.contract.routing import RoutingContext, RoutingPartKind
-from vajra_py.dataclass import dataclass
 
 PROJECT = "vajra"
 hookspec = pluggy.HookspecMarker(PROJECT)

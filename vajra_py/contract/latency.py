@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
-
-from vajra_py.dataclass import dataclass
 
 LAST_S = 9_000_000
 """Upper bound for step durations and arrival times, in seconds (104 days)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,6 @@ from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
 from vajra_py.contract.retention import CachedBlock
 from vajra_py.contract.views import ReplicaState
-from vajra_py.dataclass import dataclass
 
 __all__ = [
     "EndReason",

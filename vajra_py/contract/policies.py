@@ -8,6 +8,7 @@ Policies read views, get `now` as an argument (seconds on the run's clock) and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -16,7 +17,6 @@ from vajra_py.contract.groups import FallenGroups, FallenRequests
 from vajra_py.contract.programs import ProgramView
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
-from vajra_py.dataclass import dataclass
 
 
 class Layer(Enum):

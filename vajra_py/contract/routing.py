@@ -10,6 +10,7 @@ Any part may also listen to requests (`ListensToRequests`) and learn of placemen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -18,7 +19,6 @@ from pydantic import Field, model_validator
 from vajra_py.contract.context import PolicyConfig, PolicyContext
 from vajra_py.contract.requests import ReplicaId, RequestView
 from vajra_py.contract.views import ReplicaLoadView
-from vajra_py.dataclass import dataclass
 
 
 class RoutingPartKind(Enum):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.requests import ReplicaId, RequestView
-from vajra_py.dataclass import dataclass
 
 Key: TypeAlias = float | tuple[float, ...]
 """Key that a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""

@@ -13,13 +13,13 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from vajra_py.contract import Layer
 from vajra_py.contract.facts import StatedFacts
 from vajra_py.contract.observer import EndReason, PolicySwap
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.client import EngineClient, as_vajra_error
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.llm import DEFAULT_REPLICASET, layer_of, llm_config

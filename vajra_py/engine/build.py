@@ -10,14 +10,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from vajra_py.config import DEFAULT_POOL, ReplicasetConfig, SystemConfig, system_from_mapping
 from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.ahead import LookAhead, spare_blocks
 from vajra_py.engine.clock import EngineClock, WallClock
 from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions

@@ -6,8 +6,8 @@ The rule is vLLM's: the longest n-gram at the end that occurred earlier, its fir
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import SamplingParams, forbids_tokens, needs_history
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import Chunk, LookaheadDecodes, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT, forbids_tokens, needs_outputs, needs_prompt
 from vajra_py.engine.drafts import NgramIndex, NgramRules, may_have_drafts

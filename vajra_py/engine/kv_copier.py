@@ -15,10 +15,9 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import cast
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import KvRunner, LookaheadRunner, LookaheadStep, ModelRunner, StepInput
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.errors import ExecutorError
@@ -33,9 +32,9 @@ class _Lane:
 
     name: str
     moves: deque[KvMove] = field(default_factory=deque)
-    """Those that have not begun."""
+    """Copies that have not begun."""
     busy: Counter[int] = field(default_factory=Counter)
-    """Device blocks of those that have not ended."""
+    """Device blocks of copies that have not ended."""
     thread: threading.Thread | None = None
 
 

@@ -15,6 +15,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Self, TypeAlias
@@ -22,7 +23,6 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import KvRunner
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from vajra_py.contract import Layer
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.kv_copy import KvExport, KvImport
 from vajra_py.engine.replica import EngineReplica

@@ -7,11 +7,10 @@ controller cannot know in advance: the model's end-of-sequence token, a stop tok
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Self, TypeAlias
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.stop_strings import StopSearch
 from vajra_py.engine.tokenizer import TextStream, push_all

@@ -7,9 +7,9 @@ library.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.stop_strings import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS
 from vajra_py.errors import ConfigError, Problem

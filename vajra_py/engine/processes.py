@@ -82,7 +82,7 @@ def serve_steps(
 
 
 class _Rank:
-    """Does what comes through a rank's pipe, and answers."""
+    """One rank: does what comes through its pipe, and answers."""
 
     def __init__(self, pipe: Connection, runner: ModelRunner) -> None:
         self._pipe = pipe

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.workload import RequestSpec, SegmentId
 
 _CACHED_SEGMENTS = 4096

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.compute import LoadAdapter, LookaheadStep, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Self, TypeAlias
 
 from vajra_py.contract.facts import FACTS, StatedFacts
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.outputs import Submission

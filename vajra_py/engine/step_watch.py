@@ -12,9 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import LookaheadStep, StepInput
 from vajra_py.engine.kv_copy import KvMove
 from vajra_py.engine.worker import (
@@ -87,7 +86,7 @@ class StepTimes:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What a worker does one after the other."""
+    """Steps or copies that a worker does one after the other."""
 
     num_tokens: deque[int] = field(default_factory=deque)
     """Tokens of each step in flight; 0 for a copy. For a copy beside steps, those of the steps that it waits for."""

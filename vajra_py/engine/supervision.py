@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.worker import ReplicaKey, Worker, said
 
 _log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 _BOS, _EOS, _PAD = "<|begin|>", "<|end|>", "<|pad|>"

@@ -14,11 +14,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias, cast
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import (
     AdapterRunner,
     KvRunner,

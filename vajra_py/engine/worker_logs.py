@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
-
-from vajra_py.dataclass import dataclass
 
 _PACKAGES = ("vajra_py", "vajra_kernels")
 

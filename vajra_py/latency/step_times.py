@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vajra_py.contract.latency import DescribesModel, LatencyModel, ModelDescription, Origin
-from vajra_py.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]

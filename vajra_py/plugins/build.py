@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -21,7 +22,6 @@ from vajra_py.contract.context import BuildRoutingPart
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import (
     POLICY_EXCEPTIONS,
     ConfigError,

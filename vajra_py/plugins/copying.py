@@ -7,10 +7,10 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import AnyPolicySpec
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, UnknownNameError
 from vajra_py.plugins.registry import ADMISSION, RETENTION, SCALER, Registry
 

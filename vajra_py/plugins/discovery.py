@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import TypeAlias
@@ -18,10 +19,8 @@ import pluggy
 
 from vajra_py import __version__
 from vajra_py.contract import hookspecs
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import PluginError, did_you_mean
 from vajra_py.plugins.registry import DISABLE_VARIABLE, PluginSource, Registry
-from vajra_py.plugins.versions import name_and_version
 
 GROUP = "vajra"
 BUILTIN = PluginSource("vajra-py", __version__, "vajra_py.latency")
@@ -138,7 +137,7 @@ def _source(entry: metadata.EntryPoint) -> PluginSource:
     distribution = entry.dist
     if distribution is None:
         return PluginSource("an unnamed package", "of unknown version", entry.name)
-    return PluginSource(*name_and_version(distribution), entry.name)
+    return PluginSource(distribution.name, distribution.version, entry.name)
 
 
 def _load_order(source: PluginSource) -> tuple[bool, str, str]:

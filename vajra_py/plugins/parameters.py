@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-
-from vajra_py.dataclass import dataclass
 
 UNITS: Mapping[str, str] = {
     "_s": "seconds",

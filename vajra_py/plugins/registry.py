@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -27,7 +27,6 @@ from vajra_py.contract.hookspecs import (
     RetentionSpec,
     ScalerSpec,
 )
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import PluginError, UnknownNameError
 
 SpecT = TypeVar(

@@ -12,10 +12,10 @@ import keyword
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from vajra_py import __version__
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins.copying import CopiedPolicy, copied_policy
 from vajra_py.plugins.discovery import load_registry

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pydantic_core import from_json
 
-from vajra_py.dataclass import dataclass
 from vajra_py.route.config import RouteConfig
 from vajra_py.route.connections import Address, ConnectionPool, ServerAnswer, ServerFault
 

@@ -11,13 +11,12 @@ import os
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from socket import gaierror
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
-
-from vajra_py.dataclass import dataclass
 
 _MOST_HEAD_BYTES = 2**16
 _MOST_UNREAD_BYTES = 2**18

@@ -7,12 +7,11 @@ an input, so that a replay that makes the same calls decides the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import PolicyError
 from vajra_py.route.mechanism import Answered, RemoteReplica
 from vajra_py.route.memory import ServerMemory

@@ -9,11 +9,11 @@ its KV events: while they are followed, prefix hits are those of the content tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.route.memory import ServerMemory
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.load import LiveLoad

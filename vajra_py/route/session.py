@@ -6,13 +6,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.clock import WallClock
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd

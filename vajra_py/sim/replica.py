@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.serving.backend import BackendReplica
 from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.sim.decode_runs import FIRST_STEPS, TimesRuns

@@ -6,12 +6,11 @@ Only steps, arrivals and ends are events. Between them nothing changes, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv.block_hashes import RecentPrompts

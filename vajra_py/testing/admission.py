@@ -12,12 +12,11 @@ The policy is built as a run builds it, and decides in small simulated situation
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from vajra_py.contract import AdmissionPolicy, AdmissionSpec
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import VajraError
 from vajra_py.plugins import check_admission_shape, load_registry
 from vajra_py.plugins.shapes import ADMISSION_METHODS, hooks_beside

@@ -17,7 +17,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from vajra_py.contract import (
     RequestPrioritizer,
 )
 from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
-from vajra_py.dataclass import dataclass
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.shapes import hooks_of
 from vajra_py.testing import scenarios

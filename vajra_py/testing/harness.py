@@ -11,7 +11,7 @@ you drive it (`submit`, `step`), or the simulator does (`run`); both tell every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -20,7 +20,6 @@ from vajra_py.config.hand_off import HandOffConfig
 from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, RequestView, SchedulingPolicy
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
-from vajra_py.dataclass import dataclass
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import (

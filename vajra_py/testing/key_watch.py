@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from vajra_py.contract import FallenGroups, FallenRequests, Key, KeyMotion, RequestView
-from vajra_py.dataclass import dataclass
 from vajra_py.testing.checking import require
 from vajra_py.testing.strict import interpose
 
@@ -71,7 +70,7 @@ class KeyWatch:
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
     """By request with `KeyMotion.NAMED_FALLS`: its progress, key, falls named so far and time from which it may fall."""
     by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
-    """By request with `KeyMotion.PREFIX_HITS`: what its key may depend on, its key, and the time from which it may move."""
+    """Facts that the key of a request with `KeyMotion.PREFIX_HITS` may depend on, the key, and the time from which it may move."""
     groups: GroupWatch = field(init=False)
 
     def __post_init__(self) -> None:

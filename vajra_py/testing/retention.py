@@ -10,14 +10,13 @@ In a package's own tests:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isclose
 from typing import Any
 
 from vajra_py.contract import CachedBlock, EndReason, KeyMotion, PolicyContext, RequestView, RetentionSpec
 from vajra_py.contract.observer import Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.plugins import check_retention_shape
 from vajra_py.plugins.shapes import LISTENING_METHODS, RETENTION_OPTIONS
 from vajra_py.runtime.kv.retention_order import CachedEntry

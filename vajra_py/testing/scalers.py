@@ -10,12 +10,11 @@ In a package's own tests:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
-from vajra_py.dataclass import dataclass
 from vajra_py.plugins import check_scaler_shape
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system

@@ -7,14 +7,13 @@ scenario is fixed, so that two runs of the same policy must decide the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 
 from vajra_py.contract import AdmissionDecision, ProgramView, ReplicaState, RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
-from vajra_py.dataclass import dataclass
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions

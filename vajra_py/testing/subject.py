@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vajra_py.contract import Layer, PolicyContext, PolicySpec
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import VajraError
 from vajra_py.testing import scenarios
 from vajra_py.testing.harness import Harness, PolicySource

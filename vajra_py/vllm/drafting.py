@@ -7,10 +7,10 @@ for vLLM's metrics.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vajra_py.config.drafts import DraftConfig
-from vajra_py.dataclass import dataclass
 
 _METHODS = ("ngram", "suffix", "eagle", "eagle3", "mtp")
 """Methods of drafting whose messages are known here."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
-
-from vajra_py.dataclass import dataclass
 
 _log = logging.getLogger(__name__)
 _MOST_STREAMS = 10_000

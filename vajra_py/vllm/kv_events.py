@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_conv
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.request import Request as VllmRequest
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.mechanism import ContentEvents, KvMemory, TokenBlockHashes
 

@@ -1,4 +1,4 @@
-"""What a connector reads of vLLM's `Request`: brought up to date when it is read, so that a steady step touches no request.
+"""Requests of vLLM as a connector reads them: brought up to date when they are read, so that a steady step touches no request.
 
 Output, block hashes and computed tokens of a request change with every step, and a connector looks at few of them. A request that is
 made lazy takes them from its record and from the mechanism, also through views of its tokens and hashes that somebody keeps.

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.absent_kv import WithoutKvExtras
 from vajra_py.vllm.mechanism import (

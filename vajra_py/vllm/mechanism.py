@@ -14,14 +14,13 @@ Of the scheduler's modules this one alone uses the runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vajra_py.config import PolicyChoice, ReplicaConfig, SystemConfig
 from vajra_py.contract import Layer, ReplicaLimits
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.contract.policies import traits_of
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.refusals import check_pools, check_scaling
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions

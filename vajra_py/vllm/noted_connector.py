@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.records.input_log import Input
 from vajra_py.runtime.requests.connector import KvConnector, KvReport, Match
 from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews

@@ -6,10 +6,9 @@ Importing this loads neither vLLM nor a tensor library.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import RunnerOptions
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.extra_args import stated_in
 from vajra_py.vllm.lora import AdapterNames, salt_of

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vllm import SamplingParams as VllmSampling
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import (
     Chunk,
     DoneStep,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from vajra_py.config.drafts import DraftConfig
 from vajra_py.config.single import only_replicaset
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.vllm.config import problems_of

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from vajra_py.dataclass import dataclass
 
 __all__ = ["F64", "I64", "BoolArray", "ObjectArray", "StringColumn", "int64s", "objects"]
 

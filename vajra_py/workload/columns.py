@@ -7,7 +7,7 @@ Invariants: all columns are as long as `arrived_at`; a request comes after those
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from vajra_py.contract.facts import FACTS, Fact
-from vajra_py.dataclass import dataclass
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
 from vajra_py.workload.content import NO_NODE, ContentColumn, concat_content, content_from_prompts
 from vajra_py.workload.generated import maker

@@ -7,12 +7,11 @@ nodes are never changed, so workloads cut or merged from one another may share a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.workload.arrays import I64, int64s
 from vajra_py.workload.request import PromptContent, SegmentId
 

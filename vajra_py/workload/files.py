@@ -12,6 +12,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
@@ -19,7 +20,6 @@ from typing import IO, Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError, did_you_mean
 
 __all__ = [

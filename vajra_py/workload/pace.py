@@ -5,10 +5,10 @@ A rate that is set stretches what a seed drew by a factor that is the same for e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.workload.arrivals import AtOnce, PiecewiseConstant
 from vajra_py.workload.config import LengthsConfig, MergeConfig, ProfileConfig, SyntheticConfig, WorkloadOptions
 from vajra_py.workload.profiles import own_rate

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.arrays import StringColumn
 from vajra_py.workload.arrivals import ArrivalProcess, Poisson, arrival_times

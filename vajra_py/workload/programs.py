@@ -7,12 +7,12 @@ first parent, the answers of its parents, and new text (what a tool gave back), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn, objects
 from vajra_py.workload.arrivals import ArrivalProcess, arrival_times

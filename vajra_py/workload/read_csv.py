@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vajra_py.contract.facts import FACTS
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.arrays import F64, ObjectArray, StringColumn, int64s, objects
 from vajra_py.workload.cells import TimeUnit, durations, limits, text, times_in, token_counts

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, StringColumn
 from vajra_py.workload.columns import Columns, follow_columns

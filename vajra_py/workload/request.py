@@ -7,11 +7,10 @@ beside what a client states, and never reaches a policy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vajra_py.contract.facts import StatedFacts
-from vajra_py.dataclass import dataclass
 
 __all__ = ["MetadataValue", "PromptContent", "RequestSpec", "SegmentId"]
 

@@ -6,13 +6,12 @@ So caching finds the whole history of a session and, across sessions, the system
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, BoolArray, StringColumn
 from vajra_py.workload.arrivals import ArrivalProcess, arrival_times

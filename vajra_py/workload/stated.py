@@ -6,12 +6,12 @@ Everything here goes by a fact's kind; no fact is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from vajra_py.contract.facts import FACTS, Fact, FactKind
-from vajra_py.dataclass import dataclass
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, objects
 from vajra_py.workload.cells import durations, flags, maybe_numbers, maybe_whole_numbers, text, texts, whole_numbers
 from vajra_py.workload.files import Parser

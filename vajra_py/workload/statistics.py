@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.workload.arrays import F64, I64
 from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentColumn, ContentStore

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from vajra_py.contract.facts import FACTS, FactKind
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns

@@ -48,7 +48,7 @@ class ResidualShortestJob:
         return (2.0, float(request.num_prompt_tokens // size - request.prefix_hit_tokens() // size))
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """When it will have waited for the limit; None: it has, or there is none."""
+        """Time at which it will have waited for the limit; None: it has, or there is none."""
         limit = self._max_wait_s
         if limit is None or request.num_preemptions or now - request.arrived_at >= limit:
             return None

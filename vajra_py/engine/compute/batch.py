@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ import torch
 from vajra_kernels import AttentionMetadata
 from vajra_kernels.cpu_plan import CpuPlans
 from vajra_kernels.metadata import StepMemo
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import Chunk, StepInput, TableUpdate
 from vajra_py.engine.compute.model.kv_groups import Exchange, GroupLinks, Metadata, SplitMetadata
 from vajra_py.engine.compute.transfer import all_to_device, to_device

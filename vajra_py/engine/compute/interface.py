@@ -15,13 +15,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv import BlockCopy
 
 LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"

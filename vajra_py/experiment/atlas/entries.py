@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from vajra_py.contract import Layer
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, UnknownNameError
 from vajra_py.metrics.comparison.policy_map import BASELINE
 from vajra_py.plugins import ADMISSION, RETENTION, AnyOffer, Registry

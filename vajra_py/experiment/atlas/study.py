@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep, load_config
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, RunError, did_you_mean
 from vajra_py.experiment.atlas.entries import Entry
 from vajra_py.experiment.runs.check import problems_of_parts

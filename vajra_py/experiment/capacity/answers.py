@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.capacity.search import Answer, Setting
 from vajra_py.experiment.capacity.seeds import FEWEST_SEEDS, Bound, ConditionCapacity
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval

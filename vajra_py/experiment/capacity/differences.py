@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.capacity.answers import CapacityAnswer
 from vajra_py.metrics.comparison.intervals import Interval
 from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, difference, holm

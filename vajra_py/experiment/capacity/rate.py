@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from vajra_py.config.slo import Slo
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.capacity.search import Answer, Probe, Search, Slacks, Stop
 from vajra_py.experiment.capacity.seeds import (
     FEWEST_SEEDS,

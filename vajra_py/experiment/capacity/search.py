@@ -11,13 +11,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from vajra_py.config.slo import Slo
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.capacity.seeds import Bound, ConditionCapacity
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 

@@ -10,12 +10,12 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from vajra_py.config.slo import Slo
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 FEWEST_SEEDS = 5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +17,6 @@ from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
 from vajra_py.config.sweeps import values_of_label
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
 from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint
 from vajra_py.experiment.capacity.plain_values import plain_values

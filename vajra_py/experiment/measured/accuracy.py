@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import RunError
 from vajra_py.experiment.measured.run import MeasuredRequests, MeasuredRun
 from vajra_py.metrics.comparison.table_model import Cell, Row, Table

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.measured.accuracy import LATENCIES, requests_of
 from vajra_py.experiment.measured.calibration_steps import Figure, StepCosts

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
-from vajra_py.dataclass import dataclass
 from vajra_py.latency import ProfileBundleModel
 from vajra_py.metrics.runs.run_data import RunData
 

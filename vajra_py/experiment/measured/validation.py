@@ -7,11 +7,10 @@ is predicted. Outputs have the lengths that the engine put out.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vajra_py.config import BackendConfig, ExperimentConfig, SimulatorConfig, TypedChoice
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem, RunError
 from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measured

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from vajra_py.contract import BatchFeatures
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import Chunk, ModelRunner, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.runtime.support.seeds import SeedTree

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vajra_py.config import SystemConfig
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.observer import Observer, StepEnd
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import ModelFacts, ModelRunner
 from vajra_py.engine.outputs import OutputBuffer, Submission

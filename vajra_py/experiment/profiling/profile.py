@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
@@ -25,7 +25,6 @@ import numpy as np
 from vajra_py import __version__
 from vajra_py.config import AdmissionConfig, SchedulingConfig, SystemConfig
 from vajra_py.contract import BatchFeatures
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig
 from vajra_py.engine.llm import DEFAULT_SCHEDULING, llm_config, system_keys

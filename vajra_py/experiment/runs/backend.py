@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry

@@ -8,14 +8,13 @@ simulates those of its own replicas. What cannot be divided exactly is not divid
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import HandlesWakes, Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
 from vajra_py.contract.policies import traits_of
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, RunError, check_is_own_fault
 from vajra_py.experiment.device_figures import latency_models
 from vajra_py.experiment.runs.backend import Run, WriteTables

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from vajra_py.config import ExperimentConfig, SweepPoint
 from vajra_py.config.sweeps import SEED
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import VajraError
 from vajra_py.experiment.runs.backend import Run
 from vajra_py.experiment.runs.simulated import SimulatedRun

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vajra_py.config.sweeps import values_of_label
-from vajra_py.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.queues import Queue as ProcessQueue
 from pathlib import Path
@@ -20,7 +21,6 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import RunError, RunInterrupted, VajraError
 from vajra_py.experiment.runs.backend import MakeBackend, Progress
 from vajra_py.experiment.runs.backends import make_backend

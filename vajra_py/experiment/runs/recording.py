@@ -15,6 +15,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,7 +23,6 @@ import numpy as np
 
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE
 from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder

@@ -11,13 +11,13 @@ import json
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vajra_py.config import ReplicaConfig, SystemConfig, load_system
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, length_predictor, predictions

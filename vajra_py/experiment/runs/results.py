@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.device_figures import pools_of
 from vajra_py.metrics.comparison.intervals import mser5
 from vajra_py.metrics.definitions import Floats, Window

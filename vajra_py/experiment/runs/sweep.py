@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep
-from vajra_py.dataclass import dataclass
 from vajra_py.experiment.runs.equal_seeds import EqualSeeds, SettingSeeds, drew_beside_workload, note_copies
 from vajra_py.experiment.runs.folder import RunFolder
 from vajra_py.experiment.runs.point_status import PointStatus

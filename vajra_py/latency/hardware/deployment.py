@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_py.dataclass import dataclass
+from dataclasses import dataclass
+
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError
 from vajra_py.latency.hardware.catalog import device_name, read_device_file
 

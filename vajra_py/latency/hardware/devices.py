@@ -7,12 +7,11 @@ changes to a shipped device (`base`). Peaks are dense (no structured sparsity), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.latency.hardware.catalog import device_name, device_names, read_device_file
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES

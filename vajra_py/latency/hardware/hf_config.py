@@ -7,9 +7,9 @@ are those of the model's class in transformers, and only for keys that published
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, Experts, LatentAttention, ModelSpec
 

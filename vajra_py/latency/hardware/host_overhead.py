@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 CAPTURE_LIMIT = 512

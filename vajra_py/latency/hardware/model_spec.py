@@ -6,7 +6,7 @@ miss at most their biases and unusual norms. Matrix products count two operation
 
 from __future__ import annotations
 
-from vajra_py.dataclass import dataclass
+from dataclasses import dataclass
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Bytes of one number, by the names that configurations use."""

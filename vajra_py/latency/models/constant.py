@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
-from vajra_py.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

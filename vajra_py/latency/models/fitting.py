@@ -9,6 +9,7 @@ long ones; a few measurements that something else on the machine disturbed are h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.models.profiled import COEFFICIENTS, CURVES, Curve, Profile, StepFit
 from vajra_py.latency.models.tabular import read_columns

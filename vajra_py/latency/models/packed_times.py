@@ -7,12 +7,11 @@ All arithmetic is on integers, modulo 2**64, so what comes out is what went in.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-from vajra_py.dataclass import dataclass
 
 Ints: TypeAlias = NDArray[np.int64]
 

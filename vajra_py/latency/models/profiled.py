@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures, ModelDescription
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.latency.models.variation import Variation

@@ -9,14 +9,13 @@ Waterman and Patterson, "Roofline", CACM 52(4), 2009; formulas and figures in do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from math import sqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures, ModelDescription
-from vajra_py.dataclass import dataclass
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isclose, isfinite
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from vajra_py.dataclass import dataclass
 
 _MOST_FACTORS = 100
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.latency.operators.bundle_files import Bundle

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_py.dataclass import dataclass
+from dataclasses import dataclass
+
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 from vajra_py.latency.operators.bundle_files import Samples
 from vajra_py.latency.operators.dense_times import interpolated

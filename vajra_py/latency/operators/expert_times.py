@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.operators.attention_grid import filled

@@ -12,14 +12,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp, log, sqrt
 from statistics import NormalDist
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.operators.bundle_files import Array, SkewSample
 

@@ -7,12 +7,12 @@ what the longer causal prefill takes beyond the shorter one, and no less than th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.operators.bundle_files import NO_SKEW, Bundle, Samples

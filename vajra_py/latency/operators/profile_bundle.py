@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
 
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures, ModelDescription, Origin
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from math import exp
@@ -17,7 +18,6 @@ from typing import cast
 
 from vajra_py.contract.latency import LengthEstimate
 from vajra_py.contract.requests import EndReason, RequestView
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 
 ORACLES = ("oracle", "noisy_oracle")

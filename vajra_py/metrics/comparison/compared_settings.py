@@ -7,10 +7,9 @@ in the primary metrics (`vajra_py.metrics.comparison.significance`); without the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import combinations
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison.intervals import Interval, positive_interval, proportion_interval
 from vajra_py.metrics.comparison.metrics import BY_KEY, DEFAULT_PRIMARY, METRICS, Metric, metric_text

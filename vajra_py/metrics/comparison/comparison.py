@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import RunError
 from vajra_py.metrics.comparison.compared_settings import OVERALL, ComparedSettings, Row
 from vajra_py.metrics.comparison.intervals import floats

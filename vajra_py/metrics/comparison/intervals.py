@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Floats
 
 CONFIDENCE = 0.95

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import RunError, did_you_mean
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval
 from vajra_py.metrics.definitions import Floats
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.compared_settings import OVERALL
 from vajra_py.metrics.comparison.comparison import Comparison
 from vajra_py.metrics.comparison.intervals import Interval

@@ -8,9 +8,9 @@ p-value that is not adjusted, and no verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, Difference, difference, holm
 

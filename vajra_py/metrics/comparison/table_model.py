@@ -5,9 +5,7 @@ Markdown, LaTeX, CSV and HTML.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-
-from vajra_py.dataclass import dataclass
+from dataclasses import dataclass, replace
 
 BEST = "*"
 LOWEST = "↓"

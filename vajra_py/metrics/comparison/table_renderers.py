@@ -7,9 +7,9 @@ import io
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Table, fold, least_cells
 
 if TYPE_CHECKING:

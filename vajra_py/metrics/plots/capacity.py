@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.intervals import Interval, floats, positive_interval, proportion_interval
 from vajra_py.metrics.plots.style import INK, Look, add_legend, line_entries, new_figure, percent, plain_log, styled
 

@@ -6,12 +6,12 @@ Reductions of the tables to what a figure draws: quantiles, time bins, cumulativ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Floats, Ints, ServiceWeights
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.summary.fairness import Service, ServiceGaps, backlogged_service

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.plots.style import DASHES, MAX_SERIES, Look
 from vajra_py.metrics.runs.differences import SEED_PATH, Axis, axes, is_rate, is_workload
 from vajra_py.metrics.runs.naming import distinct

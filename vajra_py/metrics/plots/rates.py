@@ -7,11 +7,11 @@ values, with a bar that is the 95 % confidence interval of that mean. Settings t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.intervals import Interval, floats, positive_interval, proportion_interval
 from vajra_py.metrics.plots.layout import Arrangement, Series, arrange_runs, series_by_system
 from vajra_py.metrics.plots.style import (

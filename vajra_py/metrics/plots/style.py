@@ -12,11 +12,10 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from numpy.typing import NDArray
-
-from vajra_py.dataclass import dataclass
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

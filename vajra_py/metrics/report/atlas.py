@@ -6,10 +6,10 @@ import csv
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.comparison.compared_settings import OVERALL
 from vajra_py.metrics.comparison.metrics import BY_KEY
 from vajra_py.metrics.comparison.policy_map import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics import plots
 from vajra_py.metrics.plots.over_time import MAX_RUN_PANELS, MAX_TIMELINES
 from vajra_py.metrics.plots.rates import class_names, has_slo

@@ -22,11 +22,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import RunError
 from vajra_py.metrics.report.timeline_events import Event, ReplicaKey, free_lane, meta, nanoseconds, span
 from vajra_py.metrics.report.timeline_movement import (

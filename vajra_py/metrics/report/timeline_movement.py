@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.report.timeline_events import Event, ReplicaKey, free_lane, meta, nanoseconds, span
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.tables.transfers import MOVE

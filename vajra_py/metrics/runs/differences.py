@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vajra_py.config.sweeps import short_names
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.runs.run_data import RunData
 
 WORKLOAD_PREFIX = "workload"

@@ -7,8 +7,8 @@ A load is a part of the configuration, never a measured rate: seeds of one rate 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.runs.copies import (
     COPIED,
     copies_sentence,

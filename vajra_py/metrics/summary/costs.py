@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.latency.hardware.device_costs import DeviceCosts
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.rates import steady_window

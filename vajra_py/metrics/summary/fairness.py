@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import (
     Bools,
     Floats,

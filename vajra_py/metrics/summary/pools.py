@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_of_run, of_pool
 from vajra_py.metrics.summary.resources import busy_seconds, resources_of

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Floats, Window, nearest_rank
 
 LOW, HIGH = 0.1, 0.9

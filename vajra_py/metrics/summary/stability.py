@@ -29,11 +29,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Bools, Floats, Ints, Window
 
 OVERLOAD_GROWTH_FRACTION = 0.05

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.tables.tier_log import TierLog
 from vajra_py.metrics.tables.transfers import TransfersBuilder
 

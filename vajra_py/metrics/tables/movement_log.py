@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.tables.transfers import (
     CALLED_OFF,
     DONE,

@@ -8,13 +8,13 @@ nothing left when it is to drain does so for no time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from vajra_py.contract import ReplicaId, ReplicaState
 from vajra_py.contract.observer import Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.runtime.records.arrow_arrays import arrow_array
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract.facts import FACTS, FactKind, StatedFacts
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import (
     COMPLETED_REASONS,
     REASONS,
@@ -42,7 +41,6 @@ from vajra_py.metrics.tables.further_columns import (
 from vajra_py.metrics.tables.tier_log import LOAD_TIME
 from vajra_py.metrics.tables.transfers import MOVEMENT_COLUMNS, movement_columns, movement_types
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call, cast, is_among, numpy_array
-from vajra_py.runtime.records.parquet_files import parquet_writer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -439,11 +437,19 @@ def write_parquet(builder: TableBuilder, path: str | Path) -> None:
 
     The same rows give the same bytes. Memory: one row group above what the builder holds.
     """
+    import pyarrow.parquet as pq
+
     schema = builder.schema()
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    layout = {"compression": _COMPRESSION, "compression_level": _COMPRESSION_LEVEL, "version": "2.6", **builder.layout}
-    with closing(parquet_writer(str(partial), schema, **layout)) as writer:
+    with pq.ParquetWriter(
+        partial,
+        schema,
+        compression=_COMPRESSION,
+        compression_level=_COMPRESSION_LEVEL,
+        **builder.layout,
+        version="2.6",
+    ) as writer:
         for part in builder.slices(ROW_GROUP_ROWS):
             writer.write_table(part, row_group_size=ROW_GROUP_ROWS)
     os.replace(partial, target)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import Observer, TierTransfer
-from vajra_py.dataclass import dataclass
 from vajra_py.metrics.definitions import Ints
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv.content_events import ContentEvents
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ class PagedKvMemory:
         self._clock: Callable[[], float] = _no_clock
         self._events: ContentEvents | None = None
         self._hits: FollowedHits | None = None
-        """What a queue follows the hits of its requests by; None: none does."""
+        """Index by which a queue follows the hits of its requests; None: none does."""
         self._retention = retention
         self.tiers: KvTiers | None = None
         """Tiers below the device; None: there are none."""

@@ -7,14 +7,13 @@ So an idle block has no user anywhere behind it in its chain, and every free blo
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf, isfinite
 from numbers import Real
 from typing import Any
 
 from vajra_py.contract.retention import ExpiresContent, RetentionPolicy
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions, require
 from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.content_events import ContentEvents

@@ -11,9 +11,9 @@ links says when it has arrived. A replica may share its last tier with others.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv.block_hashes import FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH, BlockHashes, reads_cache
 from vajra_py.runtime.kv.block_pool import require

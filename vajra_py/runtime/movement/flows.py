@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import field
-
-from vajra_py.dataclass import dataclass
+from dataclasses import dataclass, field
 
 
 class Link:

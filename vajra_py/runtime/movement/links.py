@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.movement.flows import Feed, Flow, Link, Release, alone_on
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.movement.links import LinkOptions
 
 

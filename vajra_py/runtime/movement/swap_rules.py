@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_py.dataclass import dataclass
+from dataclasses import dataclass
+
 from vajra_py.runtime.movement.links import LinkOptions
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.movement.links import LinkOptions
 
 PrefetchRule: TypeAlias = Literal["wait_complete", "timeout", "best_effort"]

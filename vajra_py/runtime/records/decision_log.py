@@ -21,7 +21,6 @@ from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.decision_journal import Journal, journal_path, read_journal
 from vajra_py.runtime.records.decision_records import DISTINCT, KINDS, MODES, REASONS, SCALARS, Records, schema
-from vajra_py.runtime.records.parquet_files import parquet_writer
 from vajra_py.runtime.records.step_log import (
     LISTS,
     NEVER_CAME_BACK,
@@ -60,12 +59,14 @@ class DecisionFile:
     """
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        import pyarrow.parquet as pq
+
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         deltas = ("step", "gap", "duration", "drift")
         lists = ("bends", "arrived", *chain.from_iterable(LISTS.values()))
         self._file = _Counted(open_file(self._partial))
-        self._writer = parquet_writer(
+        self._writer = pq.ParquetWriter(
             self._file,
             schema(),
             compression="zstd",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.latency.models.packed_times import PackedTimes
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call, list_array
 from vajra_py.runtime.records.record_lists import reordered

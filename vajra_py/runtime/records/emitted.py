@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from vajra_py.contract import EmitFigure, RequestView
-from vajra_py.dataclass import dataclass
 
 MAX_ROWS = 5_000_000
 """Most figures that a run keeps, 24 bytes each; the rest are only counted."""

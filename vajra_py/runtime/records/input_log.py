@@ -7,14 +7,13 @@ the tokens that came out, it is all that a run's decisions depend on besides its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer
 from vajra_py.contract.facts import FACTS
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
 from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
@@ -30,7 +29,8 @@ _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_
 """Facts of programs, which a row has only where they are stated."""
 _FACTS = (
     *("request_id", "num_prompt_tokens", "max_tokens"),
-    *(*(fact.name for fact in FACTS if fact.name not in _LAST), *_LAST),
+    *(fact.name for fact in FACTS if fact.name not in _LAST),
+    *_LAST,
 )
 
 

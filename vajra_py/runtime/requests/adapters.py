@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from vajra_py.contract import Refusal, RequestView
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.support.clock import to_ticks
 

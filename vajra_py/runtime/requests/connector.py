@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast
 
 from vajra_py.contract import PriorityKey, RequestView
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.request import Request, RequestState

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.pinning import Pinning
 from vajra_py.runtime.requests.request import Request, RequestState

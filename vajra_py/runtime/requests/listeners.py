@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vajra_py.contract import EndedRun, EndedStep
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
 Told = Callable[..., None]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from vajra_py.contract.facts import FACTS, StatedFacts
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.workload.generated import copier

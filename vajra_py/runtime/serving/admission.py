@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from vajra_py.contract import (
     ReplicaLoadView,
 )
 from vajra_py.contract.latency import LAST_S
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners, listeners_among

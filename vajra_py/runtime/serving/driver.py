@@ -9,7 +9,7 @@ decided again over a simulator that is given the same events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop
 from typing import Any, Generic
@@ -20,7 +20,6 @@ from vajra_py.contract import Layer, PoolRole
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
 from vajra_py.contract.programs import ProgramEnd
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (

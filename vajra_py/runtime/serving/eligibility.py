@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaLoadView
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica

@@ -8,13 +8,13 @@ of their steps is said by `HandOffConfig`. The KV travels over the links of a ne
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Generic
 
 from vajra_py.contract import PoolRole, Refusal
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.movement.rules import HandOffRules
 from vajra_py.runtime.requests.lifecycle import Held
 from vajra_py.runtime.requests.request import Request, RequestState

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract import ReplicaLimits, ReplicaLoadView, ReplicaState, RequestView
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.serving.content_feed import ContentFeed
 from vajra_py.runtime.serving.replica import Replica
 

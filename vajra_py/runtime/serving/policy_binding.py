@@ -8,7 +8,7 @@ their chunks, and the other two layers are built with these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from vajra_py.contract import (
     SharedState,
 )
 from vajra_py.contract.policies import traits_of
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError
 from vajra_py.runtime.kv import Retention
 from vajra_py.runtime.queues import RequestQueue, make_queue

@@ -10,11 +10,10 @@ What can be wrong is found before anything is changed, or undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vajra_py.contract import Layer, MovesRequests, PlacesAfterPrompt
 from vajra_py.contract.observer import PolicySwap
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.plugins import kind_of
 from vajra_py.runtime.queues import RequestQueue

@@ -7,10 +7,10 @@ are built after that. When other replica schedulers take over, the same service 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vajra_py.contract import PrefillTime, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.policies import ChunksSoloPrompts, SoloChunkSize
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config import DEFAULT_POOL
 from vajra_py.contract import EndedRun, EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.kv.interface import max_request_tokens

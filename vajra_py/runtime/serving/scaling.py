@@ -8,13 +8,12 @@ replicas, and then it goes down with an empty memory. A lost replica is not star
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 from vajra_py.contract import RandomStream, Scaler
 from vajra_py.contract.views import ReplicaState
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.records.input_log import ReplicaChange
 from vajra_py.runtime.requests.request import Request, RequestState

@@ -12,12 +12,11 @@ before that step does, and looks for other content of the device when the conten
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, cast
 
 from vajra_py.contract.observer import TierTransfer
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv.block_hashes import reads_cache
 from vajra_py.runtime.kv.paged import PagedKvMemory
 from vajra_py.runtime.kv.tier_store import TierBlock

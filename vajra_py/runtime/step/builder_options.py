@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vajra_py.contract import BatchFeatures
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.requests.request import Request
 
 

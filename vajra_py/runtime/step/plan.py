@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from vajra_py.contract import BatchFeatures
-from vajra_py.dataclass import dataclass
 from vajra_py.runtime.kv import BlockCopy
 from vajra_py.runtime.requests.connector import KvReport
 from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission

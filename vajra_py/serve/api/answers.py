@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import NOTHING_LEFT
 from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.runtime.requests.rejections import ALL_FAILED, OUT_OF_SERVICE, QUEUE_FULL, SHED

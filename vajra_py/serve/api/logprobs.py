@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import TokenLogprobs
 from vajra_py.engine.pieces import CharacterCounter
 from vajra_py.engine.tokenizer import Tokenizer

@@ -8,12 +8,11 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from uuid import uuid4
 
 from vajra_py.config import SystemConfig
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vajra_py.dataclass import dataclass
 from vajra_py.serve.api.answers import Answer, degraded_headers, encoded, event, failure
 from vajra_py.serve.http.access import ANSWER_ID, DIRECT_SEND
 from vajra_py.serve.http.eager import begin

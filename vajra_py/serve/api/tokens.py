@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.errors import ConfigError
 from vajra_py.serve.api import schema_answers as answers

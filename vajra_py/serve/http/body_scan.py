@@ -6,9 +6,10 @@ interpreter for seconds. The scan reads the bytes once, a piece at a time, and b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from vajra_py.dataclass import dataclass
 from vajra_py.serve.http.errors import ApiError
 
 _PIECE = 2**17

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ import numpy as np
 from vajra_py.contract import AdmissionDecision, Defer, Layer, Refuse, ReplicaId, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, PolicySwap, StepEnd
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import VajraError
 from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.requests.request import Request

@@ -10,13 +10,12 @@ A LoRA adapter is a model of its own: a request that names it is one of its base
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
 from vajra_py.config import ReplicasetConfig, SystemConfig
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts

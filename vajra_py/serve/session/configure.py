@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vajra_py.config import SystemConfig, system_from_mapping
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.llm import CPU_MEMORY_FRACTION
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry

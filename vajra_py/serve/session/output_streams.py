@@ -15,10 +15,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute import TokenLogprobs
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.requests import RequestMetrics

@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.build import Engine
 from vajra_py.engine.client import EngineClient
 from vajra_py.engine.clock import WallClock

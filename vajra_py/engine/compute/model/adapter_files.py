@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import AdapterSource
 from vajra_py.engine.compute.model.inspect import read_tensor_shapes
 from vajra_py.errors import ConfigError, Problem

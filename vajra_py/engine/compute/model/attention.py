@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.model.kv_groups import Metadata, Scores, write_and_attend, write_and_attend_with_lse
 
 PLAIN = "vajra_paged"

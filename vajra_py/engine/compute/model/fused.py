@@ -15,13 +15,13 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from vajra_kernels import AttentionMetadata, uses_triton
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.model.attention import LayerFacts
 from vajra_py.engine.compute.model.forward import Caches
 from vajra_py.engine.compute.model.fused_parts import (

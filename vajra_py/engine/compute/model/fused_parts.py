@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-
-from vajra_py.dataclass import dataclass
 
 if TYPE_CHECKING:
     from vajra_kernels.layer_ops import Rotation as TableRotation

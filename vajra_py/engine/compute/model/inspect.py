@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vajra_py.dataclass import dataclass
 from vajra_py.errors import ConfigError, Problem
 
 _HEADER_LIMIT = 100 << 20

@@ -12,12 +12,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import distributed
 
 from vajra_kernels import AttentionMetadata, merge_partials, paged_attention, write_kv
-from vajra_py.dataclass import dataclass
 
 
 class GroupLinks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import RunnerOptions
 from vajra_py.engine.compute.model.attention import PLAIN, register
 from vajra_py.engine.compute.model.exclusion import LOADING

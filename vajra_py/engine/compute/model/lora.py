@@ -12,14 +12,13 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import safe_open
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import RunnerOptions
 from vajra_py.engine.compute.model.adapter_files import AdapterFiles, inspect_adapter, tensor_name
 from vajra_py.engine.compute.model.fused_parts import Product

@@ -9,12 +9,11 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.model.attention import MASKED, LayerFacts
 from vajra_py.engine.compute.model.exclusion import LOADING

@@ -11,11 +11,10 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from torch import distributed
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import Chunk, RunnerOptions, StepInput
 from vajra_py.engine.compute.model.attention import LayerFacts
 from vajra_py.engine.compute.model.kv_groups import GroupLinks

@@ -9,11 +9,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.compute.transfer import to_device

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.interface import TokenLogprobs
 from vajra_py.engine.compute.transfer import to_host
 

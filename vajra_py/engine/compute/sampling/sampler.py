@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ import torch
 
 from vajra_kernels import uses_triton
 from vajra_kernels.sampling import Column, sample_tokens
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import NewRow, SamplingParams, needs_history
 from vajra_py.engine.compute.sampling.constraints import Constraints

@@ -18,13 +18,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from vajra_kernels import AttentionMetadata
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.batch import BatchState, HostBatch
 from vajra_py.engine.compute.model.forward import Caches, Forward
 from vajra_py.engine.compute.sampling.sampler import likeliest_tokens

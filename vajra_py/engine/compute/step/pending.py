@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import torch
 
-from vajra_py.dataclass import dataclass
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import LOST_ROW, PendingStep, StepOutput, TokenLogprobs
 from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs
