@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ LONG_PROMPT = 8192
 NUM_BLOCKS, WRITTEN = 4096, (64, 8192)
 COPY_BYTES, MATRIX = 2**32, 8192
 PARTS = ("attention", "memory", "engine", "serving")
+PEERS = ("torch_sdpa", "torch_flex")
 DECODE_TILES = [TileConfig(16, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
 CHUNK_TILES = [
     *(TileConfig(128, n, 8, stages) for n in (32, 64, 128) for stages in (3, 5, 6)),
@@ -122,7 +123,9 @@ def device_limits(device: str) -> dict[str, float]:
     return {"copy_bytes_per_s": 2 * COPY_BYTES / copy_ms * 1e3, "bf16_flop_per_s": 2 * MATRIX**3 / product_ms * 1e3}
 
 
-def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) -> list[dict[str, Any]]:
+def bench_attention(
+    shapes: list[Shape], limits: dict[str, float], device: str, peers: Collection[str]
+) -> list[dict[str, Any]]:
     """Time, bytes and FLOP rates of every shape with the built-in configuration."""
     records = []
     dense: dict[Shape, dict[str, Any]] = {}
@@ -140,7 +143,7 @@ def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) 
         }
         key = replace(shape, block_size=0)
         if key not in dense:
-            dense[key] = dense_peers(call, shape)
+            dense[key] = dense_peers(call, shape, peers)
         record |= dense[key]
         records.append(record)
         print({k: record[k] for k in ("num_seqs", "query_len", "kv_len", "heads", "block_size", "ms")}, record["tile"])
@@ -150,11 +153,13 @@ def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) 
     return records
 
 
-def dense_peers(call: AttentionCall, shape: Shape) -> dict[str, Any]:
+def dense_peers(call: AttentionCall, shape: Shape, peers: Collection[str]) -> dict[str, Any]:
     """Milliseconds of torch's own attention on the same heads with K and V dense: SDPA and flex_attention; or why there are none."""
     q = call.q.view(shape.num_seqs, shape.query_len, *call.q.shape[1:]).transpose(1, 2)
     found: dict[str, Any] = {}
     for name, peer in (("torch_sdpa", sdpa_peer), ("torch_flex", flex_peer)):
+        if name not in peers:
+            continue
         try:
             dense = (shape.num_seqs, shape.heads[1], shape.kv_len, shape.head_dim)
             k, v = (torch.randn(dense, dtype=q.dtype, device=q.device) for _ in range(2))
@@ -260,6 +265,14 @@ def main() -> int:
     output_arguments(parser, "gpu_bench.json")
     parser.add_argument("--sweep", action="store_true", help="also time other tile shapes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=PEERS,
+        metavar="PEER",
+        help="attention of torch to compare with: " + ", ".join(PEERS),
+    )
     options = parser.parse_args()
     require_gpu("gpu_bench")
     device = "cuda"
@@ -273,7 +286,7 @@ def main() -> int:
     shapes.append(Shape(1, LONG_PROMPT, LONG_PROMPT, window=1024))
     missing = gpu_engine.unavailable()
     sections: dict[str, Callable[[], Any]] = {
-        "attention": lambda: bench_attention(shapes, limits, device),
+        "attention": lambda: bench_attention(shapes, limits, device, options.peers),
         "memory": lambda: bench_memory(limits, device),
         "engine": lambda: missing or gpu_engine.bench_decodes(gpu_engine.DECODES, limits, device),
         "serving": lambda: missing or gpu_engine.bench_serving(gpu_engine.SERVED, limits, device),
@@ -291,6 +304,7 @@ def main() -> int:
             content[name] = {"failed": repr(problem), "trace": traceback.format_exc(limit=-3)}
             print(f"FAILED {name}: {problem!r}")
         write_results(options.output, content)
+    print(f"written: {options.output}")
     return 1 if failed else 0
 
 

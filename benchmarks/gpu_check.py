@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -223,24 +224,33 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
     yield "kernels are compiled before the first step", partial(gpu_engine.check_warm_up, device)
 
 
-def run(seed: int, device: str, only: str = "") -> list[dict[str, Any]]:
-    """The outcome of every check whose name has the word; an exception is a failure with its text."""
-    generator = torch.Generator().manual_seed(seed)
-    results: list[dict[str, Any]] = []
-    for name, check in all_checks(generator, device):
-        if only not in name:
-            continue
+def run(seed: int, device: str, only: str = "", part: tuple[int, int] = (1, 1)) -> Iterator[dict[str, Any]]:
+    """Yield the outcome of every check whose name has the word, or of one part of them; an exception is a failure with its text."""
+    generator = torch.Generator()
+    number, of = part
+    chosen = [(name, check) for name, check in all_checks(generator, device) if only in name]
+    for name, check in chosen[number - 1 :: of]:
+        generator.manual_seed(seed)  # the inputs of a check do not depend on those that ran before it
         record: dict[str, Any] = {"check": name}
+        start = time.perf_counter()
         try:
             error, tolerance, *known = check()
             record |= {"passed": error <= tolerance, "error": error, "tolerance": tolerance}
             record |= {"known": known[0]} if known else {}
         except Exception as problem:
             record |= {"passed": False, "exception": repr(problem), "trace": traceback.format_exc(limit=-3)}
-        results.append(record)
+        record["seconds"] = round(time.perf_counter() - start, 2)
         if not record["passed"]:
-            print(f"FAILED {record}")
-    return results
+            print(f"FAILED {record}", flush=True)
+        yield record
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Read `2/6`: the second of six parts."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part: 2/6 is the second of six")
+    return int(number), int(of)
 
 
 def main() -> int:
@@ -248,14 +258,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     output_arguments(parser, "gpu_check.json")
     parser.add_argument("--only", default="", metavar="WORD", help="only checks with this in their name")
+    parser.add_argument(
+        "--part", type=part_of, default=(1, 1), metavar="N/M", help="every Mth of them, from the Nth on"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     options = parser.parse_args()
     require_gpu("gpu_check")
-    results = run(options.seed, "cuda", options.only)
+    results: list[dict[str, Any]] = []
+    content = {"machine": machine(), "seed": options.seed, "checks": results}
+    for record in run(
+        options.seed, "cuda", options.only, options.part
+    ):  # written one by one: a run that is stopped keeps them
+        results.append(record)
+        write_results(options.output, content)
     if not results:
         parser.error(f"no check has {options.only!r} in its name")
     num_failed = sum(not record["passed"] for record in results)
-    write_results(options.output, {"machine": machine(), "seed": options.seed, "checks": results})
+    print(f"written: {options.output}")
     print(f"{len(results) - num_failed} of {len(results)} checks passed")
     return 1 if num_failed else 0
 

@@ -65,7 +65,6 @@ def write_results(path: Path, content: dict[str, Any]) -> None:
     """Write one JSON file and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {path}")
 
 
 def _driver() -> str | None:
