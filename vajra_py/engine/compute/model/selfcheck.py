@@ -2,11 +2,13 @@
 
 Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one forward
 pass over all of them under transformers' plain attention. Windows are narrowed meanwhile, so that the short sequences
-reach past them. Weights are read once for the reference and once for each of the four steps.
+reach past them. Weights are read once for the reference and once for each of the four steps. In a mixture of experts every
+token goes to the experts that the reference chose for it, whose weights are each pass's own (see `routing`).
 
 Invariants:
     - The model is restored afterwards, also after an error.
     - The comparison covers every layer and every position, and the window of every layer that has one.
+    - Differences are of what is computed: routers that choose another of two experts with nearly equal scores make none.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from vajra_py.engine.compute.model.attention import LayerFacts
 from vajra_py.engine.compute.model.forward import Forward, probe_layers, unsupported
 from vajra_py.engine.compute.model.kv_memory import KvMemory
 from vajra_py.engine.compute.model.loading import LoadedModel
+from vajra_py.engine.compute.model.routing import Routing
 
 _WINDOW = 6
 _LENGTHS = (11, 19, 5)
@@ -39,11 +42,12 @@ class SelfCheck:
     def __init__(self, loaded: LoadedModel, layers: list[LayerFacts]) -> None:
         """`layers` are the unmodified model's."""
         self._loaded = loaded
+        self._routing = Routing()
         with _narrowed(loaded) as has_windows:
             self.layers = probe_layers(loaded.model, f"model {loaded.where}") if has_windows else layers
             """Layer facts with narrow windows."""
             try:
-                self._expected = _reference(loaded)
+                self._expected = _reference(loaded, self._routing)
             except Exception as error:  # a foreign model may raise anything
                 reason = f"its own forward pass failed with {type(error).__name__}: {error}"
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
@@ -52,7 +56,7 @@ class SelfCheck:
         """Return a description of how `forward` differs from the reference, or None. `layers` are the rank's, with narrow windows."""
         with _narrowed(self._loaded):
             try:
-                actual = _paged(self._loaded, forward, layers, device)
+                actual = _paged(self._loaded, forward, layers, device, self._routing)
             except Exception as error:  # a foreign model may raise anything
                 return f"its forward pass over paged memory failed with {type(error).__name__}: {error}"
         if not forward.has_head:  # the last pipeline stage compares
@@ -73,7 +77,7 @@ def _tokens(loaded: LoadedModel) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def _reference(loaded: LoadedModel) -> list[torch.Tensor]:
+def _reference(loaded: LoadedModel, routing: Routing) -> list[torch.Tensor]:
     model: Any = loaded.model
     name = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -81,14 +85,17 @@ def _reference(loaded: LoadedModel) -> list[torch.Tensor]:
         sequences = _tokens(loaded)
         # Padding comes last, where no position of a causal model sees it.
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-        logits = model(input_ids=padded, use_cache=False).logits.float()
+        with routing.recorded(model, padded.numel()):
+            logits = model(input_ids=padded, use_cache=False).logits.float()
         return [rows[: len(ids)] for rows, ids in zip(logits, sequences, strict=True)]
     finally:
         model.set_attn_implementation(name)
 
 
 @torch.inference_mode()
-def _paged(loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], device: torch.device) -> list[torch.Tensor]:
+def _paged(
+    loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], device: torch.device, routing: Routing
+) -> list[torch.Tensor]:
     """Logits of every position, [length, vocab] per sequence, from the steps of `_STEPS`."""
     tokens = [ids.to(device) for ids in _tokens(loaded)]
     tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
@@ -113,7 +120,9 @@ def _paged(loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], devi
             device,
         )
         rows = torch.arange(len(ids), device=device)
-        logits = forward(ids, torch.cat(positions).to(device), rows, metadata, memory.caches).float()
+        padded = torch.cat([at + index * max(map(len, tokens)) for index, at in zip(members, positions, strict=True)])
+        with routing.repeated(padded):
+            logits = forward(ids, torch.cat(positions).to(device), rows, metadata, memory.caches).float()
         parts = torch.split(logits, [counts[index] for index in members] if forward.has_head else [0] * len(members))
         for index, part in zip(members, parts, strict=True):
             found[index].append(part)
