@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_Call = tuple[torch.nn.Module, int]
-"""A call of `torch.topk` in a pass: the module that was entered last, and the number of its calls before."""
+_Call = tuple[torch.nn.Module, int, int]
+"""A call of `torch.topk` in a pass: the module that was entered last, the number of its calls before, that of experts."""
 
 
 class Routing:
@@ -55,7 +55,7 @@ class Routing:
             indices = chosen[tokens.to(chosen.device)].to(scores.device).view(found.indices.shape)
             return torch.return_types.topk((scores.gather(-1, indices), indices))
 
-        with _observed({module for module, _ in self._chosen}, choose):
+        with _observed({module for module, *_ in self._chosen}, choose):
             yield
 
 
@@ -85,6 +85,7 @@ class _Observer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func not in (torch.topk, torch.Tensor.topk) or self._module is None:
             return result
-        call = self._module, self._counts[self._module]
+        scores = args[0] if args else kwargs["input"]
+        call = self._module, self._counts[self._module], scores.shape[-1]
         self._counts[self._module] += 1
-        return self._replace(call, args[0] if args else kwargs["input"], result)
+        return self._replace(call, scores, result)
