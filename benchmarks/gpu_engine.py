@@ -10,12 +10,12 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,10 +245,10 @@ class _Copies:
             else BlockCopy(place, block, CopyDirection.TO_DEVICE)
             for block, place in pairs
         ]
-        self._is_stopped = threading.Event()
+        self._is_stopped = Event()
         self._rate = 0.0
         self._runner.move_kv(self._copies, self._runner.mark())  # buffers are made with the first
-        self._thread = threading.Thread(target=self._work)
+        self._thread = Thread(target=self._work)
         self._thread.start()
 
     def stop(self) -> float:

@@ -172,7 +172,7 @@ def test_every_measurement_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(gpu_engine, "SERVED", [gpu_engine.Served(TINY, 3, (2, 6), (2, 6), 24)])
     monkeypatch.setattr(gpu_engine, "BESIDE_COPIES", gpu_engine.Decodes(TINY, 2, 20, 400))
     monkeypatch.setattr(gpu_engine, "NUM_COPIED", 3)
-    monkeypatch.setattr(gpu_engine.threading, "Thread", WhenJoined)
+    monkeypatch.setattr(gpu_engine, "Thread", WhenJoined)
     path = tmp_path / "bench.json"
     assert on_cpu(gpu_bench, monkeypatch, "--sweep", "--output", str(path)) == 0
     content = json.loads(path.read_text())
