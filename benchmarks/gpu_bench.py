@@ -39,7 +39,7 @@ VOCABULARY, NUM_SAMPLED = 151_936, 256
 LONG_PROMPT = 8192
 NUM_BLOCKS, WRITTEN = 4096, (64, 8192)
 COPY_BYTES, MATRIX = 2**32, 8192
-PARTS = ("attention", "memory", "engine", "serving")
+PARTS = ("attention", "memory", "engine", "copies", "serving")
 PEERS = ("torch_sdpa", "torch_flex")
 DECODE_TILES = [TileConfig(16, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
 CHUNK_TILES = [
@@ -289,6 +289,7 @@ def main() -> int:
         "attention": lambda: bench_attention(shapes, limits, device, options.peers),
         "memory": lambda: bench_memory(limits, device),
         "engine": lambda: missing or gpu_engine.bench_decodes(gpu_engine.DECODES, limits, device),
+        "copies": lambda: missing or gpu_engine.bench_copies(gpu_engine.BESIDE_COPIES, gpu_engine.NUM_COPIED, device),
         "serving": lambda: missing or gpu_engine.bench_serving(gpu_engine.SERVED, limits, device),
     }
     sections = {name: section for name, section in sections.items() if name in options.only}

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from gpu_facts import ROOT
 if TYPE_CHECKING:
     from vajra_py.engine.compute import LookaheadStep, ModelFacts, RunnerOptions, StepInput, StepOutput
     from vajra_py.engine.compute.step.runner import TorchRunner
+    from vajra_py.runtime.kv import BlockCopy
 
 BLOCK_SIZE = 64
 
@@ -86,6 +88,8 @@ SERVED = (
     Served(QWEN3_600M, 256, (100, 1024), (100, 1024), 4096),  # nano-vLLM's benchmark
     *(Served(LLAMA_8B, 32, (2048, 2048), (200, 200), longest) for longest in (2304, 8192, 131072)),
 )
+BESIDE_COPIES = Decodes(LLAMA_8B, 32, 2048, 4096)
+NUM_COPIED = 128
 NUM_STEPS = 50
 SLOTS, CHECKED_STEPS = 21, 24
 
@@ -110,7 +114,9 @@ def write_model(folder: str, shape: Shape, longest: int) -> None:
 
 
 @contextmanager
-def runner_of(shape: Shape, sizes: tuple[int, int, int], **options: Any) -> Iterator[TorchRunner]:
+def runner_of(
+    shape: Shape, sizes: tuple[int, int, int], num_host_blocks: int = 0, **options: Any
+) -> Iterator[TorchRunner]:
     """A model of that shape; `sizes` is (slots, tokens that each has blocks for, longest sequence)."""
     from vajra_py.engine.compute import RunnerOptions
     from vajra_py.engine.compute.step.runner import TorchRunner
@@ -128,7 +134,7 @@ def runner_of(shape: Shape, sizes: tuple[int, int, int], **options: Any) -> Iter
             **options,
         )
         runner = TorchRunner.load(made)
-    runner.allocate(slots * -(-held // BLOCK_SIZE))
+    runner.allocate(slots * -(-held // BLOCK_SIZE) + num_host_blocks, num_host_blocks)
     try:
         yield runner
     finally:
@@ -203,6 +209,62 @@ def bench_decodes(cases: Sequence[Decodes], limits: dict[str, float], device: st
     return records
 
 
+def bench_copies(case: Decodes, num_blocks: int, device: str) -> dict[str, Any]:
+    """Steps of decodes alone and beside copies of so many other blocks, over and over, to the host, to the device and both."""
+    from vajra_py.engine.compute import StepInput
+
+    sizes = (case.batch, case.held, case.longest)
+    rows = case.batch if case.graphs else 0
+    with runner_of(case.shape, sizes, num_blocks, device=device, dtype="bfloat16", max_graph_rows=rows) as runner:
+        first = case.batch * -(-case.held // BLOCK_SIZE)  # those of slots come before
+        runner.run(first_step(case.batch, case.held, [case.context] * case.batch, 1))
+        step = StepInput(decodes=list(range(case.batch)))
+        record: dict[str, Any] = asdict(case) | {"num_blocks": num_blocks, "bytes": num_blocks * runner.kv_block_bytes}
+        for name, ways in (("alone", ()), ("to_host", (True,)), ("to_device", (False,)), ("both", (True, False))):
+            copiers = [_Copies(runner, first, num_blocks, to_host) for to_host in ways]
+            times = [runner.run(step).duration_s for _ in range(NUM_STEPS)]
+            record[name] = {
+                "step_ms": statistics.median(times) * 1e3,
+                "gb_per_s": [one.stop() * runner.kv_block_bytes / 1e9 for one in copiers],
+            }
+    print(record)
+    return record
+
+
+class _Copies:
+    """Copies the blocks from `first` on in one direction, over and over, in a thread."""
+
+    def __init__(self, runner: TorchRunner, first: int, num_blocks: int, to_host: bool) -> None:
+        from vajra_py.runtime.kv import BlockCopy, CopyDirection
+
+        pairs = [(first + index, index) for index in range(num_blocks)]
+        self._runner = runner
+        self._copies = [
+            BlockCopy(block, place, CopyDirection.TO_HOST)
+            if to_host
+            else BlockCopy(place, block, CopyDirection.TO_DEVICE)
+            for block, place in pairs
+        ]
+        self._is_stopped = Event()
+        self._rate = 0.0
+        self._runner.move_kv(self._copies, self._runner.mark())  # buffers are made with the first
+        self._thread = Thread(target=self._work)
+        self._thread.start()
+
+    def stop(self) -> float:
+        """End, and return the blocks a second that were copied."""
+        self._is_stopped.set()
+        self._thread.join()
+        return self._rate
+
+    def _work(self) -> None:
+        start, count = time.perf_counter(), 0
+        while not (self._is_stopped.is_set() and count):
+            self._runner.move_kv(self._copies, self._runner.mark())
+            count += len(self._copies)
+        self._rate = count / (time.perf_counter() - start)
+
+
 def floor_s(shape: Shape, facts: ModelFacts, num_kv_tokens: int, limits: dict[str, float]) -> float:
     """Seconds in which a step of decodes reads the weights and so many tokens of KV, at the rate of a copy."""
     # Of an embedding that is not the head too, rows are looked up.
@@ -216,7 +278,7 @@ class Watch:
 
     Attributes:
         runner: it.
-        counts: steps, rows that were started ahead and used, blocks that were swapped.
+        counts: steps, rows that were started ahead and used, blocks that were swapped, stored in a tier and loaded from it.
         device_s: of all steps.
         decode_s: of each step of so many decodes and nothing else.
     """
@@ -229,9 +291,10 @@ class Watch:
     def load(self, options: RunnerOptions) -> TorchRunner:
         """Load a recorded runner, for `LLM(..., load=…)`."""
         from vajra_py.engine.compute.step.runner import TorchRunner
+        from vajra_py.runtime.kv import CopyDirection
 
         self.runner = runner = TorchRunner.load(options)
-        run, run_ahead = runner.run, runner.run_ahead
+        run, run_ahead, move = runner.run, runner.run_ahead, runner.move_kv
 
         def watched_run(step: StepInput) -> StepOutput:
             return self._note(step, 0, run(step))
@@ -239,7 +302,12 @@ class Watch:
         def watched_run_ahead(work: LookaheadStep) -> StepOutput:
             return self._note(work.step, len(work.begun), run_ahead(work))
 
-        runner.run, runner.run_ahead = watched_run, watched_run_ahead  # type: ignore[method-assign]
+        def watched_move(copies: Sequence[BlockCopy], after: object = None) -> None:
+            name = "stored blocks" if copies[0].direction is CopyDirection.TO_HOST else "loaded blocks"
+            self.counts[name] += len(copies)  # each is counted by one thread
+            move(copies, after)
+
+        runner.run, runner.run_ahead, runner.move_kv = watched_run, watched_run_ahead, watched_move  # type: ignore[method-assign]
         return runner
 
     def _note(self, step: StepInput, num_begun: int, output: StepOutput) -> StepOutput:

@@ -64,11 +64,14 @@ class Case:
     dtype: str = "float32"
     graphs: bool = True
     look_ahead: bool = True
+    tier: bool = False
+    """Instead of swapping, content goes to a tier on the host and comes back beside steps."""
 
     @property
     def label(self) -> str:
         """Its name among the checks."""
-        how = [word for word, on in (("graphs", self.graphs), ("look-ahead", self.look_ahead)) if on]
+        chosen = (("graphs", self.graphs), ("look-ahead", self.look_ahead), ("tier", self.tier))
+        how = [word for word, on in chosen if on]
         return f"tokens {self.family} {self.dtype} {' and '.join(how) or 'plain'}"
 
     @property
@@ -81,6 +84,8 @@ def cases() -> Iterator[Case]:
     """One family in every way, and every family captured: in float32 for its tokens, in bfloat16 as it is used."""
     for graphs, look_ahead in ((False, False), (False, True), (True, False)):
         yield Case("llama", "float32", graphs, look_ahead)
+    for graphs in (False, True):
+        yield Case("llama", "float32", graphs, look_ahead=graphs, tier=True)
     for family in (*FUSED, *MODULES):
         for dtype in TOLERANCES:
             yield Case(family, dtype)
@@ -93,7 +98,7 @@ def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
         outputs, counts = _outputs(folder, case, device)
         log = "; ".join(line for line in said if "graph" in line)
         for what in (
-            "swapped blocks",
+            *(["stored blocks", "loaded blocks"] if case.tier else ["swapped blocks"]),
             *(["replays"] if case.captures else []),
             *(["rows ahead"] if case.look_ahead else []),
         ):
@@ -166,19 +171,24 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
         replace(kinds[index * len(kinds) // NUM_REQUESTS], seed=index, max_tokens=NUM_OUTPUTS, ignore_eos=True)
         for index in range(NUM_REQUESTS)
     ]
-    memory = {
+    memory: dict[str, Any] = {
         "block_size": 16,
         "num_blocks": NUM_BLOCKS,
-        "host_blocks": 64,
         "reservation": "incremental",
         "watermark_fraction": 0.0,
     }
+    if case.tier:  # every prompt comes twice, when what it left on the device has been evicted
+        prompts = [prompts[index % (NUM_REQUESTS // 2)] for index in range(NUM_REQUESTS)]
+        memory["tiers"] = [{"name": "host", "num_blocks": 200, "bandwidth_gb_s": 10.0, "write": "write_through"}]
+    else:
+        memory["host_blocks"] = 64
+    chunks = {"chunk_size": 64, "preemption": "recompute" if case.tier else "swap"}
     config: dict[str, Any] = {
         "replica": {"max_batch_size": 8, "max_model_len": 96, "memory": memory},
         "scheduling": {
             "request_prioritizer": "fcfs",
             "replicaset_scheduler": "round_robin",
-            "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 64, "preemption": "swap"}},
+            "replica_scheduler": {"policy": "fixed_chunk", "params": chunks},
         },
         "backend": {
             "engine": {

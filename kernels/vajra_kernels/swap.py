@@ -9,12 +9,15 @@ Invariants:
     - Copies of one direction in one call have distinct destinations.
     - A copy to the host has the KV of everything that was submitted before it, and nothing that is submitted later changes it.
       What is submitted after a copy to the device finds the blocks there.
-    - The host never waits. Its memory may be read only after both streams have completed (``torch.cuda.synchronize``).
+    - The host does not wait. Its memory may be read only after both streams have completed (``synchronize``).
+    - ``beside`` gives the same memory with streams and buffers of its own. Its copies are ordered with other work by ``follow``
+      and ``synchronize`` alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from enum import Enum
 from typing import Any, Protocol
 
@@ -50,12 +53,19 @@ class Streams(Protocol):
     def wait(self, kind: StreamKind, event: Any) -> None:
         """Make later work of a stream wait for an event."""
 
+    def synchronize(self) -> None:
+        """Wait until all work of both streams is complete."""
+
+    def beside(self) -> Streams:
+        """Return new streams of the same device."""
+
 
 class CudaStreams:
-    """The current stream, and a separate one for transfers."""
+    """A stream for transfers, and the current one or one of its own for computing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         self._device = device
+        self._compute = compute
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, kind: StreamKind, work: Callable[[], None]) -> None:
@@ -71,8 +81,19 @@ class CudaStreams:
         """See ``Streams``."""
         self._stream(kind).wait_event(event)
 
+    def synchronize(self) -> None:
+        """See ``Streams``."""
+        for kind in StreamKind:
+            self._stream(kind).synchronize()
+
+    def beside(self) -> CudaStreams:
+        """See ``Streams``."""
+        return CudaStreams(self._device, torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
     def _stream(self, kind: StreamKind) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if kind is StreamKind.COMPUTE else self._transfers
+        if kind is StreamKind.TRANSFER:
+            return self._transfers
+        return self._compute or torch.cuda.current_stream(self._device)
 
 
 class SwapSpace:
@@ -99,14 +120,34 @@ class SwapSpace:
         self._host = _host_words((num_blocks, sum(widths)), device, shared_file)
         self._widths = widths
         self._streams = CudaStreams(device) if streams is None and device.type == "cuda" else streams
-        self._buffers: list[_Buffer] = []
+        self._buffers = self._new_buffers()
+
+    def beside(self) -> SwapSpace:
+        """Return the same memory with streams and buffers of its own: its copies run beside those of this one, and one thread makes them."""
+        other = copy(self)
         if self._streams is not None:
-            held = max(1, min(num_blocks, BUFFER_BYTES // (4 * sum(widths))))
-            shape = (held, sum(widths))
-            self._buffers = [
-                _Buffer(torch.empty(shape, dtype=torch.int32, device=device), self._streams.mark(StreamKind.COMPUTE))
-                for _ in range(NUM_BUFFERS)
-            ]
+            other._streams = self._streams.beside()
+            other._buffers = other._new_buffers()
+        return other
+
+    def follow(self, event: Any) -> None:
+        """Make later copies wait for an event of another stream."""
+        if self._streams is not None:
+            for kind in StreamKind:
+                self._streams.wait(kind, event)
+
+    def synchronize(self) -> None:
+        """Wait until all copies are complete."""
+        if self._streams is not None:
+            self._streams.synchronize()
+
+    def _new_buffers(self) -> list[_Buffer]:
+        if self._streams is None:
+            return []
+        num_blocks, width = self._host.shape
+        shape = (max(1, min(num_blocks, BUFFER_BYTES // (4 * width))), width)
+        device, event = self._caches[0].device, self._streams.mark(StreamKind.COMPUTE)
+        return [_Buffer(torch.empty(shape, dtype=torch.int32, device=device), event) for _ in range(NUM_BUFFERS)]
 
     def to_host(self, pairs: Pairs) -> None:
         """Copy device blocks to host blocks."""

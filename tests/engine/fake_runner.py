@@ -202,7 +202,11 @@ class FakeRunner:
         self._move(copies)
         self._device[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
 
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def mark(self) -> object:
+        """See `KvRunner`: the number of steps so far."""
+        return self._num_steps
+
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         """See `KvRunner`."""
         self._num_moves += 1
         if self._num_moves - 1 == self._fail_at_move:
@@ -292,11 +296,11 @@ class _DiesImporting(FakeRunner):
 
 
 class _DiesMoving(FakeRunner):
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         if self._num_steps > 20:
-            super().move_kv(copies[:1])
+            super().move_kv(copies[:1], after)
             _die_once(self._options, "moving")
-        super().move_kv(copies)
+        super().move_kv(copies, after)
 
 
 def _die_once(options: RunnerOptions, what: str) -> None:
@@ -451,7 +455,7 @@ class SteppedCopier(KvCopier):
         """Copies that a step has waited for."""
 
     def _go_on(self, lane: _Lane) -> None:
-        move = lane.moves[-1]
+        move, _ = lane.moves[-1]
         self._later(lambda: self._end(move))
 
     def _end(self, move: KvMove) -> None:
@@ -462,7 +466,7 @@ class SteppedCopier(KvCopier):
     def _advance(self, lane: _Lane) -> None:
         while not self._is_next_free(lane):
             self._advance(self._down)
-        self._make(lane.moves.popleft())
+        self._make(*lane.moves.popleft())
 
     def _note(self, move: KvMove, error: Exception | None) -> None:
         self._ended[move.number] = error

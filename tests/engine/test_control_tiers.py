@@ -208,18 +208,17 @@ LEVEL = {"name": "host", "num_blocks": 8, "bandwidth_gb_s": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("replica", "device", "said"),
+    ("replica", "said"),
     [
-        ({"memory": {"tiers": [LEVEL, {**LEVEL, "name": "disk"}]}}, "cpu", "the engine has one tier, in host memory"),
-        ({"memory": {"tiers": [{**LEVEL, "shared": True}]}}, "cpu", "replicas of the engine share no tier"),
-        ({"memory": {"tiers": [{**LEVEL, "exclusive": True}]}}, "cpu", "stays in the engine's tier"),
-        ({"memory": {"tiers": [LEVEL]}}, "cuda", "on cuda: the engine has a tier on the CPU alone"),
-        ({"memory": {"tiers": [LEVEL]}, "pipeline_stages": 2}, "cpu", "2 pipeline stages"),
-        ({"memory": {"tiers": [LEVEL]}, "kv_parallel": {"groups": 2, "group_tokens": 64}}, "cpu", "2 KV-parallel"),
+        ({"memory": {"tiers": [LEVEL, {**LEVEL, "name": "disk"}]}}, "the engine has one tier, in host memory"),
+        ({"memory": {"tiers": [{**LEVEL, "shared": True}]}}, "replicas of the engine share no tier"),
+        ({"memory": {"tiers": [{**LEVEL, "exclusive": True}]}}, "stays in the engine's tier"),
+        ({"memory": {"tiers": [LEVEL]}, "pipeline_stages": 2}, "2 pipeline stages"),
+        ({"memory": {"tiers": [LEVEL]}, "kv_parallel": {"groups": 2, "group_tokens": 64}}, "2 KV-parallel"),
     ],
 )
-def test_what_the_engine_has_no_tier_for_is_named(replica: dict[str, Any], device: str, said: str) -> None:
-    (problem,) = check_tiers("replica", ReplicaConfig.model_validate(replica), device)
+def test_what_the_engine_has_no_tier_for_is_named(replica: dict[str, Any], said: str) -> None:
+    (problem,) = check_tiers("replica", ReplicaConfig.model_validate(replica))
     assert str(problem).startswith("replica.memory.tiers")
     assert said in str(problem)
     assert "Allowed: " in str(problem)

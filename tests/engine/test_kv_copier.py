@@ -53,9 +53,9 @@ class Gated(FakeRunner):
         self._owner = threading.current_thread()
         self.log: list[Any] = []
 
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         assert threading.current_thread() is self._owner or self.gate.acquire(timeout=30)
-        super().move_kv(copies)
+        super().move_kv(copies, after)
         self.log += [(one.source, one.target) for one in copies]
 
     def run(self, step: StepInput) -> StepOutput:
@@ -139,6 +139,26 @@ def test_swapped_content_does_not_come_back_to_a_block_that_is_being_copied() ->
     assert bench.num_waits == 2
 
 
+def test_a_copy_follows_the_steps_that_came_before_it_and_no_others() -> None:
+    marks: list[object] = []
+
+    class Notes(FakeRunner):
+        def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
+            marks.append(after)
+            super().move_kv(copies, after)
+
+    worker, news = InlineWorker(KEY, Notes(OPTIONS)), SimpleQueue[WorkerNews]()
+    worker.start(8, 8, news.put)
+    worker.submit(step(2, 3))
+    worker.copy_kv(up(0, 0, 1, [BlockCopy(1, 1, CopyDirection.TO_HOST)]))
+    worker.submit(StepInput(decodes=[0]))
+    worker.copy_kv(down(1, 1, 0))
+    for _ in range(4):
+        news.get(timeout=30)
+    worker.close()
+    assert marks == [None, 1, 2]  # what a step swaps out goes in turn
+
+
 def test_content_that_is_found_may_be_read_while_it_is_copied() -> None:
     tables = [TableUpdate(0, 0, [1, 2, 3]), TableUpdate(1, 2, [4, 5]), TableUpdate(2, 1, [6])]
     copies = [BlockCopy(0, 7, CopyDirection.TO_DEVICE), BlockCopy(8, 0, CopyDirection.TO_HOST)]
@@ -150,10 +170,10 @@ def test_a_copy_to_the_device_waits_for_the_one_that_reads_its_block() -> None:
     may_read = threading.Event()
 
     class Reads(FakeRunner):
-        def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
             if copies[0].direction is CopyDirection.TO_HOST:
                 assert may_read.wait(30)
-            super().move_kv(copies)
+            super().move_kv(copies, after)
 
     class Waits(threading.Condition):
         def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
@@ -186,7 +206,7 @@ def test_after_a_copy_that_failed_steps_fail_and_no_copy_is_begun() -> None:
     made: list[Sequence[BlockCopy]] = []
 
     class Fails(FakeRunner):
-        def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
             made.append(copies)
             if copies[0].direction is CopyDirection.TO_HOST:
                 assert may_fail.wait(30)
@@ -237,9 +257,9 @@ def test_a_worker_ends_with_the_copy_that_is_being_made(how: str) -> None:
     began = threading.Event()
 
     class Slow(Gated):
-        def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+        def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
             began.set()
-            super().move_kv(copies)
+            super().move_kv(copies, after)
 
     class Closing(threading.Condition):
         def notify_all(self) -> None:
@@ -284,10 +304,10 @@ class CopiesBesideSteps(FakeRunner):
         super().__init__(options)
         self._has_run = threading.Event()
 
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         if not self._has_run.wait(30):
             raise ExecutorError("no step was computed meanwhile")
-        super().move_kv(copies)
+        super().move_kv(copies, after)
 
     def run(self, step: StepInput) -> StepOutput:
         output = super().run(step)
@@ -296,12 +316,12 @@ class CopiesBesideSteps(FakeRunner):
 
 
 class FailsCopying(FakeRunner):
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         raise ExecutorError("step: out of memory on host")
 
 
 class CopiesForEver(FakeRunner):
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         threading.Event().wait()
 
 
@@ -396,11 +416,11 @@ class Loads:
         self.began, self.gate = began, gate = threading.Event(), threading.Event()
 
         class SlowLoads(FakeRunner):
-            def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+            def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
                 if copies[0].direction is CopyDirection.TO_DEVICE:
                     began.set()
                     assert gate.wait(30)
-                super().move_kv(copies)
+                super().move_kv(copies, after)
 
         self.runner = SlowLoads
 

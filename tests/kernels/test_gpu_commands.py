@@ -64,12 +64,21 @@ def test_swapped_sampled_tokens_begun_ahead_are_those_of_transformers_logits(fam
     assert error == 0.0, known
 
 
+def test_tokens_of_content_that_comes_back_from_a_tier_are_those_of_transformers_logits(tokens: Any) -> None:
+    error, _, known = tokens.check_tokens(tokens.Case("llama", graphs=False, tier=True), "cpu")
+    assert error == 0.0, known
+
+
 def test_every_family_is_captured_and_one_computed_in_every_way(tokens: Any) -> None:
     from vajra_py.engine.compute.model.fused import KNOWN_TYPES
 
     cases = list(tokens.cases())
     assert {case.family for case in cases if case.captures} == KNOWN_TYPES | {"gpt_oss"}
-    ways = {(case.graphs, case.look_ahead) for case in cases if (case.family, case.dtype) == ("llama", "float32")}
+    ways = {
+        (one.graphs, one.look_ahead)
+        for one in cases
+        if (one.family, one.dtype, one.tier) == ("llama", "float32", False)
+    }
     assert len(ways) == 4
     assert len({case.label for case in cases}) == len(cases)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from copy import copy
+from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,8 +19,12 @@ from vajra_kernels.swap import StreamKind
 NUM_BLOCKS, NUM_HOST_BLOCKS = 7, 6
 
 
+Stream: TypeAlias = tuple[StreamKind, int]
+Choose: TypeAlias = Callable[[list[Stream]], Stream]
+
+
 class Queues:
-    """Two streams whose work is done later, in any order that the events allow.
+    """Two streams, and two more beside them, whose work is done later, in any order that the events allow.
 
     `missing`: (direction, stream) of waits that are left out.
     """
@@ -27,33 +33,48 @@ class Queues:
         self.direction = ""
         self.num_copies = 0
         self._missing = missing
-        self._queues: dict[StreamKind, deque[tuple[str, Any]]] = {stream: deque() for stream in StreamKind}
+        self._side = 0
+        self._queues: dict[Stream, deque[tuple[str, Any]]] = {
+            (kind, one): deque() for one in (0, 1) for kind in StreamKind
+        }
         self._happened: set[int] = set()
-        self._num_events = 0
+        self._events = count(1)
 
     def run(self, stream: StreamKind, work: Callable[[], None]) -> None:
         self.num_copies += stream is StreamKind.TRANSFER
-        self._queues[stream].append(("run", work))
+        self._queues[stream, self._side].append(("run", work))
 
     def mark(self, stream: StreamKind) -> int:
-        self._num_events += 1
-        self._queues[stream].append(("mark", self._num_events))
-        return self._num_events
+        event = next(self._events)
+        self._queues[stream, self._side].append(("mark", event))
+        return event
 
     def wait(self, stream: StreamKind, event: int) -> None:
         if (self.direction, stream) != self._missing:
-            self._queues[stream].append(("wait", event))
+            self._queues[stream, self._side].append(("wait", event))
 
-    def drain(self, choose: Callable[[list[StreamKind]], StreamKind]) -> None:
+    def synchronize(self) -> None:
+        while self._queues[StreamKind.COMPUTE, self._side] or self._queues[StreamKind.TRANSFER, self._side]:
+            self._go_on(lambda able: able[-1])
+
+    def beside(self) -> Queues:
+        other = copy(self)
+        other._side = 1
+        return other
+
+    def drain(self, choose: Choose) -> None:
         while any(self._queues.values()):
-            stream = choose([stream for stream in StreamKind if self._can_go_on(stream)])
-            kind, what = self._queues[stream].popleft()
-            if kind == "run":
-                what()
-            elif kind == "mark":
-                self._happened.add(what)
+            self._go_on(choose)
 
-    def _can_go_on(self, stream: StreamKind) -> bool:
+    def _go_on(self, choose: Choose) -> None:
+        stream = choose([stream for stream in self._queues if self._can_go_on(stream)])
+        kind, what = self._queues[stream].popleft()
+        if kind == "run":
+            what()
+        elif kind == "mark":
+            self._happened.add(what)
+
+    def _can_go_on(self, stream: Stream) -> bool:
         queue = self._queues[stream]
         return bool(queue) and (queue[0][0] != "wait" or queue[0][1] in self._happened)
 
@@ -65,14 +86,14 @@ def caches() -> list[torch.Tensor]:
     return [*wide, narrow.transpose(2, 3).contiguous().transpose(2, 3)]
 
 
-def outcome(seed: int, streams: Queues | None, choose: Callable[[list[StreamKind]], StreamKind]) -> list[torch.Tensor]:
+def outcome(seed: int, streams: Queues | None, choose: Choose) -> list[torch.Tensor]:
     """What a random run of writes and swaps leaves on device and host; the run is the same for every `streams`."""
     random, made = Random(seed), caches()
     space = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams)
     for value in range(1, 13):
         kind = random.choice(["write", "to_host", "to_device"])
-        count = random.randrange(1, 6)
-        blocks, hosts = random.sample(range(NUM_BLOCKS), count), random.sample(range(NUM_HOST_BLOCKS), count)
+        size = random.randrange(1, 6)
+        blocks, hosts = random.sample(range(NUM_BLOCKS), size), random.sample(range(NUM_HOST_BLOCKS), size)
         pairs = list(zip(blocks, hosts, strict=True))
         if streams is not None:
             streams.direction = kind
@@ -95,7 +116,7 @@ def outcome(seed: int, streams: Queues | None, choose: Callable[[list[StreamKind
     return [*made, space._host]
 
 
-def orders(seed: int) -> list[Callable[[list[StreamKind]], StreamKind]]:
+def orders(seed: int) -> list[Choose]:
     """Each stream as far ahead as it can get, and a mixture."""
     random = Random(seed)
     return [lambda able: able[0], lambda able: able[-1], random.choice]
@@ -124,6 +145,41 @@ def test_no_event_can_be_left_out(direction: str, stream: StreamKind) -> None:
     assert any(differs(seed, (direction, stream)) for seed in range(40))
 
 
+@pytest.mark.usefixtures("two_rows_a_buffer")
+@pytest.mark.parametrize("follows", [True, False])
+def test_copies_beside_read_and_overwrite_what_was_before_their_mark(follows: bool) -> None:
+    found = [copied_beside(Random(seed), follows) for seed in range(20)]
+    right = [[1, 2, 3, 4, 0, 1, 3] * len(caches())] * len(found)
+    assert (found == right) is follows
+
+
+def copied_beside(random: Random, follows: bool) -> list[float]:
+    """What every block has after copies down and up beside writes; `follows`: they wait for those before their mark."""
+    made, streams = caches(), Queues()
+    space = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams)
+    down, up = space.beside(), space.beside()
+
+    def write(block: int, value: int) -> None:
+        def fill() -> None:
+            for cache in made:
+                cache[:, block] = value
+
+        streams.run(StreamKind.COMPUTE, fill)
+
+    for block in range(4):
+        write(block, block + 1)
+    if follows:
+        down.follow(streams.mark(StreamKind.COMPUTE))
+    down.to_host([(0, 3), (1, 0), (2, 5)])
+    down.synchronize()
+    write(5, 9)
+    if follows:
+        up.follow(streams.mark(StreamKind.COMPUTE))
+    up.to_device([(5, 3), (6, 5)])
+    streams.drain(random.choice)
+    return [float(cache[0, block].flatten()[0]) for cache in made for block in range(NUM_BLOCKS)]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_swapped_blocks_come_back(shared: bool, tmp_path: Path) -> None:
     made = caches()
@@ -149,9 +205,9 @@ def test_neighbours_cross_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     made, streams = caches(), Queues()
     space = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams)
     copied: list[int] = []
-    copy = torch.Tensor.copy_
+    plain = torch.Tensor.copy_
     space.to_host([(6, 2), (0, 1), (3, 3), (1, 5)])
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of, **how: copied.append(to.shape[0]) or copy(to, of, **how))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of, **how: copied.append(to.shape[0]) or plain(to, of, **how))
     streams.drain(lambda able: able[0])
     assert copied == [3, 1]
     assert streams.num_copies == 1

@@ -636,7 +636,7 @@ def test_results_say_where_prompts_were_found_and_are_the_same_again(tmp_path: P
 
 def test_the_engine_and_vllm_refuse_tiers_by_name() -> None:
     replica = config_from_mapping(TIERED).replica
-    problems = [str(one) for one in check_tiers("replica", replica, "cpu")]
+    problems = [str(one) for one in check_tiers("replica", replica)]
     assert problems[0].startswith("replica.memory.tiers.levels: the engine has one tier")
     assert "host, store" in problems[0]
     (problem,) = problems_of("replica", replica)

@@ -339,7 +339,7 @@ class EngineConfig(ModelBackendConfig):
             own = self.of(name)
             for where, replica in replicas_by_place(name, replicasets).items():
                 found += check_replica(where, replica, has_adapters=True)
-                found += check_tiers(where, replica, own.device)
+                found += check_tiers(where, replica)
                 if replica.adapters is not None:
                     found += own.check_adapters(f"{where}.adapters", replica, replica.adapters)
         return found

@@ -3,7 +3,7 @@
 A worker hands over each copy once it has done what it was told before. Copies of one direction are made one after the other.
 
 Invariants:
-    - A copy reads what the steps before it have written.
+    - A copy reads what the steps before it have written; on a GPU it waits there for them.
     - A step that is the first to write a device block since it was taken waits until no copy reads or writes that block; so does a
       copy to the device for copies to the host. No step waits for other copies.
     - After a copy that failed, none is begun and every later step fails.
@@ -31,8 +31,8 @@ class _Lane:
     """Copies of one direction."""
 
     name: str
-    moves: deque[KvMove] = field(default_factory=deque)
-    """Copies that have not begun."""
+    moves: deque[tuple[KvMove, object]] = field(default_factory=deque)
+    """Copies that have not begun, each with the runner's mark behind the steps asked for before it."""
     busy: Counter[int] = field(default_factory=Counter)
     """Device blocks of copies that have not ended."""
     thread: threading.Thread | None = None
@@ -60,7 +60,7 @@ class KvCopier:
         lane = self._lane(move)
         with self._changed:
             lane.busy.update(device_blocks(move.copies))
-            lane.moves.append(move)
+            lane.moves.append((move, runner.mark()))
             self._changed.notify_all()
         self._go_on(lane)
 
@@ -111,19 +111,19 @@ class KvCopier:
                 self._changed.wait_for(may_go_on)
                 if self._is_closed or self._error is not None:
                     return
-                move = lane.moves.popleft()
-            self._make(move)
+                move, after = lane.moves.popleft()
+            self._make(move, after)
 
     def _is_next_free(self, lane: _Lane) -> bool:
         """Return True if there is a copy to begin, and none to the host reads what one to the device overwrites."""
         if not lane.moves:
             return False
-        return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0].copies))
+        return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0][0].copies))
 
-    def _make(self, move: KvMove) -> None:
+    def _make(self, move: KvMove, after: object) -> None:
         error, lane = None, self._lane(move)
         try:
-            cast(KvRunner, self._runner).move_kv(move.copies)
+            cast(KvRunner, self._runner).move_kv(move.copies, after)
         except Exception as problem:  # as with a step
             _log.warning("a copy of KV failed", exc_info=True)
             error = problem

@@ -73,7 +73,7 @@ def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = Fa
     return problems
 
 
-def check_tiers(where: str, replica: ReplicaConfig, device: str) -> list[Problem]:
+def check_tiers(where: str, replica: ReplicaConfig) -> list[Problem]:
     """Return the memory tiers of a replica that the engine cannot carry out: it has one on the host, of each replica's own."""
     tiers = replica.memory.tiers
     if tiers is None:
@@ -91,7 +91,6 @@ def check_tiers(where: str, replica: ReplicaConfig, device: str) -> list[Problem
             if is_set:
                 problems.append(Problem(f"{place}.levels.{index}.{key}", what, f"Allowed: false{simulate}"))
     for what, is_so in (
-        (f"on {device}: the engine has a tier on the CPU alone", device != "cpu"),
         (f"with {replica.pipeline_stages} pipeline stages", (replica.pipeline_stages or 1) > 1),
         (f"with {replica.kv_parallel.groups} KV-parallel groups", replica.kv_parallel.groups > 1),
     ):

@@ -44,6 +44,16 @@ class Graph:
             launch.run()
 
 
+class WhenJoined:
+    """Stand-in for a thread: the interpreter runs one kernel at a time."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self.join = target
+
+    def start(self) -> None:
+        """Do nothing."""
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[list[Launch]] = []
@@ -160,12 +170,21 @@ def test_every_measurement_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(gpu_bench, "MATRIX", 8)
     monkeypatch.setattr(gpu_engine, "DECODES", [gpu_engine.Decodes(TINY, 2, 20, 400)])
     monkeypatch.setattr(gpu_engine, "SERVED", [gpu_engine.Served(TINY, 3, (2, 6), (2, 6), 24)])
+    monkeypatch.setattr(gpu_engine, "BESIDE_COPIES", gpu_engine.Decodes(TINY, 2, 20, 400))
+    monkeypatch.setattr(gpu_engine, "NUM_COPIED", 3)
+    monkeypatch.setattr(gpu_engine, "Thread", WhenJoined)
     path = tmp_path / "bench.json"
     assert on_cpu(gpu_bench, monkeypatch, "--sweep", "--output", str(path)) == 0
     content = json.loads(path.read_text())
-    assert set(content) == {"machine", "limits", "attention", "memory", "engine", "serving", "sweep"}
+    assert set(content) == {"machine", "limits", "attention", "memory", "engine", "copies", "serving", "sweep"}
     assert content["engine"][0]["replayed"]
     assert content["engine"][0]["shape"]["hidden_size"] == 32
+    assert [len(content["copies"][name]["gb_per_s"]) for name in ("alone", "to_host", "to_device", "both")] == [
+        0,
+        1,
+        1,
+        2,
+    ]
     (served,) = content["serving"]
     assert 6 <= served["output_tokens"] <= 18
     assert 0.0 < served["outside_device_fraction"] < 1.0
@@ -201,6 +220,7 @@ def test_a_part_that_fails_leaves_the_others_results(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(gpu_bench, name, lambda *_: {})
     monkeypatch.setattr(gpu_bench, "bench_memory", fails)
     monkeypatch.setattr(gpu_engine, "bench_decodes", lambda *_: [1])
+    monkeypatch.setattr(gpu_engine, "bench_copies", lambda *_: {})
     monkeypatch.setattr(gpu_engine, "bench_serving", lambda *_: [2])
     path = tmp_path / "bench.json"
     assert on_cpu(gpu_bench, monkeypatch, "--output", str(path)) == 1

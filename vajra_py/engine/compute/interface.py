@@ -468,8 +468,15 @@ class KvRunner(ModelRunner, Protocol):
         `copies`: KV blocks to move between device and host before. Raises `ExecutorError`.
         """
 
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy KV blocks between device and host, in this order; in any thread, beside steps that use others. Raises `ExecutorError`."""
+    def mark(self) -> object:
+        """Return a mark on the device behind everything submitted so far; None where nothing is under way when a call returns."""
+
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
+        """Copy KV blocks between device and host, in this order. Raises `ExecutorError`.
+
+        `after`: a mark. With it, any thread may call: the copies are made after what is before the mark and beside steps submitted
+        since, which use other blocks, and are complete on return. Copies of one direction are made by one thread at a time.
+        """
 
 
 class AdapterRunner(ModelRunner, Protocol):

@@ -2,13 +2,14 @@
 
 Invariants:
     - All layers use the same block ids; block b of every layer moves together.
-    - A copy happens before all work submitted after it.
+    - A copy happens before all work submitted after it, but for those made beside (`copy_beside`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from vajra_py.runtime.kv import BlockCopy, CopyDirection
 class KvMemory:
     """KV tensors of all layers, and their host counterparts."""
 
-    __slots__ = ("_device", "_swap", "caches", "num_blocks", "num_host_blocks", "num_spare_blocks")
+    __slots__ = ("_beside", "_device", "_swap", "caches", "num_blocks", "num_host_blocks", "num_spare_blocks")
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class KvMemory:
                 self.caches[index] = (keys[place], values[place])
             self._device += [keys, values]
         self._swap = SwapSpace(self._device, self.num_host_blocks, shared_file) if self.num_host_blocks else None
+        self._beside: dict[CopyDirection, SwapSpace] = {}
 
     def _stacked(
         self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -120,14 +122,28 @@ class KvMemory:
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks, in order."""
         for direction, group in groupby(copies, key=lambda one: one.direction):
-            pairs = [(one.source, one.target) for one in group]
-            to_host = direction is CopyDirection.TO_HOST
-            self._check(pairs, to_host)
             assert self._swap is not None
-            if to_host:
-                self._swap.to_host(pairs)
-            else:
-                self._swap.to_device([(target, source) for source, target in pairs])
+            self._cross(self._swap, direction, [(one.source, one.target) for one in group])
+
+    def copy_beside(self, copies: Sequence[BlockCopy], after: Any) -> None:
+        """Copy blocks, in order, beside other work submitted after the event, and return when they are there.
+
+        Copies of one direction are made by one thread.
+        """
+        for direction, group in groupby(copies, key=lambda one: one.direction):
+            assert self._swap is not None
+            swap = self._beside.get(direction) or self._beside.setdefault(direction, self._swap.beside())
+            swap.follow(after)
+            self._cross(swap, direction, [(one.source, one.target) for one in group])
+            swap.synchronize()
+
+    def _cross(self, swap: SwapSpace, direction: CopyDirection, pairs: list[tuple[int, int]]) -> None:
+        to_host = direction is CopyDirection.TO_HOST
+        self._check(pairs, to_host)
+        if to_host:
+            swap.to_host(pairs)
+        else:
+            swap.to_device([(target, source) for source, target in pairs])
 
     def _check(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
         limits = (self.num_blocks, self.num_host_blocks) if to_host else (self.num_host_blocks, self.num_blocks)

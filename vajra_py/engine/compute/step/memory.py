@@ -22,6 +22,9 @@ _LOGIT_COPIES = 6
 _WIDTH_COPIES = 8
 """Copies of a layer's widest activation that a forward pass holds at once (measured on the tested families: at most 6)."""
 
+_NUM_COPIES = 3
+"""Copies between device and host that have buffers of their own: those of steps, and those beside steps in each direction."""
+
 
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
     """Bytes that KV memory and a step's buffers may take together."""
@@ -45,7 +48,7 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)
     partial_results *= 2 if graph_rows else 1
-    return activations + logits + graphs + partial_results + NUM_BUFFERS * BUFFER_BYTES
+    return activations + logits + graphs + partial_results + _NUM_COPIES * NUM_BUFFERS * BUFFER_BYTES
 
 
 def _token_bytes(facts: ModelFacts, config: Any) -> int:

@@ -258,12 +258,20 @@ class TorchRunner:
             raise ExecutorError(f"adapter {name!r}: this runner has no slots for adapters.")
         self._adapters.load(name, slot)
 
+    def mark(self) -> object:
+        """See `KvRunner`."""
+        with current(self._model.device):
+            return _marked() if self._model.device.type == "cuda" else None
+
     @torch.inference_mode()
-    def move_kv(self, copies: Sequence[BlockCopy]) -> None:
+    def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         """See `KvRunner`."""
         memory = self._allocated("KV copy")
         with _as_errors(self._model.device), current(self._model.device):
-            self._copy(copies, memory)
+            if after is None:
+                self._copy(copies, memory)
+            else:
+                memory.copy_beside(copies, after)
 
     def _allocated(self, what: str) -> KvMemory:
         if self._memory is None:
