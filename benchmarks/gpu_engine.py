@@ -278,7 +278,8 @@ class Watch:
 
     Attributes:
         runner: it.
-        counts: steps, rows that were started ahead and used, blocks that were swapped, stored in a tier and loaded from it.
+        counts: steps, rows that were started ahead and used, blocks that were swapped, stored in a tier and loaded from it, and
+            decodes whose first draft was accepted.
         device_s: of all steps.
         decode_s: of each step of so many decodes and nothing else.
     """
@@ -312,6 +313,9 @@ class Watch:
 
     def _note(self, step: StepInput, num_begun: int, output: StepOutput) -> StepOutput:
         self.counts.update({"steps": 1, "rows ahead": num_begun, "swapped blocks": len(step.copies)})
+        sampled = dict(zip(reversed(output.slots), reversed(output.token_ids), strict=True))  # the first of each
+        drafted = [chunk for chunk in step.chunks if chunk.num_drafts]
+        self.counts["accepted drafts"] += sum(sampled[one.slot] == one.token_ids[-one.num_drafts] for one in drafted)
         self.device_s += output.duration_s
         if not step.chunks:
             self.decode_s.setdefault(len(step.decodes), []).append(output.duration_s)

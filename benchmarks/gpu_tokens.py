@@ -66,18 +66,25 @@ class Case:
     look_ahead: bool = True
     tier: bool = False
     """Instead of swapping, content goes to a tier on the host and comes back beside steps."""
+    drafts: bool = False
+    """Requests have drafts by n-gram lookup."""
 
     @property
     def label(self) -> str:
         """Its name among the checks."""
-        chosen = (("graphs", self.graphs), ("look-ahead", self.look_ahead), ("tier", self.tier))
+        chosen = (
+            ("graphs", self.graphs),
+            ("look-ahead", self.look_ahead),
+            ("tier", self.tier),
+            ("drafts", self.drafts),
+        )
         how = [word for word, on in chosen if on]
         return f"tokens {self.family} {self.dtype} {' and '.join(how) or 'plain'}"
 
     @property
     def captures(self) -> bool:
         """True if its decodes must be replayed from graphs."""
-        return self.graphs and (self.dtype != "float32" or self.family not in MIXTURES)
+        return self.graphs and not self.drafts and (self.dtype != "float32" or self.family not in MIXTURES)
 
 
 def cases() -> Iterator[Case]:
@@ -86,6 +93,7 @@ def cases() -> Iterator[Case]:
         yield Case("llama", "float32", graphs, look_ahead)
     for graphs in (False, True):
         yield Case("llama", "float32", graphs, look_ahead=graphs, tier=True)
+        yield Case("llama", "float32", graphs, look_ahead=False, drafts=True)
     for family in (*FUSED, *MODULES):
         for dtype in TOLERANCES:
             yield Case(family, dtype)
@@ -99,6 +107,7 @@ def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
         log = "; ".join(line for line in said if "graph" in line)
         for what in (
             *(["stored blocks", "loaded blocks"] if case.tier else ["swapped blocks"]),
+            *(["accepted drafts"] if case.drafts else []),
             *(["replays"] if case.captures else []),
             *(["rows ahead"] if case.look_ahead else []),
         ):
@@ -163,12 +172,16 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
     """Every request's output with its parameters, and how often happened what a case is to show."""
     from vajra_py import LLM
 
-    kinds, stream, watch = _kinds(), random.Random(0), Watch()
+    stream, watch = random.Random(0), Watch()
+    kinds = _kinds()[: 1 if case.drafts else None]  # of many greedy tokens some come again
+    longest, num_outputs = (40, 2 * NUM_OUTPUTS) if case.drafts else (60, NUM_OUTPUTS)
     vocab_size = SHAPE["vocab_size"]
-    prompts = [[stream.randrange(3, vocab_size) for _ in range(stream.randint(1, 60))] for _ in range(NUM_REQUESTS)]
+    prompts = [
+        [stream.randrange(3, vocab_size) for _ in range(stream.randint(1, longest))] for _ in range(NUM_REQUESTS)
+    ]
     # Requests with penalties are never started ahead, so they come last.
     params = [
-        replace(kinds[index * len(kinds) // NUM_REQUESTS], seed=index, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+        replace(kinds[index * len(kinds) // NUM_REQUESTS], seed=index, max_tokens=num_outputs, ignore_eos=True)
         for index in range(NUM_REQUESTS)
     ]
     memory: dict[str, Any] = {
@@ -184,7 +197,12 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
         memory["host_blocks"] = 64
     chunks = {"chunk_size": 64, "preemption": "recompute" if case.tier else "swap"}
     config: dict[str, Any] = {
-        "replica": {"max_batch_size": 8, "max_model_len": 96, "memory": memory},
+        "replica": {
+            "draft": {"num_tokens": 3 if case.drafts else 0},
+            "max_batch_size": 8,
+            "max_model_len": 96,
+            "memory": memory,
+        },
         "scheduling": {
             "request_prioritizer": "fcfs",
             "replicaset_scheduler": "round_robin",
@@ -196,6 +214,7 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
                 "dtype": case.dtype,
                 "cuda_graphs": case.graphs,
                 "look_ahead": case.look_ahead,
+                "ngram": {"min_tokens": 1, "max_tokens": 3},
             }
         },
     }

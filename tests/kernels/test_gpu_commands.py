@@ -64,8 +64,9 @@ def test_swapped_sampled_tokens_begun_ahead_are_those_of_transformers_logits(fam
     assert error == 0.0, known
 
 
-def test_tokens_of_content_that_comes_back_from_a_tier_are_those_of_transformers_logits(tokens: Any) -> None:
-    error, _, known = tokens.check_tokens(tokens.Case("llama", graphs=False, tier=True), "cpu")
+@pytest.mark.parametrize("how", [{"tier": True}, {"drafts": True, "look_ahead": False}], ids=["tier", "drafts"])
+def test_tokens_from_a_tier_and_of_accepted_drafts_are_those_of_transformers_logits(how: Any, tokens: Any) -> None:
+    error, _, known = tokens.check_tokens(tokens.Case("llama", graphs=False, **how), "cpu")
     assert error == 0.0, known
 
 
@@ -77,7 +78,7 @@ def test_every_family_is_captured_and_one_computed_in_every_way(tokens: Any) -> 
     ways = {
         (one.graphs, one.look_ahead)
         for one in cases
-        if (one.family, one.dtype, one.tier) == ("llama", "float32", False)
+        if (one.family, one.dtype, one.tier or one.drafts) == ("llama", "float32", False)
     }
     assert len(ways) == 4
     assert len({case.label for case in cases}) == len(cases)
