@@ -4,8 +4,8 @@ Makes a model of random weights, profiles its steps, serves Poisson workloads un
 captured graphs and look-ahead, and simulates the same requests with the profile. The loads are shares of what the profile
 says that the model can serve. Beside the errors of latencies stand those of the profile on each run's own steps.
 
-Writes one JSON file after each part, so that a broken-off measurement keeps what it had; model, profile and runs lie in the folder
-of its name. Exit code 0, 1 where a run failed, 2 when there is no GPU.
+Writes one JSON file after each part, so that a broken-off measurement keeps what it had; model, profile and runs lie in the
+folder `NAME-files` beside it. Exit code 0, 1 where a run failed, 2 when there is no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -341,10 +341,8 @@ def measure_runs(
     expected = Expected.of(setup, profile)
     report.content["expected"] = asdict(expected)
     policies = combinations_of(setup, expected)
-    turns = [(load, one) for load in LOADS for one in policies if one.look_ahead]
-    turns += [(load, one) for load in LOADS for one in policies if not one.look_ahead]
     longest_s = 0.0
-    for number, (load, one) in enumerate(turns):
+    for number, (load, one) in enumerate(product(LOADS, policies)):
         rate = LOADS[load] * expected.requests_per_s
         num_requests = max(FEWEST_REQUESTS, round(rate * arrivals_s))
         name = f"{number}-{load}"
@@ -372,7 +370,7 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=PASSES, help="measurements of each shape in the profile")
     parser.add_argument("--random", type=int, default=NUM_RANDOM, help="random shapes in the profile")
     parser.add_argument("--arrivals", type=float, default=6.0, help="how long requests arrive in each run, seconds")
-    parser.add_argument("--seconds", type=float, default=135.0, help="no run is begun that would end later")
+    parser.add_argument("--seconds", type=float, default=125.0, help="no run is begun that would end later")
     options = parser.parse_args()
     on_gpu = options.device != "cpu"
     if on_gpu:
@@ -380,7 +378,7 @@ def main() -> int:
     setup = SETUPS[options.model]
     where = machine() if on_gpu else {"chip": processor()}
     report = Report(options.output, {"machine": where, "model": options.model, **asdict(setup)}, options.seconds)
-    prediction = Prediction(setup, options.device, options.output.with_suffix(""))
+    prediction = Prediction(setup, options.device, options.output.with_name(f"{options.output.stem}-files"))
     prediction.load()
     report.done("loaded")
     profile = prediction.profile(options.passes, options.random)
