@@ -5,18 +5,21 @@ captured graphs and look-ahead, and simulates the same requests with the profile
 says that the model can serve. Beside the errors of latencies stand those of the profile on each run's own steps.
 
 Writes one JSON file after each part, so that a broken-off measurement keeps what it had; model, profile and runs lie in the
-folder `NAME-files` beside it. Exit code 0, 1 where a run failed, 2 when there is no GPU.
+folder `NAME-files` beside it, with which `--again` simulates without a device. Exit code 0, 1 where a run failed, 2 when there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from gpu_engine import LLAMA_8B, QWEN3_600M, Shape, write_model  # noqa: E402
 from loaded_once import LoadedOnce  # noqa: E402
 from machine import processor  # noqa: E402
 
+from vajra_py import __version__  # noqa: E402
 from vajra_py.config import ExperimentConfig, SystemConfig, config_from_mapping  # noqa: E402
 from vajra_py.contract import BatchFeatures  # noqa: E402
 from vajra_py.experiment.measured.accuracy import Accuracy  # noqa: E402
@@ -36,7 +40,7 @@ from vajra_py.experiment.profiling.profile import ProfileSettings, profile_confi
 from vajra_py.experiment.runs.engined import EngineRun  # noqa: E402
 from vajra_py.experiment.runs.run import run_experiment  # noqa: E402
 from vajra_py.latency.models.fitting import Measured, errors_of  # noqa: E402
-from vajra_py.latency.models.profiled import Profile  # noqa: E402
+from vajra_py.latency.models.profiled import Profile, read_profile  # noqa: E402
 from vajra_py.metrics.runs.run_data import RunData  # noqa: E402
 
 PASSES, NUM_RANDOM = 3, 20
@@ -148,9 +152,10 @@ def combinations_of(setup: Setup, expected: Expected) -> list[Combination]:
 class Prediction:
     """One model on one device: its profile, its runs and their simulations, below one folder."""
 
-    def __init__(self, setup: Setup, device: str, folder: Path) -> None:
+    def __init__(self, setup: Setup, device: str, folder: Path, again: bool = False) -> None:
         self._setup = setup
         self._folder = folder
+        self._again = again
         self.model, self.profile_file = folder / "model", folder / "profile.json"
         self._engine = {
             "device": device,
@@ -159,12 +164,13 @@ class Prediction:
             "self_check": False,
             "num_threads": 1 if device == "cpu" else None,
         }
-        self.model.mkdir(parents=True, exist_ok=True)
-        write_model(str(self.model), setup.shape, setup.max_model_len)
         self._runner = LoadedOnce(setup.kv_tokens)
 
     def load(self) -> None:
-        """Load the model and capture its graphs."""
+        """Make the model, load it and capture its graphs."""
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier measurement
+        self.model.mkdir(parents=True)
+        write_model(str(self.model), self._setup.shape, self._setup.max_model_len)
         config = self._profile_config()
         engine = config.backend.settings
         options = engine.runner_options(config.replica, 1, engine.num_threads)
@@ -182,15 +188,21 @@ class Prediction:
         settings = ProfileSettings(config, passes, num_random)
         return profile_model(settings, self.profile_file, report, self._runner.loader(config))
 
+    def can_run(self, name: str) -> bool:
+        """Return False if the run is to be there already and is not."""
+        return not self._again or (self._folder / "runs" / name).exists()
+
     def run(self, name: str, combination: Combination, rate: float, num_requests: int) -> tuple[RunData, Accuracy]:
-        """Serve on the engine; returns the run and the errors of its simulation."""
+        """Serve on the engine, unless the run is there already; returns the run and the errors of its simulation."""
         config = self._experiment(name, combination, rate, num_requests)
-        served = run_experiment(
-            config,
-            folder=self._folder / "runs" / name,
-            overwrite=True,
-            backend=lambda run: EngineRun(run, load=self._runner.loader(run.config)),
-        )
+        folder = self._folder / "runs" / name
+        if self._again:
+            served = RunData.load(folder)
+        else:
+            load = self._runner.loader(config)
+            served = run_experiment(
+                config, folder=folder, overwrite=True, backend=lambda run: EngineRun(run, load=load)
+            )
         return served, validate(served, config)
 
     def _profile_config(self) -> SystemConfig:
@@ -312,10 +324,10 @@ class Report:
     """The JSON file, written after each part, with the seconds that each took."""
 
     def __init__(self, path: Path, content: dict[str, Any], seconds: float) -> None:
-        self._path = path
+        self.path = path
         self._begun = self._last = time.perf_counter()
         self._seconds = seconds
-        self.content = content | {"seconds": {}, "rows": []}
+        self.content = {"seconds": {}} | content | {"rows": []}
         self.rows: list[dict[str, Any]] = self.content["rows"]
 
     @property
@@ -327,9 +339,9 @@ class Report:
         """Write what was found; returns the part's seconds."""
         now = time.perf_counter()
         took, self._last = now - self._last, now
-        self.content["seconds"][part] = took
+        self.content["seconds"].setdefault(part, took)  # the engine's, of what is simulated again
         self.content |= found
-        write_results(self._path, self.content)
+        write_results(self.path, self.content)
         print(f"{part}: {took:.1f} s", file=sys.stderr)
         return took
 
@@ -349,7 +361,7 @@ def measure_runs(
         row: dict[str, Any] = {"load": load, "policy": one.name, "scheduling": one.scheduling}
         row |= {"look_ahead": one.look_ahead, "rate": rate, "num_requests": num_requests, "folder": name}
         report.rows.append(row)
-        if report.left_s < longest_s:
+        if report.left_s < longest_s or not prediction.can_run(name):
             row["left_out"] = "no time was left"
             continue
         try:
@@ -371,24 +383,36 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=NUM_RANDOM, help="random shapes in the profile")
     parser.add_argument("--arrivals", type=float, default=6.0, help="how long requests arrive in each run, seconds")
     parser.add_argument("--seconds", type=float, default=125.0, help="no run is begun that would end later")
+    parser.add_argument(
+        "--again", action="store_true", help="simulate the runs that are there, with the same other options"
+    )
     options = parser.parse_args()
+    setup, folder = SETUPS[options.model], options.output.with_name(f"{options.output.stem}-files")
+    prediction = Prediction(setup, options.device, folder, options.again)
+    if options.again:
+        options.seconds = inf
+        before = json.loads(options.output.read_text(encoding="utf-8"))
+        report = Report(options.output, {**before, "version": __version__}, options.seconds)
+        return finish(setup, prediction, read_profile(prediction.profile_file), report, options.arrivals)
     on_gpu = options.device != "cpu"
     if on_gpu:
         require_gpu("gpu_prediction")
-    setup = SETUPS[options.model]
     where = machine() if on_gpu else {"chip": processor()}
-    report = Report(options.output, {"machine": where, "model": options.model, **asdict(setup)}, options.seconds)
-    prediction = Prediction(setup, options.device, options.output.with_name(f"{options.output.stem}-files"))
+    content = {"machine": where, "model": options.model, "version": __version__, **asdict(setup)}
+    report = Report(options.output, content, options.seconds)
     prediction.load()
     report.done("loaded")
     profile = prediction.profile(options.passes, options.random)
-    report.done(
-        "profile", profile={"facts": dict(profile.facts), "errors": profile.errors, "shapes": profile.num_shapes}
-    )
-    passed = list(measure_runs(setup, prediction, profile, report, options.arrivals))
-    report.done("end")
+    facts = {"facts": dict(profile.facts), "errors": profile.errors, "shapes": profile.num_shapes}
+    report.done("profile", profile=facts)
+    return finish(setup, prediction, profile, report, options.arrivals)
+
+
+def finish(setup: Setup, prediction: Prediction, profile: Profile, report: Report, arrivals_s: float) -> int:
+    """Make the runs and print; returns the exit code."""
+    passed = list(measure_runs(setup, prediction, profile, report, arrivals_s))
     print(table(report.rows))
-    print(f"written: {options.output}")
+    print(f"written: {report.path}")
     return 0 if all(passed) else 1
 
 

@@ -148,7 +148,9 @@ def predict(prediction: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_every_run_is_simulated_and_compared(prediction: Any, predict: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_is_simulated_and_compared(
+    prediction: Any, predict: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, content = predict()
     assert code == 0
     assert content["profile"]["facts"]["model_type"] == "llama"
@@ -166,6 +168,11 @@ def test_every_run_is_simulated_and_compared(prediction: Any, predict: Any, caps
     printed = capsys.readouterr().out
     assert all(f"| {row['load']} | {row['policy']} |" in printed for row in rows)
     assert f"of {len(content['orders'])} orders of policies are kept" in printed
+    monkeypatch.setattr(prediction.EngineRun, "__init__", None)
+    code, again = predict("--again")
+    assert code == 0
+    assert again["rows"] == rows
+    assert again["seconds"] == content["seconds"]
 
 
 @pytest.mark.slow
@@ -183,6 +190,7 @@ def test_what_a_failed_run_and_the_time_leave_is_written(
     assert code == 0
     assert {row["left_out"] for row in content["rows"]} == {"no time was left"}
     assert content["profile"]["errors"]
+    assert predict("--again")[1]["rows"] == content["rows"]
 
 
 def test_a_simulation_that_orders_policies_otherwise_is_shown(prediction: Any) -> None:
