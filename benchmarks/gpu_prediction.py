@@ -411,6 +411,7 @@ def main() -> int:
 def finish(setup: Setup, prediction: Prediction, profile: Profile, report: Report, arrivals_s: float) -> int:
     """Make the runs and print; returns the exit code."""
     passed = list(measure_runs(setup, prediction, profile, report, arrivals_s))
+    report.done("end")
     print(table(report.rows))
     print(f"written: {report.path}")
     return 0 if all(passed) else 1
