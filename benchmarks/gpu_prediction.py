@@ -44,8 +44,8 @@ from vajra_py.latency.models.profiled import Profile, read_profile  # noqa: E402
 from vajra_py.metrics.runs.run_data import RunData  # noqa: E402
 
 PASSES, NUM_RANDOM = 3, 20
-LOADS = {"heavy": 0.85, "moderate": 0.5}
-"""Requests a second as a share of what the profile says that the model can serve."""
+LOADS = {"heavy": 1.0, "moderate": 0.5}
+"""Requests a second as a share of `Expected.requests_per_s`, which is a little less than what whole batches reach."""
 FEWEST_REQUESTS = 8
 NAMES = tuple(f"{metric}_{which}_ms" for metric in ("ttft", "tbt", "tpot", "e2e") for which in ("mean", "p50", "p90"))
 METRICS = (*NAMES, "output_tokens_per_s")
