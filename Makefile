@@ -38,7 +38,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-long test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-peer bench-engine golden gauntlet gpu-check gpu-bench docs site clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-long test-fast test-random worlds papers mutants bench claims validate-run accuracy bench-silicon vllm-cpu bench-sim bench-peer bench-engine golden gauntlet gpu-check gpu-bench gpu-prediction docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -139,6 +139,9 @@ gpu-check: install ## correctness of kernels and engine on an NVIDIA GPU (result
 
 gpu-bench: install ## speed of kernels and engine on an NVIDIA GPU (results go to runs/)
 	$(PY) benchmarks/gpu_bench.py
+
+gpu-prediction: install ## how far simulations are from the engine on an NVIDIA GPU, after a profile (results go to runs/)
+	$(PY) benchmarks/gpu_prediction.py
 
 # A wheel that is not to be had here is no failure: the targets below then say so and do nothing.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from vajra_py.config import SystemConfig
-from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.ahead import spare_blocks
+from vajra_py.engine.compute import (
+    DoneStep,
+    LookaheadRunner,
+    LookaheadStep,
+    ModelFacts,
+    ModelRunner,
+    PendingStep,
+    RunnerOptions,
+    StepInput,
+    StepOutput,
+)
 from vajra_py.experiment.profiling.bench import Reference
+
+HOST_BLOCKS = 64
+"""Host blocks for the swaps that a profile measures."""
 
 
 class LoadedOnce:
     """A `ModelRunner` for many profiles and runs, which load and close it one after another.
 
-    It has KV memory for so many tokens, and room for a `Reference` besides; what it loads is what the first one asks for.
+    It has KV memory for so many tokens, and room for a `Reference` and for steps that begin ahead besides; what it loads is what
+    the first one asks for.
     """
 
     def __init__(self, kv_tokens: int) -> None:
@@ -28,8 +44,11 @@ class LoadedOnce:
 
         def load(options: RunnerOptions) -> ModelRunner:
             if self._runner is None:
-                self._runner = config.backend.settings.load(Reference.room(options))
-                self._runner.allocate(self._kv_tokens // options.block_size + Reference.num_blocks(options))
+                settings = config.backend.settings
+                made = replace(Reference.room(options), spare_blocks=spare_blocks(options.max_requests))
+                self._runner = settings.load(made)
+                num_blocks = self._kv_tokens // options.block_size + Reference.num_blocks(options)
+                self._runner.allocate(num_blocks, HOST_BLOCKS if settings.can_swap else 0)
             return self
 
         return load
@@ -54,10 +73,22 @@ class LoadedOnce:
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""
         assert self._runner is not None
+        return self._runner.run(self._noted(step))
+
+    def run_ahead(self, work: LookaheadStep) -> StepOutput:
+        """See `LookaheadRunner`."""
+        return cast(LookaheadRunner, self._runner).run_ahead(replace(work, step=self._noted(work.step)))
+
+    def begin_ahead(self) -> None:
+        """See `LookaheadRunner`."""
+        cast(LookaheadRunner, self._runner).begin_ahead()
+
+    def _noted(self, step: StepInput) -> StepInput:
+        """The step with the slots freed that the last run left behind."""
         if self._left:
             step, self._left = replace(step, freed=[*self._left, *step.freed]), []
         self._slots = (self._slots - set(step.freed)) | {row.slot for row in step.new}
-        return self._runner.run(step)
+        return step
 
     def close(self) -> None:
         """Keep the model; slots in use are freed in the next step."""

@@ -1,4 +1,5 @@
-"""The two GPU commands: what they say without a GPU, and that the check passes where there is one."""
+"""The GPU commands: what they say without a GPU, that the check passes where there is one, and
+that the measurement of predictions runs on the CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+COMMANDS = ("gpu_check", "gpu_bench", "gpu_prediction")
 
-@pytest.mark.parametrize("name", ["gpu_check", "gpu_bench"])
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_without_a_gpu_one_line_and_code_2(name: str, repository_root: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -30,7 +33,7 @@ def test_without_a_gpu_one_line_and_code_2(name: str, repository_root: Path, tmp
     assert not (tmp_path / "out.json").exists()
 
 
-@pytest.mark.parametrize("name", ["gpu_check", "gpu_bench"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_results_are_not_tracked_unless_asked_for(name: str, repository_root: Path) -> None:
     code = (
         "import argparse, gpu_facts\nparser = argparse.ArgumentParser()\n"
@@ -116,6 +119,95 @@ def test_tokens_that_were_computed_otherwise_than_asked_for_prove_nothing(
 def test_without_graphs_a_case_that_wants_them_fails_and_says_so(tokens: Any) -> None:
     with pytest.raises(RuntimeError, match="there were no replays"):
         tokens.check_tokens(tokens.Case("llama"), "cpu")
+
+
+@pytest.fixture
+def prediction(repository_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The measurement of predictions, with few requests and a short profile."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
+    import gpu_prediction
+
+    from vajra_py.experiment.profiling import live
+
+    monkeypatch.setattr(live, "_LIVE_WAVES", (1, 2))
+    monkeypatch.setattr(gpu_prediction, "FEWEST_REQUESTS", 6)
+    return gpu_prediction
+
+
+@pytest.fixture
+def predict(prediction: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+    """Call it on the CPU; gives its exit code and what it wrote."""
+    path = tmp_path / "out.json"
+    command = [*("--model", "tiny", "--device", "cpu", "--passes", "1", "--random", "0"), "--arrivals", "0.01"]
+
+    def call(*arguments: str) -> tuple[int, Any]:
+        monkeypatch.setattr(sys, "argv", ["gpu_prediction", *command, "--output", str(path), *arguments])
+        return prediction.main(), json.loads(path.read_text())
+
+    return call
+
+
+@pytest.mark.slow
+def test_every_run_is_simulated_and_compared(
+    prediction: Any, predict: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, content = predict()
+    assert code == 0
+    assert content["profile"]["facts"]["model_type"] == "llama"
+    rows = content["rows"]
+    assert [(row["load"], row["look_ahead"]) for row in rows] == [
+        (load, ahead) for load in ("heavy", "moderate") for ahead in (True, True, True, False)
+    ]
+    for row in rows:
+        assert set(prediction.METRICS) <= set(row["errors"])
+        assert bool(row["engine"]["steps_begun_ahead"]) == row["look_ahead"]
+        steps = row["steps"]
+        assert steps["all"]["measured_s"] == pytest.approx(row["engine"]["busy_s"])
+        assert steps["decode"]["num_steps"] > 0
+        assert steps["decode"]["num_steps"] < steps["all"]["num_steps"]
+    printed = capsys.readouterr().out
+    assert all(f"| {row['load']} | {row['policy']} |" in printed for row in rows)
+    assert f"of {len(content['orders'])} orders of policies are kept" in printed
+    monkeypatch.setattr(prediction.EngineRun, "__init__", None)
+    code, again = predict("--again")
+    assert code == 0
+    assert again["rows"] == rows
+    assert again["seconds"] == content["seconds"]
+
+
+@pytest.mark.slow
+def test_what_a_failed_run_and_the_time_leave_is_written(
+    prediction: Any, predict: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(prediction.Prediction, "run", fails)
+    code, content = predict()
+    assert code == 1
+    assert all("no memory" in row["failed"] for row in content["rows"])
+    code, content = predict("--seconds", "0")
+    assert code == 0
+    assert {row["left_out"] for row in content["rows"]} == {"no time was left"}
+    assert content["profile"]["errors"]
+    assert predict("--again")[1]["rows"] == content["rows"]
+
+
+def test_a_simulation_that_orders_policies_otherwise_is_shown(prediction: Any) -> None:
+    def row(policy: str, measured: float, simulated: float) -> dict[str, Any]:
+        errors = {"e2e_mean_ms": {"measured": measured, "simulated": simulated, "error": simulated / measured - 1.0}}
+        return {"load": "heavy", "policy": policy, "look_ahead": True, "errors": errors}
+
+    (pair,) = prediction.orders([row("a", 100.0, 90.0), row("b", 120.0, 80.0)])
+    assert not pair["kept"]
+    assert pair["measured"] == pytest.approx(0.2)
+    rows = [row("a", 100.0, 90.0), row("c", 101.0, 70.0), row("b", 120.0, 95.0)]
+    assert [(one["policies"], one["kept"]) for one in prediction.orders(rows)] == [
+        (["a", "b"], True),
+        (["c", "b"], True),
+    ]
+    assert "b over a" not in prediction.table(rows)
 
 
 @pytest.mark.gpu
