@@ -225,6 +225,7 @@ def bench_copies(case: Decodes, num_blocks: int, device: str) -> dict[str, Any]:
             times = [runner.run(step).duration_s for _ in range(NUM_STEPS)]
             record[name] = {
                 "step_ms": statistics.median(times) * 1e3,
+                "deciles_ms": [one * 1e3 for one in statistics.quantiles(times, n=10)],
                 "gb_per_s": [one.stop() * runner.kv_block_bytes / 1e9 for one in copiers],
             }
     print(record)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,12 +16,14 @@ import pytest
 from tests.engine.fake_runner import FakeRunner
 from vajra_py.config import TypedChoice, config_from_mapping
 from vajra_py.contract import BatchFeatures
-from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.compute import PendingStep, RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measured
 from vajra_py.experiment.measured.files import read_measured
 from vajra_py.experiment.measured.validation import Assumed, check_validation, simulate_as_served, validate
+from vajra_py.experiment.profiling import bench
+from vajra_py.experiment.profiling.live import LiveStep
 from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
@@ -75,6 +78,69 @@ def test_a_profile_predicts_steps(hollow_model: Path, tmp_path: Path) -> None:
         }
     )
     assert run_experiment(config, folder=tmp_path / "run").is_finished
+
+
+class Device(FakeRunner):
+    """Computes each step in a hundredth of a second beside the caller, who takes three thousandths to submit it."""
+
+    now_s = free_s = 0.0
+
+    def submit(self, step: StepInput) -> PendingStep:
+        self._take_changes(step)
+        for slot in step.decodes:
+            self._end(slot, self._slots[slot].num_computed + 1)
+        for chunk in step.chunks:
+            self._end(chunk.slot, chunk.num_computed + len(chunk.token_ids))
+        self.now_s += 0.003
+        self.free_s = max(self.now_s, self.free_s) + 0.010
+        return Computing(self, self.free_s, StepOutput([], [], 0.010))
+
+    def run(self, step: StepInput) -> StepOutput:
+        return self.submit(step).result()
+
+    def _end(self, slot: int, num_tokens: int) -> None:
+        row = self._slots[slot]
+        assert 0 < num_tokens <= 4 * len(row.table)
+        row.num_computed = num_tokens
+
+
+@dataclass(frozen=True)
+class Computing:
+    device: Device
+    done_s: float
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        self.device.now_s = max(self.device.now_s, self.done_s)
+        return self.output
+
+
+@pytest.mark.parametrize("begins_ahead", [False, True])
+def test_decodes_that_begin_ahead_take_the_device_s_time(begins_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(RunnerOptions(model="none", block_size=4))
+    device.allocate(8)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
+    one = bench.Bench(device, 4, 8, begins_ahead=begins_ahead)
+    decodes = (1, 3, 4, 11)  # 8 blocks
+    assert one.time_s(bench.Batch(decodes)) == pytest.approx(0.010 if begins_ahead else 0.013)
+    assert one.time_s(bench.Batch(decodes[:1], ((5, 2),))) == pytest.approx(0.013)
+
+
+@pytest.mark.parametrize("look_ahead", [None, False])
+def test_a_profile_of_a_gpu_hides_the_forming_of_decodes_that_begin_ahead(
+    look_ahead: bool | None, hollow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr(bench.Bench, "time_s", lambda one, batch: made.append(one._begins_ahead) or 0.01)
+    monkeypatch.setattr("vajra_py.experiment.profiling.profile.serve_a_while", lambda *_: live)
+    decode, prompt = BatchFeatures().with_decodes(1, 20), BatchFeatures().with_chunk(20, 0)
+    live = [LiveStep(features, 0.012, 0.002) for features in (decode, prompt)] * 2
+    engine = {"random_weights": True, "device": "cuda", "look_ahead": look_ahead}
+    config = profile_config(hollow_model, {**SIZES, "backend": {"engine": engine}})
+    profile = profile_model(ProfileSettings(config, passes=2), tmp_path / "profile.json", load=Idle)
+    assert set(made[:-10]) == {look_ahead is None, False}  # the reference does not
+    assert profile.fit.time_s(decode) == pytest.approx(0.010 if look_ahead is None else 0.012, rel=0.02)
+    assert profile.fit.time_s(prompt) == pytest.approx(0.012, rel=0.02)
 
 
 def test_a_profile_that_was_broken_off_goes_on(hollow_model: Path, tmp_path: Path) -> None:
