@@ -9,7 +9,6 @@ from typing import cast
 from vajra_py.config import SystemConfig
 from vajra_py.engine.ahead import spare_blocks
 from vajra_py.engine.compute import (
-    DoneStep,
     LookaheadRunner,
     LookaheadStep,
     ModelFacts,
@@ -67,8 +66,9 @@ class LoadedOnce:
         """Do nothing, since memory is allocated already."""
 
     def submit(self, step: StepInput) -> PendingStep:
-        """See `ModelRunner`; computed at submission."""
-        return DoneStep(self.run(step))
+        """See `ModelRunner`."""
+        assert self._runner is not None
+        return self._runner.submit(self._noted(step))
 
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""

@@ -9,9 +9,10 @@ Invariants:
     - Copies of one direction in one call have distinct destinations.
     - A copy to the host has the KV of everything that was submitted before it, and nothing that is submitted later changes it.
       What is submitted after a copy to the device finds the blocks there.
-    - The host does not wait. Its memory may be read only after both streams have completed (``synchronize``).
+    - The host does not wait otherwise. Its memory may be read only after both streams have completed (``synchronize``).
     - ``beside`` gives the same memory with streams and buffers of its own. Its copies are ordered with other work by ``follow``
-      and ``synchronize`` alone.
+      and ``synchronize`` alone. There the host waits for each buffer: a device makes copies of one direction one after the
+      other, and a step's tokens would wait for all that were submitted before them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class Streams(Protocol):
     def wait(self, kind: StreamKind, event: Any) -> None:
         """Make later work of a stream wait for an event."""
 
+    def reach(self, event: Any) -> None:
+        """Wait until an event has happened."""
+
     def synchronize(self) -> None:
         """Wait until all work of both streams is complete."""
 
@@ -80,6 +84,10 @@ class CudaStreams:
     def wait(self, kind: StreamKind, event: torch.cuda.Event) -> None:
         """See ``Streams``."""
         self._stream(kind).wait_event(event)
+
+    def reach(self, event: torch.cuda.Event) -> None:
+        """See ``Streams``."""
+        event.synchronize()
 
     def synchronize(self) -> None:
         """See ``Streams``."""
@@ -121,6 +129,7 @@ class SwapSpace:
         self._widths = widths
         self._streams = CudaStreams(device) if streams is None and device.type == "cuda" else streams
         self._buffers = self._new_buffers()
+        self._waits = False
 
     def beside(self) -> SwapSpace:
         """Return the same memory with streams and buffers of its own: its copies run beside those of this one, and one thread makes them."""
@@ -128,6 +137,7 @@ class SwapSpace:
         if self._streams is not None:
             other._streams = self._streams.beside()
             other._buffers = other._new_buffers()
+            other._waits = True
         return other
 
     def follow(self, event: Any) -> None:
@@ -186,6 +196,8 @@ class SwapSpace:
         for begin in range(0, len(ordered), held):
             piece = ordered[begin : begin + held]
             self._buffers.append(self._buffers.pop(0))
+            if self._waits and self._streams is not None:
+                self._streams.reach(self._buffers[-1].free)
             yield self._buffers[-1], piece, [(block, row) for row, (block, _) in enumerate(piece)]
 
     def _cross(self, piece: Pairs, rows: torch.Tensor, to_host: bool) -> None:

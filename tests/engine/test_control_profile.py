@@ -16,7 +16,7 @@ import pytest
 from tests.engine.fake_runner import FakeRunner
 from vajra_py.config import TypedChoice, config_from_mapping
 from vajra_py.contract import BatchFeatures
-from vajra_py.engine.compute import PendingStep, RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.compute import DoneStep, PendingStep, RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measured
@@ -104,6 +104,13 @@ class Device(FakeRunner):
         row.num_computed = num_tokens
 
 
+class AtOnce(Device):
+    """A runner whose steps are computed when they are submitted."""
+
+    def submit(self, step: StepInput) -> PendingStep:
+        return DoneStep(super().submit(step).result())
+
+
 @dataclass(frozen=True)
 class Computing:
     device: Device
@@ -115,14 +122,19 @@ class Computing:
         return self.output
 
 
-@pytest.mark.parametrize("begins_ahead", [False, True])
-def test_decodes_that_begin_ahead_take_the_device_s_time(begins_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(RunnerOptions(model="none", block_size=4))
+@pytest.mark.parametrize(
+    ("kind", "begins_ahead", "time_s"), [(Device, False, 0.013), (Device, True, 0.010), (AtOnce, True, 0.013)]
+)
+def test_decodes_that_begin_ahead_take_the_devices_time(
+    kind: type[Device], begins_ahead: bool, time_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = kind(RunnerOptions(model="none", block_size=4))
     device.allocate(8)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
     one = bench.Bench(device, 4, 8, begins_ahead=begins_ahead)
-    decodes = (1, 3, 4, 11)  # 8 blocks
-    assert one.time_s(bench.Batch(decodes)) == pytest.approx(0.010 if begins_ahead else 0.013)
+    decodes = (1, 3, 4, 10)
+    assert bench.Batch(decodes).num_blocks(4, begins_ahead) == (8 if begins_ahead else 7)
+    assert one.time_s(bench.Batch(decodes)) == pytest.approx(time_s)
     assert one.time_s(bench.Batch(decodes[:1], ((5, 2),))) == pytest.approx(0.013)
 
 

@@ -53,6 +53,10 @@ class Queues:
         if (self.direction, stream) != self._missing:
             self._queues[stream, self._side].append(("wait", event))
 
+    def reach(self, event: int) -> None:
+        while event not in self._happened:
+            self._go_on(lambda able: able[0])
+
     def synchronize(self) -> None:
         while self._queues[StreamKind.COMPUTE, self._side] or self._queues[StreamKind.TRANSFER, self._side]:
             self._go_on(lambda able: able[-1])
@@ -178,6 +182,24 @@ def copied_beside(random: Random, follows: bool) -> list[float]:
     up.to_device([(5, 3), (6, 5)])
     streams.drain(random.choice)
     return [float(cache[0, block].flatten()[0]) for cache in made for block in range(NUM_BLOCKS)]
+
+
+@pytest.mark.usefixtures("two_rows_a_buffer")
+def test_at_most_two_copies_beside_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's tokens wait for no more than those."""
+    made, streams = caches(), Queues()
+    beside = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams).beside()
+    on_their_way: list[int] = []
+    run = Queues.run
+
+    def counted(one: Queues, stream: StreamKind, work: Callable[[], None]) -> None:
+        run(one, stream, work)
+        waiting = streams._queues[StreamKind.TRANSFER, 1]
+        on_their_way.append(sum(kind == "run" for kind, _ in waiting))
+
+    monkeypatch.setattr(Queues, "run", counted)
+    beside.to_host([(block, block) for block in range(6)])  # three buffers full
+    assert max(on_their_way) == 2
 
 
 @pytest.mark.parametrize("shared", [False, True])

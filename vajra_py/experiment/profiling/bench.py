@@ -34,10 +34,18 @@ class Batch:
             shape = shape.with_chunk(num_tokens, context)
         return shape
 
-    def num_blocks(self, block_size: int) -> int:
+    def ends(self, begins_ahead: bool = False) -> list[int]:
+        """Tokens that each row has places for; `begins_ahead`: those of decodes alone for one more step."""
+        more = 2 if self.is_ahead(begins_ahead) else 1
+        return [*(context + more for context in self.decodes), *(tokens + context for tokens, context in self.chunks)]
+
+    def is_ahead(self, begins_ahead: bool) -> bool:
+        """True if it is on the device before the last step's tokens are known, where decodes begin ahead."""
+        return begins_ahead and not self.chunks and not self.num_swapped
+
+    def num_blocks(self, block_size: int, begins_ahead: bool = False) -> int:
         """KV blocks of all its rows."""
-        ends = [*(context + 1 for context in self.decodes), *(tokens + context for tokens, context in self.chunks)]
-        return sum(-(-end // block_size) for end in ends)
+        return sum(-(-end // block_size) for end in self.ends(begins_ahead))
 
 
 class Bench:
@@ -67,10 +75,10 @@ class Bench:
 
     def time_s(self, batch: Batch) -> float:
         """Seconds of one step of the batch: of decodes that begin ahead, from the tokens of the step before to their own."""
-        is_ahead = self._begins_ahead and not batch.chunks and not batch.num_swapped
-        if is_ahead:  # a step of the same rows comes before
+        is_ahead = batch.is_ahead(self._begins_ahead)
+        if is_ahead:  # steps of the same rows come before and after
             batch = replace(batch, decodes=tuple(max(2, context) for context in batch.decodes))
-        ends = [*(context + 1 for context in batch.decodes), *(tokens + context for tokens, context in batch.chunks)]
+        ends = batch.ends(self._begins_ahead)
         blocks = self._first_block + self._stream.permutation(self._num_blocks)
         freed, self.taken = self.taken, [self._first_slot + place for place in range(len(ends))]
         new, tables, at = [], [], 0
@@ -95,8 +103,11 @@ class Bench:
             first, second = self._runner.submit(step), self._runner.submit(step)
             first.result()
             start = time.perf_counter()
+            third = self._runner.submit(step)
             second.result()
-            return time.perf_counter() - start
+            time_s = time.perf_counter() - start
+            third.result()
+            return time_s
         start = time.perf_counter()
         self._runner.run(step)
         return time.perf_counter() - start

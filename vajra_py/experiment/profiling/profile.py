@@ -147,10 +147,10 @@ def profile_model(
         host_blocks = max(_HOST_BLOCKS, replica.memory.host_blocks) if engine.can_swap else 0
         runner.allocate(num_blocks + Reference.num_blocks(options), host_blocks)
         facts = _facts(runner.facts, options, num_blocks)
-        batches = list(_batches(settings, runner.facts, options, num_blocks))
+        ahead = options.device.startswith("cuda") and engine.begins_ahead is not False
+        batches = list(_batches(settings, runner.facts, options, num_blocks, ahead))
         journal = _Journal(output.with_suffix(".measured.jsonl"), facts, batches)
         total = len(batches) * settings.passes
-        ahead = options.device.startswith("cuda") and engine.begins_ahead is not False
         bench = Bench(runner, options.block_size, num_blocks, begins_ahead=ahead)
         reference = Reference(runner, options, num_blocks)
         with existing_objects_frozen():
@@ -218,7 +218,9 @@ def _counts_only(features: BatchFeatures) -> BatchFeatures:
 # Which batches
 
 
-def _batches(settings: ProfileSettings, facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> Iterator[Batch]:
+def _batches(
+    settings: ProfileSettings, facts: ModelFacts, options: RunnerOptions, num_blocks: int, ahead: bool
+) -> Iterator[Batch]:
     """The grid and some random batches, all of which fit."""
     stream = SeedTree(settings.seed).stream("batches")
     replica = settings.config.replica
@@ -233,7 +235,7 @@ def _batches(settings: ProfileSettings, facts: ModelFacts, options: RunnerOption
     seen: set[tuple[Any, ...]] = set()
     for batch in (*_grid(sizes, stream), *(_random_batch(sizes, stream) for _ in range(settings.num_random))):
         key = (len(batch.decodes), sum(batch.decodes), batch.chunks, batch.num_swapped)
-        if batch.num_blocks(facts.block_size) <= num_blocks and key not in seen:
+        if batch.num_blocks(facts.block_size, ahead) <= num_blocks and key not in seen:
             seen.add(key)
             yield batch
 
