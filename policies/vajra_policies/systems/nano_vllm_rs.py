@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from vajra_py.contract import (
@@ -18,6 +20,9 @@ from vajra_py.contract import (
     SchedulerTraits,
     SteadyState,
 )
+
+_NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_PREEMPTED})
+"""Refusals of a waiting request for which nobody is preempted."""
 
 
 class NanoVllmRsConfig(PolicyConfig):
@@ -54,7 +59,9 @@ class NanoVllmRs:
       `chunk_size` tokens a step, and are cut to what the budget has left, as in the document's example of ten tokens.
     - *Urgent requests get memory.* If the head of the queue fits but for memory, running requests of strictly lower
       priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
-      is admitted in the same step. Strictly: else equals would swap each other for ever.
+      is admitted in the same step. Strictly: else equals would swap each other for ever. Nobody is preempted for a head
+      that waits for its KV or its adapter, and of what a step has admitted, only blocks count that were free before:
+      under a prioritizer other than `priority`, it could otherwise be admitted and preempted again and again.
     - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
     - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
@@ -115,6 +122,7 @@ class NanoVllmRs:
         return num_added
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> None:
+        num_taken: dict[RequestView, int] = {}
         for request in replica.waiting():
             if replica.num_running >= self._max_running:
                 return
@@ -125,10 +133,15 @@ class NanoVllmRs:
             to_hold = request.num_known_tokens
             if not self._preempts:
                 to_hold = request.num_prompt_tokens + request.max_tokens - 1
-            if self._preempts and batch.blocks_needed(request, to_hold) > batch.free_blocks:
-                self._make_room(replica, batch, request)
-            if batch.add(request, num_tokens, reserve_tokens=to_hold) is not None:
+            num_free = batch.free_blocks
+            refusal = batch.add(request, num_tokens, reserve_tokens=to_hold)
+            if self._preempts and refusal is not None and refusal not in _NO_ROOM_HELPS:
+                self._make_room(replica, batch, request, num_taken)
+                num_free = batch.free_blocks
+                refusal = batch.add(request, num_tokens, reserve_tokens=to_hold)
+            if refusal is not None:
                 return
+            num_taken[request] = num_free - batch.free_blocks
             if not swapped_decode:
                 budget -= num_tokens
 
@@ -143,11 +156,19 @@ class NanoVllmRs:
         assert self._chunk_size is not None
         return min(num_tokens, self._chunk_size, budget)
 
-    def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> None:
-        """Preempt requests of lower priority for one that waits, if together they make enough room."""
-        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
+    def _make_room(
+        self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView, num_taken: Mapping[RequestView, int]
+    ) -> None:
+        """Preempt requests of lower priority for one that waits, if together they make enough room.
+
+        `num_taken`: blocks that each request took which this step has admitted; others that it holds may be shared, or pinned.
+        """
         needed = batch.blocks_needed(request, request.num_known_tokens)
-        if batch.free_blocks + sum(_held_blocks(replica, batch, one) for one in victims) < needed:
+        if needed <= batch.free_blocks:
+            return
+        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
+        held = (num_taken[one] if one in num_taken else _held_blocks(replica, batch, one) for one in victims)
+        if batch.free_blocks + sum(held) < needed:
             return
         while victims and needed > batch.free_blocks:
             if not _swap_out(batch, victims.pop()):
