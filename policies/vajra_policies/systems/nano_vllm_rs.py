@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 
 from pydantic import Field
 
@@ -60,8 +60,8 @@ class NanoVllmRs:
     - *Urgent requests get memory.* If the head of the queue fits but for memory, running requests of strictly lower
       priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
       is admitted in the same step. Strictly: else equals would swap each other for ever. Nobody is preempted for a head
-      that waits for its KV or its adapter, and of what a step has admitted, only blocks count that were free before:
-      under a prioritizer other than `priority`, it could otherwise be admitted and preempted again and again.
+      that waits for its KV or its adapter. Under a prioritizer other than `priority`, a step may preempt who it has just
+      admitted; where that leaves it empty, since blocks are shared or pinned, nobody is preempted for that request again.
     - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
     - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
@@ -82,6 +82,8 @@ class NanoVllmRs:
         self._chunk_size = config.chunk_size if config.chunked_prefill else None
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
+        self._in_vain: RequestView | None = None
+        """Request for which a step has preempted everybody whom it had admitted, and which was refused even so."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone is cut into chunks all the same."""
@@ -122,7 +124,7 @@ class NanoVllmRs:
         return num_added
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> None:
-        num_taken: dict[RequestView, int] = {}
+        admitted: set[RequestView] = set()
         for request in replica.waiting():
             if replica.num_running >= self._max_running:
                 return
@@ -133,15 +135,16 @@ class NanoVllmRs:
             to_hold = request.num_known_tokens
             if not self._preempts:
                 to_hold = request.num_prompt_tokens + request.max_tokens - 1
-            num_free = batch.free_blocks
             refusal = batch.add(request, num_tokens, reserve_tokens=to_hold)
-            if self._preempts and refusal is not None and refusal not in _NO_ROOM_HELPS:
-                self._make_room(replica, batch, request, num_taken)
-                num_free = batch.free_blocks
+            may_preempt = self._preempts and refusal not in _NO_ROOM_HELPS and request is not self._in_vain
+            if refusal is not None and may_preempt:
+                takes_back = self._make_room(replica, batch, request, admitted)
                 refusal = batch.add(request, num_tokens, reserve_tokens=to_hold)
+                if takes_back and not batch.num_requests:
+                    self._in_vain = request
             if refusal is not None:
                 return
-            num_taken[request] = num_free - batch.free_blocks
+            admitted.add(request)
             if not swapped_decode:
                 budget -= num_tokens
 
@@ -157,22 +160,23 @@ class NanoVllmRs:
         return min(num_tokens, self._chunk_size, budget)
 
     def _make_room(
-        self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView, num_taken: Mapping[RequestView, int]
-    ) -> None:
-        """Preempt requests of lower priority for one that waits, if together they make enough room.
+        self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView, admitted: Container[RequestView]
+    ) -> bool:
+        """Preempt requests of lower priority for one that waits, if together they seem to make enough room.
 
-        `num_taken`: blocks that each request took which this step has admitted; others that it holds may be shared, or pinned.
+        Shared blocks, and pinned ones, are not free then. True if some of those were preempted whom this step has admitted.
         """
         needed = batch.blocks_needed(request, request.num_known_tokens)
-        if needed <= batch.free_blocks:
-            return
         victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
-        held = (num_taken[one] if one in num_taken else _held_blocks(replica, batch, one) for one in victims)
-        if batch.free_blocks + sum(held) < needed:
-            return
+        if batch.free_blocks + sum(_held_blocks(replica, batch, one) for one in victims) < needed:
+            return False
+        takes_back = False
         while victims and needed > batch.free_blocks:
-            if not _swap_out(batch, victims.pop()):
-                return
+            victim = victims.pop()
+            if not _swap_out(batch, victim):
+                break
+            takes_back |= victim in admitted
+        return takes_back
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:
