@@ -167,11 +167,12 @@ class Core:
             output = self.scheduler.schedule()
             self.note(output)
             executed = output.total_num_scheduled_tokens > 0
-            result = self.execute(output)
             if executed and output.pending_structured_output_tokens:
-                deferred = (output, result)
+                deferred = output
             else:
+                result = self.execute(output)
                 if executed:
+                    self.propose(result)
                     self.scheduler.get_grammar_bitmask(output)
                 self.queue.appendleft((output, result))
                 if len(self.queue) < 2 and (executed or self.scheduler.has_requests()):
@@ -179,12 +180,18 @@ class Core:
         if self.queue:
             self.before_update()
             self.update(*self.queue.pop())
-        if deferred is not None:
-            self.scheduler.get_grammar_bitmask(deferred[0])
-            self.queue.appendleft(deferred)
+        if deferred is not None:  # it samples when the tokens before are known
+            self.update_drafts(deferred)
+            result = self.execute(deferred)
+            self.propose(result)
+            self.scheduler.get_grammar_bitmask(deferred)
+            self.queue.appendleft((deferred, result))
 
     def propose(self, result: ModelRunnerOutput) -> None:
         """Called after a step, to propose tokens."""
+
+    def update_drafts(self, output: Any) -> None:
+        """Called for a step that waits for tokens, to tell the drafts that it verifies."""
 
     def before_update(self) -> None:
         """Called after a step was computed, to handle messages that arrived meanwhile."""

@@ -208,8 +208,14 @@ def draft_session_of(seed: int, *, is_async: bool) -> Session:
         options["max_num_scheduled_tokens"] = max(least, options["max_num_scheduled_tokens"])
     # Places of drafts of an admitted request do not count for the watermark: docs/evidence/vllm.md.
     options["watermark"] = 0.0
-    drafter = rng.choice(("ngram", "eagle"))
-    return replace(session, options=options, num_drafts=num_drafts, drafter=drafter, second_runner=False)
+    drafter = "eagle" if is_async else rng.choice(("ngram", "eagle"))
+    return replace(
+        session,
+        options=options,
+        num_drafts=num_drafts,
+        drafter=drafter,
+        second_runner=is_async and session.second_runner,
+    )
 
 
 def proposed(name: str, script: RequestScript, place: int, num_drafts: int) -> list[int]:
@@ -447,12 +453,19 @@ class Play(Core):
         count = self.session.num_drafts
         if not count:
             return
-        proposals = []
-        for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            worker, script = self.worker, self.scripts[name]
-            place = len(worker.requests[name].output)
-            proposals.append(proposed(name, script, place, count) if tokens else [])
-        self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), proposals))
+        proposals = {
+            name: proposed(name, self.scripts[name], place, count) for name, place in self.worker.places.items()
+        }
+        if self.is_async:  # there are as many of each request
+            self.worker.propose({name: (tokens + [5] * count)[:count] for name, tokens in proposals.items()})
+            return
+        told = [proposals.get(name, []) for name in result.req_ids]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), told))
+
+    def update_drafts(self, output: Any) -> None:
+        drafts = {name: list(tokens) for name, tokens in self.worker.proposed.items()}
+        if self.session.num_drafts:
+            self.scheduler.update_draft_token_ids_in_output(DraftTokenIds(list(drafts), list(drafts.values())), output)
 
     def _hear(self, client: int, one: Any) -> None:
         name = one.request_id

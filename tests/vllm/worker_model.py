@@ -136,7 +136,10 @@ class Runner:
     Attributes:
         expected: the requests' tokens, by name.
         max_rows: largest number of requests.
-        seen: tokens that it computed for each request before the step at hand.
+        seen: tokens that it computed for each request before the step at hand, as it was told.
+        ahead: how many tokens of that are drafts of the step before which were rejected, where they are told of nevertheless.
+        places: output tokens of each request that sampled any in the step at hand, after it.
+        proposed: drafts that are on the device for a request's next step.
     """
 
     slots: KvSlots
@@ -144,6 +147,9 @@ class Runner:
     is_async: bool
     max_rows: int
     seen: dict[str, int] = field(default_factory=dict)
+    ahead: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    proposed: dict[str, list[int]] = field(default_factory=dict)
 
     def execute(self, message: Any) -> dict[str, list[int]]:
         """Sampled tokens of each request of the step, in its order."""
@@ -155,13 +161,17 @@ class Runner:
             raise WorkerFault(f"tokens for {sorted(scheduled)}, and {sorted(told)} are in the message")
         self.slots.begin(message.new_block_ids_to_zero)
         self.update(message)
-        self.seen = {}
+        self.seen, self.places = {}, {}
         if not scheduled:
+            self.ahead = {}
             return {}
         sampled: dict[str, list[int]] = {}
         drafts = message.scheduled_spec_decode_tokens
         if not drafts.keys() <= scheduled.keys() or not all(drafts.values()):
             raise WorkerFault(f"drafts {drafts} for {sorted(scheduled)}")
+        if self.is_async:
+            invalid = message.num_invalid_spec_tokens or {}
+            drafts = {name: self.on_device(name, tokens, invalid.get(name, 0)) for name, tokens in drafts.items()}
         reads = {name: self.inputs(name, count - len(drafts.get(name, ()))) for name, count in scheduled.items()}
         rights: dict[str, int] = {}
         for name, (start, tokens, tables) in reads.items():
@@ -170,7 +180,7 @@ class Runner:
             if tokens != wanted:
                 raise WorkerFault(f"{name}: tokens {start} to {end} are read as {tokens}, and are {wanted}")
             self.slots.check_tables(name, tables, start, start + scheduled[name])
-            self.seen[name], right = start, end
+            self.seen[name], right = start + self.ahead.get(name, 0), end
             for token in drafts.get(name, ()):
                 if token != expected.at(right):
                     break
@@ -185,8 +195,24 @@ class Runner:
             sampled[name] = [token for end in ends for token in self.sample(name, end)]
             if name in drafts and not sampled[name]:
                 raise WorkerFault(f"{name}: drafts behind a part of its prompt")
+            if sampled[name]:
+                self.places[name] = rights[name] + 1 - len(self.expected[name].prompt)
+        rejected = {name: len(tokens) + 1 - len(sampled[name]) for name, tokens in drafts.items()}
+        self.ahead = rejected if self.is_async else {}
         self.finish_step()
         return sampled
+
+    def on_device(self, name: str, told: list[int], num_invalid: int) -> list[int]:
+        """Drafts of a step whose message has places for them: what was proposed after the step before, but for invalid ones."""
+        found = [*self.proposed.get(name, ()), *[UNKNOWN] * len(told)][: len(told)]
+        valid = found[: len(told) - num_invalid]
+        if told not in ([UNKNOWN] * len(told), valid + [UNKNOWN] * num_invalid):
+            raise WorkerFault(f"{name}: drafts are told as {told}, and are {found}")
+        return valid + [UNKNOWN] * num_invalid
+
+    def propose(self, proposals: dict[str, list[int]]) -> None:
+        """Keep the drafts of the requests that sampled in the last step."""
+        self.proposed = proposals
 
     def update(self, message: Any) -> None:
         """Apply the message's changes."""
@@ -216,9 +242,9 @@ class FirstRunner(Runner):
 
     requests: dict[str, _Cached] = field(default_factory=dict)
     rows: dict[str, _Row] = field(default_factory=dict)
-    last: dict[str, int] = field(default_factory=dict)
+    last: dict[str, list[int]] = field(default_factory=dict)
     """`prev_req_id_to_index` and `prev_sampled_token_ids`: tokens of the last step that only the device has."""
-    sampled: dict[str, int] = field(default_factory=dict)
+    sampled: dict[str, list[int]] = field(default_factory=dict)
 
     def _remove(self, name: str) -> None:
         if self.rows.pop(name, None) is not None:
@@ -255,6 +281,13 @@ class FirstRunner(Runner):
         state, row = self.requests[name], self.rows.get(name)
         blocks, num_output = cached.new_block_ids[index], cached.num_output_tokens[index]
         state.num_computed = cached.num_computed_tokens[index]
+        if row is None:
+            self.ahead.pop(name, None)
+        elif name in self.ahead:
+            num_output -= self.ahead[name]
+            state.num_computed -= self.ahead[name]
+            if num_output != len(state.output):
+                raise WorkerFault(f"{name}: {num_output} output tokens, and there are {len(state.output)}")
         if num_output < len(state.output):
             del state.output[num_output:]
             if row is not None:
@@ -283,9 +316,9 @@ class FirstRunner(Runner):
         tokens = row.tokens[start : start + count]
         if name in self.last:
             if len(tokens) == count:
-                tokens[-1] = self.last[name]
+                tokens[-1] = self.last[name][-1]
             if state.output and state.output[-1] == UNKNOWN:  # read by the sampler, for which it is repaired
-                state.output[-1] = self.last[name]
+                state.output[-len(self.last[name]) :] = self.last[name]
         if len(tokens) < count:
             raise WorkerFault(f"{name}: computes up to {start + count}, and {len(row.tokens)} tokens are known")
         expected = self.expected[name]
@@ -302,7 +335,7 @@ class FirstRunner(Runner):
         kept = UNKNOWN if self.is_async else token
         row.tokens.append(kept)
         state.output.append(kept)
-        self.sampled[name] = token
+        self.sampled.setdefault(name, []).append(token)
         return [token]
 
     def finish_step(self) -> None:
@@ -327,6 +360,9 @@ class SecondRunner(Runner):
 
     states: dict[str, _State] = field(default_factory=dict)
 
+    def propose(self, proposals: dict[str, list[int]]) -> None:
+        self.proposed |= proposals
+
     def update(self, message: Any) -> None:
         for name in message.finished_req_ids | (message.preempted_req_ids or set()):
             self.states.pop(name, None)
@@ -334,6 +370,8 @@ class SecondRunner(Runner):
             if one.prefill_token_ids is None or len(one.prefill_token_ids) < one.prompt_len:
                 raise WorkerFault(f"{one.req_id}: is new without its tokens so far")
             self.states.pop(one.req_id, None)
+            self.proposed.pop(one.req_id, None)
+            self.ahead.pop(one.req_id, None)
             if len(self.states) >= self.max_rows:
                 raise WorkerFault(f"{one.req_id}: there is no slot for it, {len(self.states)} are taken")
             tokens, done = list(one.prefill_token_ids), one.num_computed_tokens
@@ -350,7 +388,7 @@ class SecondRunner(Runner):
     def inputs(self, name: str, count: int) -> tuple[int, list[int], list[list[int]]]:
         state = self.states[name]
         start = state.num_computed
-        if state.num_computed_on_host != start:
+        if state.num_computed_on_host - self.ahead.get(name, 0) != start:
             raise WorkerFault(f"{name}: {state.num_computed_on_host} tokens are computed, and on the device {start}")
         tokens = state.tokens[start : start + count] if start < state.num_prefill else [state.last]
         if start + count > state.num_prefill and len(tokens) == count:

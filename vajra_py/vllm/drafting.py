@@ -6,7 +6,7 @@ for vLLM's metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ class DraftSizes:
 
     Attributes:
         num_tokens: most drafts of a decode in a step; 0: there are none.
+        unseen: True if drafts never leave the workers, since steps are formed ahead: a decode has as many as are wanted.
         lookahead_tokens: tokens behind a request's chunk for which it gets blocks too.
         publishes_late: True if accepted tokens enter the prefix cache with their request's next step alone.
         drops_last_hit: True if the last block that is found in the prefix cache is computed anew.
     """
 
     num_tokens: int = 0
+    unseen: bool = False
     lookahead_tokens: int = 0
     publishes_late: bool = False
     drops_last_hit: bool = False
@@ -49,10 +51,12 @@ def draft_sizes_of(vllm_config: Any, version: tuple[int, int]) -> DraftSizes:
     """Return the sizes of a vLLM's drafts, by its options."""
     if vllm_config.speculative_config is None:
         return DraftSizes()
+    is_async = bool(vllm_config.scheduler_config.async_scheduling)
     return DraftSizes(
         num_tokens=vllm_config.num_speculative_tokens,
+        unseen=is_async,
         lookahead_tokens=vllm_config.num_lookahead_tokens,
-        publishes_late=version < (0, 33),
+        publishes_late=version < (0, 33) and not is_async,
         drops_last_hit=bool(vllm_config.speculative_config.use_eagle_block_drop()),
     )
 
@@ -79,11 +83,6 @@ def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
             where,
             "hashes of blocks that cover tokens behind them are not made here; set disable_lookahead_block_hashes",
         )
-    if config.scheduler_config.async_scheduling:
-        yield (
-            where,
-            "steps that are formed before it is known what was accepted are not planned; add --no-async-scheduling",
-        )
     if speculative.num_speculative_tokens_per_batch_size:
         yield (
             where,
@@ -106,16 +105,17 @@ class DraftStats:
         self._num_tokens = num_tokens
         self._stats: Any = None
 
-    def observe(self, verified: Mapping[str, Sequence[int]], output: Any, known: Mapping[str, Any]) -> None:
+    def observe(self, step: Any, output: Any, known: Mapping[str, Any]) -> None:
         """Count what a step verified, of requests that are known still."""
         from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
         if self._stats is None:
             self._stats = SpecDecodingStats.new(self._num_tokens)
-        places, sampled = output.req_id_to_index, output.sampled_token_ids
-        for name, drafts in verified.items():
+        places, sampled, invalid = output.req_id_to_index, output.sampled_token_ids, step.num_invalid_spec_tokens or {}
+        for name, drafts in step.scheduled_spec_decode_tokens.items():
             if name in known and (tokens := sampled[places[name]]):
-                self._stats.observe_draft(num_draft_tokens=len(drafts), num_accepted_tokens=len(tokens) - 1)
+                num_drafts = len(drafts) - invalid.get(name, 0)
+                self._stats.observe_draft(num_draft_tokens=num_drafts, num_accepted_tokens=len(tokens) - 1)
 
     def take(self) -> Any:
         """Return vLLM's `SpecDecodingStats` since the last call; None where nothing was verified."""

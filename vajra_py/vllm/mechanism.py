@@ -40,6 +40,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.adapters import AdapterLoad
 from vajra_py.runtime.requests.connector import NOTHING, ConnectedKv, ConnectorRules, KvConnector, KvReport, Match
+from vajra_py.runtime.requests.draft_inputs import Verification
 from vajra_py.runtime.requests.kv_inputs import KvLook
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica, Transfer
@@ -129,9 +130,11 @@ class _Executor:
     """Somebody else executes: nothing is known in advance, and nothing is kept but proposed tokens.
 
     Attributes:
+        is_unseen: True if proposed tokens stay where they are made: there are as many as are wanted.
         proposals: tokens that were proposed for a request, and the number of output tokens behind which they belong.
     """
 
+    is_unseen: bool = False
     proposals: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)
 
     def known_output_tokens(self, request: Request) -> int | None:
@@ -140,6 +143,8 @@ class _Executor:
 
     def num_drafts(self, request: Request, at_most: int) -> int:
         """See `Executor`."""
+        if self.is_unseen:
+            return at_most
         place, tokens = self.proposals.get(request, _NO_PROPOSAL)
         return min(len(tokens), at_most) if place == request.num_output_tokens else 0
 
@@ -164,6 +169,8 @@ class _VllmReplica(BackendReplica):
     """Requests whose last token is known; they end with the step in flight."""
     accepted: dict[Request, int] = field(default_factory=dict)
     """Drafts of the step in flight that have become output, of requests with any."""
+    is_known: bool = False
+    """True if the tokens of the step in flight are known."""
 
 
 class _GaveWay(Observer):
@@ -208,6 +215,8 @@ class Mechanism(Backend[_VllmReplica]):
         self._gave_way = _GaveWay()
         self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
         self._is_gate_new = False
+        self._ahead: StepPlan | None = None
+        """The last step, if it has ended before it was known which of its drafts are accepted."""
         self._leaving: set[Request] = set()
         """Requests that hold KV blocks until they end with the turn that is open."""
         self._connected: ConnectedKv | None = None
@@ -220,6 +229,11 @@ class Mechanism(Backend[_VllmReplica]):
         )
         self._connected = self.replica.use_connector(noted, rules)
         return self._connected
+
+    def form_ahead(self) -> None:
+        """Let steps be formed before the tokens of the last one are known; before the first request."""
+        self.set_gate(bars_preempted=True)
+        self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see everything; before the first request."""
@@ -354,9 +368,24 @@ class Mechanism(Backend[_VllmReplica]):
             self.abort(request.request_id)
         self.leave(request)
 
-    def accept(self, num_drafts: Mapping[Request, int]) -> None:
-        """Count so many drafts of these requests as output of the step in flight."""
-        self._one.accepted.update(num_drafts)
+    def accept(self, plan: StepPlan, num_drafts: Mapping[Request, int]) -> None:
+        """Count so many drafts of these requests as output of a step, whose tokens are known now, in flight or ended ahead.
+
+        Nothing happens if it was called off.
+        """
+        one = self._one
+        if plan is one.plan:
+            one.accepted.update(num_drafts)
+            one.is_known = True
+        elif plan is self._ahead:
+            self._ahead = None
+            self._driver.advance_to(self.open_turn())
+            if one.plan is not None:
+                self._turn = None  # it happens before that step ends
+            counts = sorted((request.index, count) for request, count in num_drafts.items())
+            place = self.replica.replicaset, self.replica.replica_id
+            self._note(Verification(self.now, *place, plan.step_index, counts))
+            self._driver.verify(one, num_drafts)
 
     def propose(self, proposals: Mapping[Request, list[int]]) -> None:
         """Take in tokens that are proposed to follow the newest ones of these requests; nothing may be in flight."""
@@ -369,7 +398,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     def planned_drafts(self, request: Request, drafts: PlannedDrafts) -> list[int]:
         """Return the tokens that a plan verifies for a request; -1: a place that holds none."""
-        if drafts.is_padding:
+        if drafts.is_padding or self._executor.is_unseen:
             return [-1] * drafts.num_tokens
         tokens = self._executor.proposals[request][1]
         return tokens if len(tokens) == drafts.num_tokens else tokens[: drafts.num_tokens]
@@ -423,7 +452,11 @@ class Mechanism(Backend[_VllmReplica]):
         stopped = frozenset(each for each in one.stopped if each.state is RequestState.RUNNING)
         one.stopped.clear()
         accepted, one.accepted = one.accepted, {}
-        result = StepResult(stopped=stopped, accepted=accepted, report=report)
+        is_ahead = self._executor.is_unseen and not one.is_known
+        one.is_known = False
+        if is_ahead:
+            self._ahead = plan
+        result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)
 
     # Backend of the driver
@@ -438,6 +471,7 @@ class Mechanism(Backend[_VllmReplica]):
         replica.plan = None
         replica.stopped.clear()
         replica.accepted.clear()
+        replica.is_known = False
         return self._driver.now
 
     def on_arrival(self, payload: Submission) -> None:

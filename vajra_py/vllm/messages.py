@@ -73,6 +73,7 @@ class Messages:
         find, message, step = self._records.get, self.next, self._step
         for chunk in chunks:
             request, num_tokens, computed, kind = chunk
+            planned = drafts.get(request)
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
@@ -82,10 +83,13 @@ class Messages:
                 if self._zeroes and not isinstance(blocks, Tables):
                     message.clear(blocks)
                 num_outputs = record.num_kept + request.num_output_tokens
+                if planned is not None:  # the workers take the rejected ones off themselves
+                    computed += planned.num_unverified
+                    num_outputs += planned.num_unverified
                 message.go_on(record.request_id, num_tokens, computed, num_outputs, blocks)
             else:
                 self._add_chunk(record, chunk)
-            if request in drafts and (planned := drafts[request]).num_tokens:
+            if planned is not None and planned.num_tokens:
                 message.verify(record.request_id, self._mechanism.planned_drafts(request, planned))
 
     def _add_chunk(self, record: Record, chunk: PlannedChunk) -> None:

@@ -66,6 +66,7 @@ def facts_of(
     """Return the facts of a vLLM that a replay and a reader of the results need; `connector`: rules of the one that it has."""
     return {
         **({} if connector is None else {"connector": asdict(connector)}),
+        **({"drafts_unseen": True} if sizes.drafts.unseen else {}),
         **model_facts_of(vllm_config),
         "forward": "vllm " + ".".join(map(str, sizes.version)),
         "kv_bytes_per_token": bytes_per_token,

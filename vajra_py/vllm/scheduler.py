@@ -91,6 +91,8 @@ class Scheduler(WithoutExtras):
         bytes_per_token = kv_bytes_per_token_of(layer_specs_of(kv_cache_config), block_size)
         check_connector(vllm_config)
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._plans: deque[StepPlan | None] = deque()
+        """Plans of the steps in flight; None for one that computes nothing."""
         block_sizes = block_size, hash_block_size or block_size
         make_memory = managed_memory(vllm_config, kv_cache_config, block_sizes, options, self._num_in_flight)
         self.mechanism: Mechanism = self._make_mechanism(registry, bytes_per_token, make_memory)
@@ -106,6 +108,9 @@ class Scheduler(WithoutExtras):
         self._rules = self._record_rules(vllm_config, kv_events)
         self._records: dict[str, Record] = {}
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
+        self._has_drafts = sizes.drafts.num_tokens > 0
+        self._stopping: list[Request] = []
+        """Requests that a token of the step at hand ends."""
         self._messages = Messages(
             self.mechanism,
             self._records,
@@ -135,7 +140,7 @@ class Scheduler(WithoutExtras):
             self.config, registry, self._clock, self._max_model_len, bytes_per_token, make_memory
         )
         if self._is_async:
-            mechanism.set_gate(bars_preempted=True)
+            mechanism.form_ahead()
         if self._fallback is not None:
             mechanism.check_policies(self._fallback)
         return mechanism
@@ -291,6 +296,7 @@ class Scheduler(WithoutExtras):
         if self._connected is not None:
             self._connected.tell(output, is_formed=plan is not None)
         self._in_flight.append(output)
+        self._plans.append(plan)
         return output
 
     @property
@@ -420,15 +426,20 @@ class Scheduler(WithoutExtras):
     ) -> dict[int, EngineCoreOutputs]:
         """Take a step's tokens in; return the message for every client."""
         self._in_flight.popleft()
+        plan = self._plans.popleft()
         outputs: dict[int, list[EngineCoreOutput]] = {}
         reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
             void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
-        verified = scheduler_output.scheduled_spec_decode_tokens
-        if verified and self.log_stats:
-            self._draft_stats.observe(verified, model_runner_output, self._records)
+        if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
+            self._draft_stats.observe(scheduler_output, model_runner_output, self._records)
+        accepted: dict[Request, int] = {}
         if model_runner_output.sampled_token_ids:
-            self._take_tokens(model_runner_output, outputs, void)
+            accepted = self._take_tokens(model_runner_output, outputs, void)
+        if plan is not None and self._has_drafts:
+            self.mechanism.accept(plan, accepted)
+        if self._stopping:
+            self._stop()
         if not self._in_flight:
             if self._connected is None:
                 self.mechanism.land()
@@ -462,8 +473,8 @@ class Scheduler(WithoutExtras):
 
     def _take_tokens(
         self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]], void: Collection[str]
-    ) -> None:
-        """Take in the tokens of a step, but for requests whose part of it is void."""
+    ) -> dict[Request, int]:
+        """Take in the tokens of a step, but for requests whose part of it is void; return the drafts that became output, where any did."""
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
@@ -488,8 +499,13 @@ class Scheduler(WithoutExtras):
                 told.append(self._said_in_full(record, index, tokens, output, stops=is_last))
             if not is_one and len(tokens) > 1 and (own := record.own) is not None:
                 accepted[own] = len(tokens) - 1
-        if accepted:
-            self.mechanism.accept(accepted)
+        return accepted
+
+    def _stop(self) -> None:
+        """End requests whose last token is known, after the tokens before it were counted."""
+        stopping, self._stopping = self._stopping, []
+        for request in stopping:
+            self.mechanism.stop(request)
 
     def _said_in_full(
         self, record: Record, index: int, tokens: list[int], output: ModelRunnerOutput, *, stops: bool
@@ -515,7 +531,7 @@ class Scheduler(WithoutExtras):
         if stops:
             told.finish_reason, told.stop_reason = request.get_finished_reason(), request.stop_reason
             if record.own is not None and len(record.output) < record.limit:
-                self.mechanism.stop(record.own)
+                self._stopping.append(record.own)
             if self._connected is not None:
                 self._connected.ends_with(record, told)
             self._end(record)
@@ -530,6 +546,21 @@ class Scheduler(WithoutExtras):
                 is_plain = record.is_plain  # then there is no grammar
                 proposals[own] = tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens)
         self.mechanism.propose(proposals)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Write the tokens that a step formed ahead verifies into its message, as far as grammars allow them; the rest stays -1."""
+        planned, invalid = scheduler_output.scheduled_spec_decode_tokens, dict[str, int]()
+        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            record = self._records.get(name)
+            if record is None or not (count := len(planned.get(name, ()))):
+                continue
+            found = self._grammars.allowed_drafts(record.request, tokens[:count])
+            if len(found) < count:
+                invalid[name] = count - len(found)
+            planned[name] = found + [-1] * (count - len(found))
+        scheduler_output.num_invalid_spec_tokens = invalid
 
     # Counts
 

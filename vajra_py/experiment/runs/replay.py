@@ -55,6 +55,7 @@ from vajra_py.runtime.records.input_log import (
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, RetentionLog, read_retention
+from vajra_py.runtime.requests.draft_inputs import Verification
 from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvNews
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
@@ -242,9 +243,12 @@ class _RecordedTimer:
 class _RecordedExecutor(SimulatedExecutor):
     """Executor that replays each request's recorded tokens and end."""
 
-    def __init__(self, outputs: Mapping[int, RecordedOutput]) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._outputs = outputs
+        self._outputs = recording.outputs
+        self._late = {one.step for one in recording.inputs if isinstance(one, Verification)}
+        """Steps after which the next one was formed before it was known what came of them."""
+        self._drafts_unseen = any(facts.get("drafts_unseen") for facts in recording.engine.values())
         self._nothing = RecordedOutput()
         self.replicasets: Mapping[str, Replicaset] = {}
         """Replicasets of the replay, once they are built."""
@@ -274,6 +278,8 @@ class _RecordedExecutor(SimulatedExecutor):
                 if drafts.num_tokens and not drafts.is_padding:
                     accepted[request] = output.accepted.get(position, 0)
                     count += accepted[request]
+                if not drafts.is_padding:
+                    end = request.num_known_tokens  # drafts of the step before may have been accepted since
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
                 failed[request] = output.detail
             elif end == request.num_known_tokens and position < len(output.token_ids) and request not in withheld:
@@ -281,10 +287,12 @@ class _RecordedExecutor(SimulatedExecutor):
                 if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
         report = None if self.connector is None else self.connector.report(plan)
-        return StepResult(tokens, frozenset(stopped), failed, accepted, report)
+        return StepResult(tokens, frozenset(stopped), failed, accepted, report, plan.step_index in self._late)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number."""
+        """Return the recorded number; of drafts that never left the workers there were as many as wanted."""
+        if self._drafts_unseen:
+            return at_most
         output = self._outputs.get(request.index, self._nothing)
         return min(output.proposals.get(request.num_output_tokens, 0), at_most)
 
@@ -356,7 +364,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         for one in recording.inputs
         if isinstance(one, Arrival) and one.num_output_tokens is not None
     }
-    executor = _RecordedExecutor(recording.outputs)
+    executor = _RecordedExecutor(recording)
     models = {
         name: ReplicasetModel(
             predictions(settings.of(name), registry),

@@ -17,6 +17,7 @@ from vajra_py.contract.facts import FACTS
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
 from vajra_py.runtime.records.json_lines import JsonLinesFile, read_rows
+from vajra_py.runtime.requests.draft_inputs import Verification
 from vajra_py.runtime.requests.kv_inputs import KvAnswer, KvEnd, KvLook, KvNews
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
@@ -336,7 +337,7 @@ class CacheReport:
     ends: bool = False
 
 
-Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews
+Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews | Verification
 """An action of the executing side on a replica or on its policies."""
 
 
@@ -399,6 +400,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "kv_end": KvEnd,
     "kv_look": KvLook,
     "kv_news": KvNews,
+    "verification": Verification,
 }
 
 
@@ -447,12 +449,8 @@ def read_inputs(path: Path) -> list[Input]:
             raise RunError(str(Problem(str(path), message, f"Allowed: {', '.join(map(str, _READABLE))}")))
         return [_input_of(row) for row in rows[1:]]
     except FileNotFoundError:
-        message = "is missing"
-        raise RunError(
-            str(
-                Problem(str(path), message, "Runs of the engine write it; a simulation is repeated by running it again")
-            )
-        ) from None
+        message, advice = "is missing", "Runs of the engine write it; a simulation is repeated by running it again"
+        raise RunError(str(Problem(str(path), message, advice))) from None
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise RunError(str(Problem(str(path), f"cannot be read ({error})"))) from error
 

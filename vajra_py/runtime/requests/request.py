@@ -386,6 +386,18 @@ class Request(_Stated):
         else:
             self.draft_log = [entry]
 
+    def add_verified(self, num_drafts: int, num_accepted: int, tick: int) -> None:
+        """Count drafts of the step that gave the newest token, and those of them that became output behind it."""
+        assert self._pool is None
+        if num_drafts:
+            self._output -= 1
+            self.count_drafts(num_drafts, num_accepted)
+            self._output += 1
+        self._output += num_accepted
+        self.token_log.extend([tick] * num_accepted)
+        if self._computed:  # else it has lost its KV since
+            self._computed += num_accepted
+
     def note_proposal(self, num_drafts: int) -> None:
         """Note the drafts that there are for the tokens that come next."""
         entry, log = (self._output, num_drafts), self.proposals

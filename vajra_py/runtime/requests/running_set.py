@@ -30,6 +30,14 @@ class PoolChanges(NamedTuple):
 NO_CHANGES = PoolChanges((), ())
 
 
+class Unverified(NamedTuple):
+    """Drafts of a request's last step, which has ended before it was known which of them are accepted."""
+
+    num_drafts: int
+    is_padding: bool = False
+    """True if their places hold none."""
+
+
 class OffersWaiting(Protocol):
     """Connector by whose answers waiting requests may be admitted."""
 
@@ -77,6 +85,8 @@ class RunningSet:
         """True if waiting requests may be admitted."""
         self.bars_preempted = False
         """True if a request that a step preempts may be admitted again only by a later step."""
+        self.unverified: dict[Request, Unverified] = {}
+        """Requests that got a token by a step whose outcome is not known yet, where decodes have drafts."""
         self.barred: set[Request] = set()
         """Requests that were preempted for this step and may not be admitted by it."""
 
@@ -175,6 +185,7 @@ class RunningSet:
         self.loading.clear()
         self.num_running = 0
         self.has_spare_blocks = False
+        self.unverified.clear()
         self.barred.clear()
         if self.adapters is not None:
             self.adapters.clear()

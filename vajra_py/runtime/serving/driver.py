@@ -8,7 +8,7 @@ decided again over a simulator that is given the same events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop
@@ -45,6 +45,7 @@ from vajra_py.runtime.records.input_log import (
 )
 from vajra_py.runtime.requests.adapters import Adapters
 from vajra_py.runtime.requests.connector import KvReport
+from vajra_py.runtime.requests.draft_inputs import Verification
 from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.programs import Program
@@ -493,6 +494,13 @@ class Driver(Generic[R]):
             self.controller.settle(ended, self.now)
         self.wake(one)
 
+    def verify(self, one: R, accepted: Mapping[Request, int]) -> None:
+        """Count the drafts that were accepted by a step that had ended before that was known."""
+        ended = one.replica.verify(accepted, self.now)
+        if ended:
+            self.controller.settle(ended, self.now)
+        self.wake(one)
+
     def _stage_ended(self, one: R, plan: StepPlan, _: int) -> None:
         if one.free_at == NEVER:
             one.free_at = self.now
@@ -752,6 +760,9 @@ class Driver(Generic[R]):
         one = self._replicas[what.replicaset][what.replica_id]
         if isinstance(what, KvNews):
             self.take_report(one, one.replica.report_of(what))
+            return
+        if isinstance(what, Verification):
+            self.verify(one, one.replica.accepted_of(what.accepted))
             return
         if isinstance(what, Gate):
             one.replica.set_gate(what)

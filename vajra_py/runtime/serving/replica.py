@@ -37,7 +37,7 @@ from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.requests.running_set import RunningSet, StateView
+from vajra_py.runtime.requests.running_set import RunningSet, StateView, Unverified
 from vajra_py.runtime.step.builder import Builder
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.step.fast_forward import Repeats, run_of
@@ -101,6 +101,7 @@ class Replica:
         "_listener_error",
         "_num_waiting_in_run",
         "_output_limits",
+        "_over",
         "_publishes_late",
         "_schedule",
         "_step_logs",
@@ -170,6 +171,8 @@ class Replica:
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
+        self._over: set[Request] = set()
+        """Requests that have reached their length and are part of a step formed before that was known; they get nothing of it."""
         self.hands_off = parts.role is _PREFILL
         """True if requests leave, or may leave, when their prompt is computed."""
         self.gives_first_token = True
@@ -316,6 +319,7 @@ class Replica:
         self.forms_steps = gate.forms
         self.running_set.admits = gate.admits
         self.running_set.bars_preempted = gate.bars_preempted
+        self.lifecycle.keeps_as_cached = self._publishes_late or (self._has_drafts and gate.bars_preempted)
 
     @property
     def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
@@ -327,6 +331,8 @@ class Replica:
         self.num_in_flight = 0
         self._output_limits.clear()
         self._to_abort.clear()
+        self._over.clear()
+        self._late_tokens.clear()
         self._inherited = []
         self.lifecycle.held.clear()
         self.newly_held = []
@@ -628,7 +634,8 @@ class Replica:
         if result.tokens is not None:
             void = () if lost is None else lost.running
             tokens = [one for one in result.tokens if one[0] not in void] if void else result.tokens
-            if self._connected is not None and self._connected.rules.forms_ahead and result.report is None:
+            is_late = self._connected is not None and self._connected.rules.forms_ahead and result.report is None
+            if is_late or result.is_ahead:
                 self._late_tokens.append(tokens)
             else:
                 self._append_tokens(tokens)
@@ -673,6 +680,39 @@ class Replica:
             tokens = self._late_tokens.popleft()
             self._append_tokens(tokens if lost is None else [one for one in tokens if one[0] not in lost.running])
         return self._apply_report(report, lost, None, to_seconds(now))
+
+    def accepted_of(self, counts: Sequence[tuple[int, int]]) -> dict[Request, int]:
+        """Return the accepted drafts of the last step by request, from their numbers by the requests' indices."""
+        known = dict(counts)
+        return {one: known[one.index] for one in self.running_set.unverified if one.index in known}
+
+    def verify(self, accepted: Mapping[Request, int], now: int) -> list[tuple[Request, EndReason]]:
+        """Count the drafts that were accepted by a step that had ended before that was known; returns the requests that end at once.
+
+        Who has reached its length and is part of the step that was formed meanwhile ends with that.
+        """
+        if self._late_tokens:
+            self._append_tokens(self._late_tokens.popleft())
+        seconds, unverified = to_seconds(now), self.running_set.unverified
+        before, ended = dict(unverified), list[tuple[Request, EndReason]]()
+        unverified.clear()
+        for request, (num_drafts, is_padding) in before.items():
+            if request.state is _ENDED:
+                continue
+            num_left = self._output_limit(request) - request.num_output_tokens
+            num_accepted = min(accepted.get(request, 0), num_left)
+            self.lifecycle.verified(request, 0 if is_padding else num_drafts, num_accepted, now)
+            request.end_epoch = num_left = num_left - num_accepted
+            if num_left > 0:
+                continue
+            if request.state is _RUNNING and not request.num_remaining_tokens:
+                self._over.add(request)
+            reason, is_running = self._end_reason(request, StepResult()), request.state is _RUNNING
+            if self.abort(request, reason, seconds):
+                if not is_running:
+                    self.parts.executor.release(request)
+                ended.append((request, reason))
+        return ended
 
     def report_of(self, news: KvNews) -> KvReport:
         """Return the report that was recorded so."""
@@ -776,6 +816,9 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
+            if result.is_ahead and self._has_drafts:
+                is_padded = planned is not None
+                self.running_set.unverified[request] = Unverified(num_tokens - 1 if is_padded else 0, is_padded)
             if lost is not None and request in lost.running:
                 continue  # it was computed from KV that has not come
             if self.hands_off and self._leaves(request, kind) and request not in result.stopped:
@@ -804,9 +847,11 @@ class Replica:
         rules = self.parts.options.drafts
         keeps = rules is not None and rules.keeps_blocks
         limits, accepted, publishes = self._output_limits, result.accepted, not self._publishes_late
+        is_ahead, unverified = result.is_ahead, self.running_set.unverified
+        keeps = keeps or is_ahead  # the next step has places behind them
         done: list[Request] = []
-        for request, (num_drafts, num_kept_blocks, is_padding) in plan.drafts.items():
-            if request in result.failed:
+        for request, (num_drafts, num_kept_blocks, is_padding, _) in plan.drafts.items():
+            if request in result.failed or request in self._over:
                 continue
             if is_padding:
                 if not keeps:
@@ -816,9 +861,13 @@ class Replica:
             num_accepted = accepted.get(request, 0)
             if num_accepted:
                 num_accepted = min(num_accepted, limit - request.num_output_tokens - 1)
-            if num_drafts:
+            is_open = is_ahead and request.num_output_tokens + 1 < limit
+            if num_drafts and not is_open:
                 request.count_drafts(num_drafts, num_accepted)
             request.end_epoch = num_left = limit - request.add_outputs(1 + num_accepted, now)
+            if is_open:
+                unverified[request] = Unverified(num_drafts)
+                continue
             if not keeps:
                 num_blocks = self.memory.blocks_for(request.num_computed_tokens)
                 self.memory.shrink(request, max(num_kept_blocks, num_blocks))
@@ -871,6 +920,10 @@ class Replica:
     def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         self._output_limits.pop(request, None)
         self._to_abort.pop(request, None)
+        self._over.discard(request)
+        before = self.running_set.unverified.pop(request, None)
+        if before is not None:  # none of them becomes output
+            request.add_verified(0 if before.is_padding else before.num_drafts, 0, 0)
         held = self.parts.options.holds_ended_slots
         self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)
         self.parts.executor.release(request)

@@ -230,6 +230,8 @@ class Builder(PlanDraft):
             self._check_chunk(own, num_tokens, computed, computed + num_left)
         if num_tokens == 1 and own.is_decode:
             if self._executor is not None:
+                if self._may_be_full(own):
+                    return self._refuse(own, Refusal.IN_FLIGHT)
                 return self._add_drafted((own,), 0, reserve_tokens)[1]
             if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
@@ -281,6 +283,7 @@ class Builder(PlanDraft):
         num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
         caches, looks_ahead = self._options.cache_at_schedule, self._with_lookahead(1) > 1
         find_drafts, tokens_left, refusal = self._num_drafts, self.tokens_left, None
+        unverified, open_drafts, num_told = self._running_set.unverified, 0, 1
         end = min(len(order), position + self.slots_left)
         start = position
         while position < end:
@@ -288,8 +291,15 @@ class Builder(PlanDraft):
             if not request.is_skipped or tokens_left <= 0 or request in chunks:
                 break
             computed = request.num_computed_tokens
-            num_drafts = find_drafts(request, computed + 1, tokens_left)
-            to_hold, to_keep = computed + 1 + num_drafts, computed + 1
+            if unverified:
+                if self._may_be_full(request):
+                    position, start, end = position + 1, start + 1, min(len(order), end + 1)
+                    continue
+                num_told = request not in unverified  # what the newest token is may not be known yet
+                open_drafts = 0 if num_told else unverified[request].num_drafts
+            num_drafts = find_drafts(request, computed + open_drafts + 1, tokens_left)
+            to_keep = computed + open_drafts + 1
+            to_hold = to_keep + num_drafts
             if looks_ahead:
                 to_hold = self._with_lookahead(to_hold)
             if reserve_tokens is not None and reserve_tokens > to_keep:
@@ -302,17 +312,22 @@ class Builder(PlanDraft):
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
             chunks[request] = PlannedChunk(request, 1 + num_drafts, computed, "running")
-            planned[request] = PlannedDrafts(num_drafts, kept)
+            planned[request] = PlannedDrafts(num_drafts, kept, num_unverified=open_drafts)
             tokens_left -= 1 + num_drafts
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
             if caches and request.hashes is not None:
-                memory.cache_blocks(request, computed + 1)
+                memory.cache_blocks(request, computed + num_told)
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
         self.slots_left -= position - start
         return position, refusal
+
+    def _may_be_full(self, request: Request) -> bool:
+        """Return True if a decode has its greatest length if the drafts of its last step are accepted: it waits until that is known."""
+        before = self._running_set.unverified.get(request)
+        return before is not None and request.num_computed_tokens + before.num_drafts + 1 >= self._longest
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
         """Return the number of drafts that a decode with so many known tokens has in what is left of the budget."""

@@ -22,6 +22,8 @@ class PlannedDrafts(NamedTuple):
     """Blocks that the request holds after the step, whatever is accepted; further ones may go back."""
     is_padding: bool = False
     """True if the request is admitted with its last known token, and the places of drafts hold none."""
+    num_unverified: int = 0
+    """Drafts of its step before that may stand in front of the chunk: it is not known yet which of them are accepted."""
 
 
 class PlannedChunk(NamedTuple):
@@ -151,6 +153,8 @@ class StepResult:
     whose token ended them (end of sequence or a stop string), for executors that cannot know lengths in advance.
     `failed` names requests whose own part of the step gave no token, and why: they end, and nothing else does.
     `accepted` holds the number of drafts that were accepted and became output, where there were any.
+    With `is_ahead` the next step is formed before that is known, or what the tokens are: each entry that caught up gives the
+    one token that it gives in any case, and the rest comes by `Replica.verify`.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None
@@ -159,6 +163,7 @@ class StepResult:
     accepted: Mapping[Request, int] = field(default_factory=dict)
     report: KvReport | None = None
     """Report of a connector's workers; None: there is no connector, or nothing to report."""
+    is_ahead: bool = False
 
 
 class Executor(Protocol):
