@@ -180,6 +180,8 @@ class Core:
         if self.queue:
             self.before_update()
             self.update(*self.queue.pop())
+            if not self.queue and deferred is None:  # the next message is of the true counts
+                self.worker.ahead = {}
         if deferred is not None:  # it samples when the tokens before are known
             self.update_drafts(deferred)
             result = self.execute(deferred)

@@ -102,6 +102,8 @@ class Session:
     """Tokens that are proposed after a step for each request, at most."""
     drafter: str = "ngram"
     """Method of drafting; EAGLE's is the same to a scheduler but for blocks."""
+    is_exact: bool = False
+    """True if asynchronous steps are compared one by one as well: nothing happens that is known to differ."""
     without_ends: frozenset[str] = frozenset()
     """Requests whose ends depend on when they run."""
 
@@ -209,6 +211,8 @@ def draft_session_of(seed: int, *, is_async: bool) -> Session:
     # Places of drafts of an admitted request do not count for the watermark: docs/evidence/vllm.md.
     options["watermark"] = 0.0
     drafter = "eagle" if is_async else rng.choice(("ngram", "eagle"))
+    if is_async and rng.random() < 0.5:
+        session = _without_lengths_reached(rng, session, 2 * num_drafts + 4)
     return replace(
         session,
         options=options,
@@ -216,6 +220,21 @@ def draft_session_of(seed: int, *, is_async: bool) -> Session:
         drafter=drafter,
         second_runner=is_async and session.second_runner,
     )
+
+
+def _without_lengths_reached(rng: random.Random, session: Session, margin: int) -> Session:
+    """Return the session with requests that end by a token, at least so many before their length, and without what else is known to differ."""
+    longest = session.options["max_model_len"] - margin
+    scripts = []
+    for one in session.scripts:
+        prompt = one.prompt[: longest - 1]
+        ends_at = min(longest - len(prompt), one.ends_at or one.max_tokens)
+        changes: dict[str, Any] = {"prompt": prompt, "ends_at": ends_at, "max_tokens": ends_at + margin}
+        if one.aborts is not None:  # after the tokens of a step its blocks would be free before those of who ended by them
+            changes["aborts"] = (one.aborts[0], True)
+        scripts.append(replace(one, min_tokens=0, ignores_eos=False, grammar=None, string_after=None, **changes))
+    events = [one for one in session.events if not one.kind.endswith("all") or one.kind.startswith("pause")]
+    return replace(session, scripts=scripts, events=events, is_exact=True)
 
 
 def proposed(name: str, script: RequestScript, place: int, num_drafts: int) -> list[int]:
@@ -635,15 +654,15 @@ def _that_run(play: Play) -> list[tuple[Any, ...]]:
 
 def difference(session: Session, own: Play, ours: Play) -> str | None:
     """Return the first difference to vLLM's scheduler; None if all differences are listed in `docs/evidence/vllm.md`."""
-    if not session.is_async:
-        theirs, mine = _that_run(own), _that_run(ours)
-        for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):
-            parts = ("scheduled", "computed", "preempted", "free", "drafts")
-            for what, left, right in zip(parts, one, other, strict=True):
-                if left != right:
-                    return f"step {number} {what}: vLLM {left}, here {right}"
-        if len(theirs) != len(mine) and not own.is_endless:
-            return f"{len(theirs)} steps, here {len(mine)}"
+    if session.is_exact:
+        attempt = next((at for at, one in enumerate(own.steps) if one.preempted and not one.scheduled), None)
+        if attempt is not None:  # here the next attempt follows at once, before the tokens of the step in flight
+            count = sum(bool(one.scheduled) for one in own.steps[:attempt])
+            found = _steps_difference(_that_run(own)[:count], _that_run(ours)[:count])
+            return found or ends_difference(session, own, ours)
+    if session.is_exact or not session.is_async:
+        if (found := _steps_difference(_that_run(own), _that_run(ours), is_endless=own.is_endless)) is not None:
+            return found
         if own.drafts != ours.drafts:
             return f"statistics of drafts {own.drafts}, here {ours.drafts}"
         if own.answers != ours.answers:
@@ -654,6 +673,17 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
         if own.stats != ours.stats:
             return f"prefill statistics {own.stats.items() ^ ours.stats.items()}"
     return ends_difference(session, own, ours)
+
+
+def _steps_difference(theirs: list[Any], mine: list[Any], *, is_endless: bool = False) -> str | None:
+    for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):
+        parts = ("scheduled", "computed", "preempted", "free", "drafts")
+        for what, left, right in zip(parts, one, other, strict=True):
+            if left != right:
+                return f"step {number} {what}: vLLM {left}, here {right}"
+    if len(theirs) != len(mine) and not is_endless:
+        return f"{len(theirs)} steps, here {len(mine)}"
+    return None
 
 
 def ends_difference(session: Session, own: Play, ours: Play) -> str | None:
@@ -741,6 +771,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["with_adapters"] += sum(one.adapter is not None for one in session.scripts)
     counts["drafted"] += sum(one.num_draft_tokens for one in ours.drafts)
     counts["accepted"] += sum(one.num_accepted_tokens for one in ours.drafts)
+    counts["exact"] += session.is_exact
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
     if own.is_endless or ours.is_endless:
         # Asynchronous steps differ in when blocks are free, so that chance decides whether equals meet.
