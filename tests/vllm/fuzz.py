@@ -233,7 +233,7 @@ def _without_lengths_reached(rng: random.Random, session: Session, margin: int) 
         if one.aborts is not None:  # after the tokens of a step its blocks would be free before those of who ended by them
             changes["aborts"] = (one.aborts[0], True)
         scripts.append(replace(one, min_tokens=0, ignores_eos=False, grammar=None, string_after=None, **changes))
-    events = [one for one in session.events if not one.kind.endswith("all") or one.kind.startswith("pause")]
+    events = [one for one in session.events if one.kind.startswith("pause") or one.kind == "resume"]
     return replace(session, scripts=scripts, events=events, is_exact=True)
 
 
@@ -243,6 +243,20 @@ def proposed(name: str, script: RequestScript, place: int, num_drafts: int) -> l
     right, count = (draw >> 4) % (num_drafts + 1), (draw >> 12) % (num_drafts + 2)
     found = [token_of(script, place + ahead) for ahead in range(min(count, num_drafts))]
     return [token if ahead < right else 5 for ahead, token in enumerate(found)]
+
+
+def propose(core: Core, result: Any, count: int) -> None:
+    """Propose tokens after a step, at most so many for each request; asynchronously they stay on the device, as many for each."""
+    found = {}
+    for name, place in core.worker.places.items():
+        script: Any = core.scripts[name]
+        ends = {"ends_at": script.ends_at, "stops_at": getattr(script, "stops_at", None)}
+        found[name] = proposed(name, RequestScript(name, (), 0, 0, 0.0, **ends), place, count)
+    if core.is_async:
+        core.worker.propose({name: (tokens + [5] * count)[:count] for name, tokens in found.items()})
+    else:
+        told = [found.get(name, []) for name in result.req_ids]
+        core.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), told))
 
 
 def _scripts(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[RequestScript]:
@@ -469,17 +483,8 @@ class Play(Core):
                 self._hear(client, one)
 
     def propose(self, result: Any) -> None:
-        count = self.session.num_drafts
-        if not count:
-            return
-        proposals = {
-            name: proposed(name, self.scripts[name], place, count) for name, place in self.worker.places.items()
-        }
-        if self.is_async:  # there are as many of each request
-            self.worker.propose({name: (tokens + [5] * count)[:count] for name, tokens in proposals.items()})
-            return
-        told = [proposals.get(name, []) for name in result.req_ids]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), told))
+        if self.session.num_drafts:
+            propose(self, result, self.session.num_drafts)
 
     def update_drafts(self, output: Any) -> None:
         drafts = {name: list(tokens) for name, tokens in self.worker.proposed.items()}

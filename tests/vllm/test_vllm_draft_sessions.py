@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
-from vllm.v1.outputs import DraftTokenIds
 
 from tests.vllm.core import EOS, Core, RequestScript, make_scheduler, vllm_config
 from tests.vllm.fuzz import RequestScript as Script
-from tests.vllm.fuzz import Session, compare, compare_in, play, proposed
+from tests.vllm.fuzz import Session, compare, compare_in, play, propose
 from tests.vllm.test_vllm_fuzz import PLAIN, cached, message, new, runner
 from tests.vllm.test_vllm_recording import LATENCY, fuzzed
 from tests.vllm.worker_model import FirstRunner, WorkerFault
@@ -75,20 +74,18 @@ class DraftingCore(Core):
     """A core whose workers propose up to four tokens after each step."""
 
     def propose(self, result: Any) -> None:
-        drafts = []
-        for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            script: Any = Script(name, (), 0, 0, 0.0, ends_at=self.scripts[name].ends_at)
-            place = len(self.worker.requests[name].output)  # type: ignore[attr-defined]
-            drafts.append(proposed(name, script, place, 4) if tokens else [])
-        self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), drafts))
+        propose(self, result, 4)
 
 
-def core_of(model: str, folder: Path, text: str, **options: Any) -> DraftingCore:
+def core_of(
+    model: str, folder: Path, text: str, *, is_async: bool = False, blocks: int = 61, **options: Any
+) -> DraftingCore:
     folder.mkdir(exist_ok=True)
     (folder / "experiment.yaml").write_text(f"version: 1\n{text}\n")
     wanted = {"experiment": str(folder / "experiment.yaml"), "save_run": str(folder / "run")}
     config = vllm_config(
         model,
+        is_async=is_async,
         max_model_len=256,
         max_num_batched_tokens=64,
         max_num_seqs=16,
@@ -96,7 +93,7 @@ def core_of(model: str, folder: Path, text: str, **options: Any) -> DraftingCore
         additional_config={"vajra": wanted},
         **options,
     )
-    return DraftingCore(make_scheduler(Scheduler, config, 61, 4))
+    return DraftingCore(make_scheduler(Scheduler, config, blocks, 4), is_async)
 
 
 RECORDED = {
@@ -106,10 +103,13 @@ RECORDED = {
 }
 
 
+@pytest.mark.parametrize(("is_async", "seed"), [(False, 3), (True, 3), (True, 4)])
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_session_with_drafts_is_recorded_and_replayed(tiny_model: str, tmp_path: Path, name: str) -> None:
-    core = core_of(tiny_model, tmp_path, RECORDED[name])
-    scripts = fuzzed(random.Random(3), 24)
+def test_a_session_with_drafts_is_recorded_and_replayed(
+    tiny_model: str, tmp_path: Path, name: str, is_async: bool, seed: int
+) -> None:
+    core = core_of(tiny_model, tmp_path, RECORDED[name], is_async=is_async, blocks=61 if seed == 3 else 41)
+    scripts = fuzzed(random.Random(seed), 24)
     core.run(scripts, 4, True)
     core.scheduler.schedule()
     core.scheduler.shutdown()

@@ -287,7 +287,8 @@ class _RecordedExecutor(SimulatedExecutor):
                 if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
         report = None if self.connector is None else self.connector.report(plan)
-        return StepResult(tokens, frozenset(stopped), failed, accepted, report, plan.step_index in self._late)
+        is_ahead = plan.step_index in self._late  # then what was accepted is an input
+        return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
         """Return the recorded number; of drafts that never left the workers there were as many as wanted."""
