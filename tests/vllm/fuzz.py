@@ -230,7 +230,7 @@ def _without_lengths_reached(rng: random.Random, session: Session, margin: int) 
         prompt = one.prompt[: longest - 1]
         ends_at = min(longest - len(prompt), one.ends_at or one.max_tokens)
         changes: dict[str, Any] = {"prompt": prompt, "ends_at": ends_at, "max_tokens": ends_at + margin}
-        if one.aborts is not None:  # after the tokens of a step its blocks would be free before those of who ended by them
+        if one.aborts is not None:  # else its blocks would be free before those of who has ended by then
             changes["aborts"] = (one.aborts[0], True)
         scripts.append(replace(one, min_tokens=0, ignores_eos=False, grammar=None, string_after=None, **changes))
     events = [one for one in session.events if one.kind.startswith("pause") or one.kind == "resume"]

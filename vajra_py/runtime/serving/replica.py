@@ -861,7 +861,7 @@ class Replica:
             num_accepted = accepted.get(request, 0)
             if num_accepted:
                 num_accepted = min(num_accepted, limit - request.num_output_tokens - 1)
-            is_open = is_ahead and request.num_output_tokens + 1 < limit
+            is_open = is_ahead and (request.num_output_tokens + 1 < limit or request in result.stopped)
             if num_drafts and not is_open:
                 request.count_drafts(num_drafts, num_accepted)
             request.end_epoch = num_left = limit - request.add_outputs(1 + num_accepted, now)
