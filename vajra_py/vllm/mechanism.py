@@ -6,7 +6,9 @@ the same ticks decides the same.
 
 With asynchronous scheduling vLLM asks for a step before the tokens of the last one are there. How many tokens come is known
 (each request that caught up gives one), so the turn ends the last step with tokens that have no identity yet. What they are
-is learnt a turn later; a request that they stopped ends with the step that it is in by then.
+is learnt a turn later; a request that they stopped ends with the step that it is in by then. With drafts it is not known either how
+many more tokens come: those that were accepted are counted (`Mechanism.accept`) while the next step, which has room for all of them, is
+in flight.
 
 Of the scheduler's modules this one alone uses the runtime.
 """

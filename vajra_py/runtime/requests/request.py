@@ -395,7 +395,7 @@ class Request(_Stated):
             self._output += 1
         self._output += num_accepted
         self.token_log.extend([tick] * num_accepted)
-        if self._computed:  # else it has lost its KV since
+        if self.state is RequestState.RUNNING:  # else it has given its KV up since
             self._computed += num_accepted
 
     def note_proposal(self, num_drafts: int) -> None:
