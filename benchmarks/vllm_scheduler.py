@@ -1,9 +1,9 @@
 """CPU time of `schedule` + `update_from_output` in steady decode: this project's scheduler against vLLM's own, in turns.
 
-python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts 0 | --connector]
+python benchmarks/vllm_scheduler.py MODEL_FOLDER [--steps 100] [--running 32 256 1024] [--drafts 0 | --connector] [--ahead]
 
 In an environment that has vLLM; no model is computed. With `--drafts` every decode has so many, of which half are right. With
-`--connector` both have vLLM's `ExampleConnector`, which has nothing to load.
+`--connector` both have vLLM's `ExampleConnector`, which has nothing to load. With `--ahead` scheduling is asynchronous.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmsOwn
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
-from tests.vllm.worker_model import FirstRunner
 from vajra_py.vllm import Scheduler
 
 
@@ -37,25 +37,37 @@ class Drafting(Core):
 
     def propose(self, result: Any) -> None:
         """Make the proposals; `hand_over` gives them to the scheduler."""
-        drafts, worker = [], cast(FirstRunner, self.worker)
-        for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            place, right = len(worker.requests[name].output), (self.num_drafts + 1) // 2
-            drafted = [self.token(name, place + ahead) if ahead < right else 5 for ahead in range(self.num_drafts)]
-            drafts.append(drafted if tokens else [])
-        self.proposals = DraftTokenIds(list(result.req_ids), drafts)
+        right = (self.num_drafts + 1) // 2
+        drafts = {
+            name: [self.token(name, place + ahead) if ahead < right else 5 for ahead in range(self.num_drafts)]
+            for name, place in self.worker.places.items()
+        }
+        if self.is_async:
+            self.worker.propose(drafts)
+        else:
+            self.proposals = DraftTokenIds(list(result.req_ids), [drafts.get(name, []) for name in result.req_ids])
 
     def hand_over(self) -> None:
         """Give the scheduler the proposed tokens."""
-        self.scheduler.update_draft_token_ids(self.proposals)
+        if self.num_drafts and not self.is_async:
+            self.scheduler.update_draft_token_ids(self.proposals)
 
 
 def steady(
-    cls: type[Any], model: str, num_running: int, num_waiting: int, num_drafts: int, transfer: Any = None
+    cls: type[Any],
+    model: str,
+    num_requests: tuple[int, int],
+    num_drafts: int,
+    transfer: Any = None,
+    *,
+    is_async: bool = False,
 ) -> Drafting:
-    """A scheduler whose requests all decode, with others behind them; `transfer`: configuration of a connector."""
+    """A scheduler so many of whose requests decode, and so many wait behind them; `transfer`: configuration of a connector."""
+    num_running, num_waiting = num_requests
     speculative = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 3}
     config = vllm_config(
         model,
+        is_async=is_async,
         max_model_len=2048,
         max_num_seqs=num_running,
         max_num_batched_tokens=8192,
@@ -65,14 +77,13 @@ def steady(
     config.kv_transfer_config = transfer
     config.scheduler_config.disable_hybrid_kv_cache_manager = transfer is not None
     scheduler = make_scheduler(cls, config, num_running * 40 * (1 + num_drafts) + 1, 16)
-    core = Drafting(scheduler, num_drafts=num_drafts)
+    core = Drafting(scheduler, is_async, num_drafts=num_drafts)
     for index in range(num_running + num_waiting):
         tokens = tuple((index * 31 + place * 7) % 500 for place in range(24 + index % 16))
         core.add(RequestScript(f"r-{index}", tokens, 600 * (1 + num_drafts // 2), 0), 16, True)
     while len(core.tokens) < num_running:
         core.step()
-        if num_drafts:
-            core.hand_over()
+        core.hand_over()
     return core
 
 
@@ -85,10 +96,11 @@ def timed(core: Drafting) -> float:
     result = core.execute(output)
     if core.num_drafts:
         core.propose(result)
+    core.queue.appendleft((output, result))
+    known = core.queue.pop()
     begin = time.process_time()
-    core.scheduler.update_from_output(output, result)
-    if core.num_drafts:
-        core.hand_over()
+    core.scheduler.update_from_output(*known)
+    core.hand_over()
     return middle - start + time.process_time() - begin
 
 
@@ -100,6 +112,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=(32, 256, 1024))
     parser.add_argument("--waiting", type=int, nargs="+", default=(0, 10_000))
     parser.add_argument("--drafts", type=int, default=0, help="tokens that are proposed for each decode")
+    parser.add_argument("--ahead", action="store_true", help="with asynchronous scheduling")
     parser.add_argument("--connector", action="store_true", help="with a KV connector; nobody waits then")
     given = parser.parse_args()
     transfer = None
@@ -109,8 +122,8 @@ def main() -> None:
     for num_running in given.running:
         for num_waiting in given.waiting if transfer is None else (0,):  # who waits is asked about
             cores = [
-                steady(cls, given.model, num_running, num_waiting, given.drafts, transfer)
-                for cls in (VllmsOwn, Scheduler)
+                steady(cls, given.model, (num_running, num_waiting), given.drafts, transfer, is_async=given.ahead)
+                for cls in (AsyncScheduler if given.ahead else VllmsOwn, Scheduler)
             ]
             times: list[list[float]] = [[], []]
             for _ in range(given.steps):

@@ -232,7 +232,9 @@ def _without_lengths_reached(rng: random.Random, session: Session, margin: int) 
         changes: dict[str, Any] = {"prompt": prompt, "ends_at": ends_at, "max_tokens": ends_at + margin}
         if one.aborts is not None:  # else its blocks would be free before those of who has ended by then
             changes["aborts"] = (one.aborts[0], True)
-        scripts.append(replace(one, min_tokens=0, ignores_eos=False, grammar=None, string_after=None, **changes))
+        if one.grammar is not None:
+            changes["grammar"] = (one.grammar[0], "ok", one.grammar[2])
+        scripts.append(replace(one, min_tokens=0, ignores_eos=False, string_after=None, **changes))
     events = [one for one in session.events if one.kind.startswith("pause") or one.kind == "resume"]
     return replace(session, scripts=scripts, events=events, is_exact=True)
 

@@ -273,13 +273,12 @@ class _RecordedExecutor(SimulatedExecutor):
             output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
             end, count = computed_before + num_tokens, 1
             drafts = plan.drafts.get(request)
-            if drafts is not None:
+            if drafts is not None and drafts.is_padding:
                 end -= drafts.num_tokens
-                if drafts.num_tokens and not drafts.is_padding:
-                    accepted[request] = output.accepted.get(position, 0)
-                    count += accepted[request]
-                if not drafts.is_padding:
-                    end = request.num_known_tokens  # drafts of the step before may have been accepted since
+            elif drafts is not None:
+                end = request.num_known_tokens  # drafts of the step before may have been accepted since
+                accepted[request] = output.accepted.get(position, 0) if drafts.num_tokens else 0
+                count += accepted[request]
             if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
                 failed[request] = output.detail
             elif end == request.num_known_tokens and position < len(output.token_ids) and request not in withheld:
@@ -292,10 +291,9 @@ class _RecordedExecutor(SimulatedExecutor):
 
     def num_drafts(self, request: Request, at_most: int) -> int:
         """Return the recorded number; of drafts that never left the workers there were as many as wanted."""
-        if self._drafts_unseen:
-            return at_most
         output = self._outputs.get(request.index, self._nothing)
-        return min(output.proposals.get(request.num_output_tokens, 0), at_most)
+        found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
+        return min(found, at_most)
 
     def _withholds(self, chunk: PlannedChunk, replica_id: int) -> bool:
         return self.replicasets[chunk.request.replicaset].replicas[replica_id].withholds_token(chunk)
@@ -333,14 +331,11 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         if isinstance(one, Arrival):
             accepted = Acceptance(one.spec(), one.arrived_at, salt=one.salt, reads_cache=one.reads_cache)
             simulator.inject(one.tick, Phase.ARRIVAL, accepted)
-        elif isinstance(one, Expiry):
-            simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
-        elif isinstance(one, Readmission):
-            simulator.inject(one.tick, Phase.ADMISSION, one.request_id)
+        elif isinstance(one, Expiry | Readmission | Abort):
+            phase = {Expiry: Phase.EXPIRY, Readmission: Phase.ADMISSION, Abort: Phase.ABORT}[type(one)]
+            simulator.inject(one.tick, phase, one.request_id)
         elif isinstance(one, ProgramIdle):
             simulator.inject(one.tick, Phase.PROGRAM, one.program_id)
-        elif isinstance(one, Abort):
-            simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
         elif isinstance(one, WakeUp):
@@ -423,20 +418,20 @@ def _replay_log(
     recording: Recording, registry: Registry, target: Path
 ) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
     """Replay into a decision log; the error that ended it, and the violations that did not."""
-    log = DecisionLog(target)
-    admissions = AdmissionLog(target.with_name(ADMISSIONS_FILE))
-    retention = RetentionLog(target.with_name(RETENTION_FILE))
-    drafts = DraftLog(target.with_name(DRAFTS_FILE))
-    simulator = _simulator(recording, registry, (log, admissions, retention, drafts))
+    logs = (
+        DecisionLog(target),
+        AdmissionLog(target.with_name(ADMISSIONS_FILE)),
+        RetentionLog(target.with_name(RETENTION_FILE)),
+        DraftLog(target.with_name(DRAFTS_FILE)),
+    )
+    simulator = _simulator(recording, registry, logs)
     try:
         simulator.run(())
     except VajraError as error:
         return error, simulator.violations
     finally:
-        log.close()
-        admissions.close()
-        retention.close()
-        drafts.close()
+        for log in logs:
+            log.close()
     return None, simulator.violations
 
 

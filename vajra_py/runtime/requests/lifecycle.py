@@ -176,15 +176,15 @@ class Lifecycle:
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
         """Count drafts of the step that gave a request its newest token, of which so many became output; it may wait again since."""
+        if request.state is _RUNNING:
+            request.add_verified(num_drafts, num_accepted, now)
+            if request.hashes is not None:
+                self._running_set.memory.cache_blocks(request, request.num_known_tokens - 1)
+            return
         queue = self._running_set.queue
-        is_queued = num_accepted > 0 and request in queue
-        if is_queued:
-            queue.remove(request)
+        queue.remove(request)
         request.add_verified(num_drafts, num_accepted, now)
-        if is_queued:
-            queue.add(request, to_seconds(now))
-        if request.state is _RUNNING and request.hashes is not None:
-            self._running_set.memory.cache_blocks(request, request.num_known_tokens - 1)
+        queue.add(request, to_seconds(now))
 
     def first_token(self, request: Request, now: int) -> None:
         """Record that the request's client sees its first token."""

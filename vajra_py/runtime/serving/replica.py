@@ -694,9 +694,9 @@ class Replica:
         if self._late_tokens:
             self._append_tokens(self._late_tokens.popleft())
         seconds, unverified = to_seconds(now), self.running_set.unverified
-        before, ended = dict(unverified), list[tuple[Request, EndReason]]()
+        before, ended = list(unverified.items()), list[tuple[Request, EndReason]]()
         unverified.clear()
-        for request, (num_drafts, is_padding) in before.items():
+        for request, (num_drafts, is_padding) in before:
             if request.state is _ENDED:
                 continue
             num_left = self._output_limit(request) - request.num_output_tokens
@@ -705,9 +705,10 @@ class Replica:
             request.end_epoch = num_left = num_left - num_accepted
             if num_left > 0:
                 continue
-            if request.state is _RUNNING and not request.num_remaining_tokens:
+            is_running = request.state is _RUNNING
+            if is_running and not request.num_remaining_tokens:
                 self._over.add(request)
-            reason, is_running = self._end_reason(request, StepResult()), request.state is _RUNNING
+            reason = self._end_reason(request, StepResult())
             if self.abort(request, reason, seconds):
                 if not is_running:
                     self.parts.executor.release(request)

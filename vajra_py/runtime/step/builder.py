@@ -230,9 +230,9 @@ class Builder(PlanDraft):
             self._check_chunk(own, num_tokens, computed, computed + num_left)
         if num_tokens == 1 and own.is_decode:
             if self._executor is not None:
-                if self._may_be_full(own):
-                    return self._refuse(own, Refusal.IN_FLIGHT)
-                return self._add_drafted((own,), 0, reserve_tokens)[1]
+                refusal = self._add_drafted((own,), 0, reserve_tokens)[1]
+                is_passed_over = refusal is None and own not in self.chunks
+                return self._refuse(own, Refusal.IN_FLIGHT) if is_passed_over else refusal
             if not self._grow_decode(own, reserve_tokens):
                 return self._refuse(own, Refusal.KV_BLOCKS)
             self._put_decode(own)
@@ -278,12 +278,13 @@ class Builder(PlanDraft):
         """Add the decodes from a position of the order on with their drafts, up to one that does not fit, or is none.
 
         Returns its position, and why it lacks room. One loop for all, since it is most of what a step with drafts costs.
+        One that has its greatest length if the drafts of its last step are accepted is passed over until that is known.
         """
         memory, chunks, planned, asked = self._memory, self.chunks, self.drafts, self._asked_drafts
         num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
         caches, looks_ahead = self._options.cache_at_schedule, self._with_lookahead(1) > 1
         find_drafts, tokens_left, refusal = self._num_drafts, self.tokens_left, None
-        unverified, open_drafts, num_told = self._running_set.unverified, 0, 1
+        unverified, num_open, num_told = self._running_set.unverified, 0, 1
         end = min(len(order), position + self.slots_left)
         start = position
         while position < end:
@@ -292,13 +293,13 @@ class Builder(PlanDraft):
                 break
             computed = request.num_computed_tokens
             if unverified:
-                if self._may_be_full(request):
+                before = unverified.get(request)
+                num_open, num_told = (0, 1) if before is None else (before.num_drafts, 0)
+                if before is not None and computed + num_open + 1 >= self._longest:
                     position, start, end = position + 1, start + 1, min(len(order), end + 1)
                     continue
-                num_told = request not in unverified  # what the newest token is may not be known yet
-                open_drafts = 0 if num_told else unverified[request].num_drafts
-            num_drafts = find_drafts(request, computed + open_drafts + 1, tokens_left)
-            to_keep = computed + open_drafts + 1
+            num_drafts = find_drafts(request, computed + num_open + 1, tokens_left)
+            to_keep = computed + num_open + 1
             to_hold = to_keep + num_drafts
             if looks_ahead:
                 to_hold = self._with_lookahead(to_hold)
@@ -312,22 +313,17 @@ class Builder(PlanDraft):
                     break
                 kept = max(kept, memory.blocks_for(to_keep))
             chunks[request] = PlannedChunk(request, 1 + num_drafts, computed, "running")
-            planned[request] = PlannedDrafts(num_drafts, kept, num_unverified=open_drafts)
+            planned[request] = PlannedDrafts(num_drafts, kept, num_unverified=num_open)
             tokens_left -= 1 + num_drafts
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
             if caches and request.hashes is not None:
-                memory.cache_blocks(request, computed + num_told)
+                memory.cache_blocks(request, computed + num_told)  # the newest token may not be known yet
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
         self.slots_left -= position - start
         return position, refusal
-
-    def _may_be_full(self, request: Request) -> bool:
-        """Return True if a decode has its greatest length if the drafts of its last step are accepted: it waits until that is known."""
-        before = self._running_set.unverified.get(request)
-        return before is not None and request.num_computed_tokens + before.num_drafts + 1 >= self._longest
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
         """Return the number of drafts that a decode with so many known tokens has in what is left of the budget."""
