@@ -99,10 +99,14 @@ def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
 
 
 class DraftStats:
-    """Counts of verified and accepted drafts, as vLLM's metrics want them."""
+    """Counts of verified and accepted drafts, as vLLM's metrics want them.
+
+    Attributes:
+        num_tokens: most drafts of a decode in a step; 0: there are none.
+    """
 
     def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self._stats: Any = None
 
     def observe(self, step: Any, output: Any, known: Mapping[str, Any]) -> None:
@@ -110,7 +114,7 @@ class DraftStats:
         from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
         if self._stats is None:
-            self._stats = SpecDecodingStats.new(self._num_tokens)
+            self._stats = SpecDecodingStats.new(self.num_tokens)
         places, sampled, invalid = output.req_id_to_index, output.sampled_token_ids, step.num_invalid_spec_tokens or {}
         for name, drafts in step.scheduled_spec_decode_tokens.items():
             if name in known and (tokens := sampled[places[name]]):

@@ -108,9 +108,7 @@ class Scheduler(WithoutExtras):
         self._rules = self._record_rules(vllm_config, kv_events)
         self._records: dict[str, Record] = {}
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
-        self._has_drafts = sizes.drafts.num_tokens > 0
-        self._stopping: list[Request] = []
-        """Requests that a token of the step at hand ends."""
+        self._stopping: list[Request] = []  # a token of the step at hand ends them
         self._messages = Messages(
             self.mechanism,
             self._records,
@@ -436,7 +434,7 @@ class Scheduler(WithoutExtras):
         accepted: dict[Request, int] = {}
         if model_runner_output.sampled_token_ids:
             accepted = self._take_tokens(model_runner_output, outputs, void)
-        if plan is not None and self._has_drafts:
+        if plan is not None and self._draft_stats.num_tokens:
             self.mechanism.accept(plan, accepted)
         if self._stopping:
             self._stop()
