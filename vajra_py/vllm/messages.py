@@ -73,7 +73,7 @@ class Messages:
         find, message, step = self._records.get, self.next, self._step
         for chunk in chunks:
             request, num_tokens, computed, kind = chunk
-            planned = drafts[request] if request in drafts else None
+            planned = drafts.get(request)
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
