@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, lengths_of, options_of, ordered, served
+from claims_parts import Cell, Cells, Claim, Knows, Verdict, lengths_of, options_of, ordered, served
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.testing.harness import PolicySource
@@ -39,12 +39,10 @@ def pools(seed: int) -> list[RequestSpec]:
     return [RequestSpec(f"r{index}", 0.0, *shape) for index, shape in enumerate(shapes)]
 
 
-def makespan(batcher: PolicySource, seed: int, *, overlaps: bool) -> Cell:
+def makespan(batcher: PolicySource, seed: int, *, overlaps: bool, knows: Knows = lengths_of) -> Cell:
     """Seconds until the last request has ended."""
     specs = pools(seed)
-    options = options_of(
-        num_blocks=8000, max_batch_size=256, latency=Overlapped(overlaps), output_lengths=lengths_of(specs)
-    )
+    options = options_of(num_blocks=8000, max_batch_size=256, latency=Overlapped(overlaps), output_lengths=knows(specs))
     return {"s": max(one.ended_at or 0.0 for one in served("fcfs", batcher, specs, options))}
 
 

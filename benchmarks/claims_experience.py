@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -11,6 +11,7 @@ from claims_parts import (
     Cell,
     Cells,
     Claim,
+    Knows,
     Verdict,
     options_of,
     ordered,
@@ -46,12 +47,17 @@ def promised(seed: int) -> list[RequestSpec]:
     return specs
 
 
-def in_time(prioritizer: PolicySource, seed: int) -> Cell:
+def upper_bounds(seed: int, specs: Sequence[RequestSpec]) -> OracleLengths:
+    """Lengths up to a factor of 1 to 2."""
+    stream = np.random.default_rng([322, seed])
+    return OracleLengths({spec.request_id: int(spec.num_output_tokens * stream.uniform(1, 2)) for spec in specs})
+
+
+def in_time(prioritizer: PolicySource, seed: int, knows: Knows | None = None) -> Cell:
     """Share of output tokens that are of requests which ended in time; lengths are known up to a factor of 1 to 2."""
     specs = promised(seed)
-    stream = np.random.default_rng([322, seed])
-    upper = {spec.request_id: int(spec.num_output_tokens * stream.uniform(1, 2)) for spec in specs}
-    options = options_of(num_blocks=20_000, max_batch_size=SLOTS, output_lengths=OracleLengths(upper))
+    lengths = upper_bounds(seed, specs) if knows is None else knows(specs)
+    options = options_of(num_blocks=20_000, max_batch_size=SLOTS, output_lengths=lengths)
     requests = served(prioritizer, "preemptive", specs, options)
     good = sum(
         spec.num_output_tokens

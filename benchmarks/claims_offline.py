@@ -10,6 +10,7 @@ from claims_parts import (
     Cell,
     Cells,
     Claim,
+    Knows,
     Verdict,
     lengths_of,
     options_of,
@@ -91,11 +92,11 @@ SPLITS: dict[str, tuple[PolicySource, PolicySource]] = {
 }
 
 
-def divided(how: str, seed: int) -> Cell:
+def divided(how: str, seed: int, knows: Knows = lengths_of) -> Cell:
     """Mean time in system, and the P99 between tokens."""
     specs = uneven(seed)
     router, batcher = SPLITS[how]
-    options = options_of(num_replicas=2, num_blocks=8000, max_batch_size=64, output_lengths=lengths_of(specs))
+    options = options_of(num_replicas=2, num_blocks=8000, max_batch_size=64, output_lengths=knows(specs))
     requests = served("fcfs", batcher, specs, options, router)
     gaps = np.concatenate([np.diff(token_times(one)) for one in requests])
     return {"mean": fmean(map(time_in_system, requests)), "p99_tbt": float(np.quantile(gaps, 0.99))}

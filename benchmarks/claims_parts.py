@@ -15,10 +15,11 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from vajra_py.contract.latency import OutputLengthPredictor
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import NoisyOracleLengths, OracleLengths
 from vajra_py.runtime.requests.request import Request
@@ -31,6 +32,8 @@ GPU_7B = AffineModel(base_s=0.015, per_token_s=0.0001, per_decode_context_token_
 """A 7B model on one GPU in round figures: 15 ms a step, 10,000 prompt tokens a second beside that."""
 
 Cell = Mapping[str, float]
+Knows: TypeAlias = Callable[[Sequence[RequestSpec]], OutputLengthPredictor]
+"""What is known of the lengths of these requests' outputs."""
 T = TypeVar("T")
 
 

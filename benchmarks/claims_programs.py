@@ -1,4 +1,4 @@
-"""Claims on programs: least attained service, Justitia, Continuum's order, Parrot's order."""
+"""Claims on programs: Autellix, ThunderAgent, least attained service, Justitia, Continuum's order, Parrot's order."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, lengths_of, options_of, ordered, poisson, served
+from claims_parts import Cell, Cells, Claim, Knows, Verdict, lengths_of, options_of, ordered, poisson, served
 
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec
 
 TEST = "tests/policies/test_program_order.py"
+AUTELLIX = "tests/policies/test_program_policies.py"
 
 
 def completion_times(requests: list[Any]) -> dict[str, float]:
@@ -64,6 +65,43 @@ def _attained(cells: Cells) -> Verdict:
     return ordered(cells.columns("attained", "short", attained, ("las", "fcfs")), " s")
 
 
+# Programs of few and many calls
+
+
+def mixed(seed: int) -> list[RequestSpec]:
+    """Programs of 2 to 6 calls in a row, and one in eight of 30 to 60 shorter calls, most of them side by side, near full load."""
+    stream = np.random.default_rng([305, seed])
+    specs = []
+    for number, at in enumerate(poisson(stream, 0.45, 120.0)):
+        name = f"program{number}"
+        is_wide = stream.random() < 0.125
+        count = int(stream.integers(30, 61) if is_wide else stream.integers(2, 7))
+        for index in range(count):
+            before = f"{name} {max(0, index - 6) if is_wide else index - 1}" if index else None
+            output = int(stream.integers(20, 120))
+            specs.append(RequestSpec(f"{name} {index}", at, 100, output, program_id=name, follows=before))
+    return specs
+
+
+def in_programs(prioritizer: PolicySource, seed: int) -> Cell:
+    """Mean completion time of programs."""
+    specs = mixed(seed)
+    options = options_of(num_blocks=4000, max_batch_size=SLOTS)
+    times = completion_times(served(prioritizer, "preemptive", specs, options))
+    return {"mean": fmean(times.values())}
+
+
+MLFQ: PolicySource = ("skip_join_mlfq", {"skips": False, "quantum_s": 0.02})
+
+
+def _in_programs(names: dict[str, PolicySource], cells: Cells) -> Verdict:
+    columns = {
+        name: cells.column(f"mixed {one}", "mean", partial(in_programs, one), AGENT_SEEDS)
+        for name, one in names.items()
+    }
+    return ordered(columns, " s")
+
+
 # Agents with calls side by side
 
 
@@ -87,10 +125,10 @@ def agents(seed: int) -> list[RequestSpec]:
     return specs
 
 
-def pampered(prioritizer: PolicySource, seed: int) -> Cell:
+def pampered(prioritizer: PolicySource, seed: int, knows: Knows = lengths_of) -> Cell:
     """Completion times of agents."""
     specs = agents(seed)
-    options = options_of(num_blocks=400, max_batch_size=16, output_lengths=lengths_of(specs))
+    options = options_of(num_blocks=400, max_batch_size=16, output_lengths=knows(specs))
     times = list(completion_times(served(prioritizer, "fixed_chunk", specs, options)).values())
     return {"mean": fmean(times), "max": max(times)}
 
@@ -187,6 +225,43 @@ def _chains(cells: Cells) -> Verdict:
 
 
 CLAIMS = [
+    Claim("plas", "the paper's four programs wait at most 14 steps in all, under FCFS 18", "12, 18", 1, test=AUTELLIX),
+    Claim(
+        "plas",
+        "mean completion time of programs of few and many calls is below FCFS's",
+        "15 times lower latency",
+        2,
+        partial(_in_programs, {"plas": "plas", "fcfs": "fcfs"}),
+    ),
+    Claim(
+        "plas",
+        "and below MLFQ's by calls",
+        "5.5 times lower latency",
+        2,
+        partial(_in_programs, {"plas": "plas", "mlfq": MLFQ}),
+    ),
+    Claim("atlas", "of calls side by side the longest chain counts; of chains it is plas", "exact", 1, test=AUTELLIX),
+    Claim(
+        "atlas",
+        "mean completion time of programs of few and many calls is below FCFS's",
+        "15 times lower latency",
+        2,
+        partial(_in_programs, {"atlas": "atlas", "fcfs": "fcfs"}),
+    ),
+    Claim(
+        "atlas",
+        "and below MLFQ's by calls",
+        "5.5 times lower latency",
+        2,
+        partial(_in_programs, {"atlas": "atlas", "mlfq": MLFQ}),
+    ),
+    Claim(
+        "thunderagent",
+        "programs keep their replica where contexts fit, are paused as wholes where not, and resumed after the timeout",
+        "exact",
+        1,
+        test=AUTELLIX,
+    ),
     Claim("least_attained_service", "service halves with time; the score by hand", "half-life", 1, test=TEST),
     Claim(
         "least_attained_service",

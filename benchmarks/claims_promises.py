@@ -10,6 +10,7 @@ from claims_parts import (
     Cell,
     Cells,
     Claim,
+    Knows,
     Verdict,
     lengths_of,
     options_of,
@@ -157,10 +158,10 @@ def shapes(seed: int) -> list[RequestSpec]:
     return sorted(specs, key=lambda spec: spec.arrived_at)
 
 
-def shared(prioritizer: str, seed: int) -> Cell:
+def shared(prioritizer: str, seed: int, knows: Knows = lengths_of) -> Cell:
     """Relative difference of the tenants' device time while both are backlogged."""
     specs = shapes(seed)
-    options = options_of(num_blocks=4000, max_batch_size=16, output_lengths=lengths_of(specs))
+    options = options_of(num_blocks=4000, max_batch_size=16, output_lengths=knows(specs))
     requests = served(prioritizer, ("fixed_chunk", {"chunk_size": 512}), specs, options)
     time_s = {"reads": 0.0, "writes": 0.0}
     for spec, one in zip(specs, requests, strict=True):

@@ -1,4 +1,4 @@
-"""Claims on routing: LMetric, consistent hashing, Mooncake's conductor."""
+"""Claims on routing: LMetric, consistent hashing, Mooncake's conductor, Preble, Llumnix, Splitwise, CascadeInfer, routers of systems."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, served, ttft
+from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, served, time_in_system, ttft
 
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import PolicySource
@@ -43,6 +43,7 @@ def routed(router: PolicySource, rate: float, seed: int) -> Cell:
     later = [one for one in requests if one.num_output_tokens > 1]
     return {
         "ttft": fmean(ttft(one) for one in requests),
+        "ttft_p99": float(np.quantile([ttft(one) for one in requests], 0.99)),
         "tpot": fmean(
             ((one.ended_at or 0.0) - (one.first_token_at or 0.0)) / (one.num_output_tokens - 1) for one in later
         ),
@@ -77,6 +78,62 @@ def _weights(cells: Cells) -> Verdict:
     )
 
 
+# Requests that move
+
+
+def heavy_tailed(seed: int, rate: float, prompt: int) -> list[RequestSpec]:
+    """600 requests with log-normal prompts of this median, and outputs of median 300."""
+    stream = np.random.default_rng([289, seed])
+    times = np.cumsum(stream.exponential(1.0 / rate, 600))
+    prompts, outputs = (
+        np.minimum(3000, stream.lognormal(np.log(one), 1.0, 600)).astype(int) + 1 for one in (prompt, 300)
+    )
+    rows = enumerate(zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True))
+    return [RequestSpec(f"r{index}", at, prompt, output) for index, (at, prompt, output) in rows]
+
+
+MEMORY, PROMPTS, AMPLE = (28.0, 100, 600), (18.0, 400, 600), (16.0, 400, 4000)
+"""Requests a second, median prompt and KV blocks of each of twelve replicas: memory is short for outputs, for prompts, or not at all."""
+
+
+def moved(world: tuple[float, int, int], router: PolicySource, seed: int) -> Cell:
+    """Preemptions, the P99 of times to first tokens, and the mean time in system; moves take no time."""
+    rate, prompt, num_blocks = world
+    specs = heavy_tailed(seed, rate, prompt)
+    options = options_of(num_replicas=12, num_blocks=num_blocks, max_batch_size=64)
+    requests = served("fcfs", "fixed_chunk", specs, options, router)
+    return {
+        "preemptions": float(sum(one.num_preemptions for one in requests)),
+        "ttft_p99": float(np.quantile([ttft(one) for one in requests], 0.99)),
+        "mean": fmean(time_in_system(one) for one in requests),
+    }
+
+
+def _columns(
+    world: tuple[float, int, int], metric: str, routers: dict[str, PolicySource], cells: Cells
+) -> dict[str, list[float]]:
+    return {
+        name: cells.column(f"moved {world} {one}", metric, partial(moved, world, one)) for name, one in routers.items()
+    }
+
+
+def _moved(
+    world: tuple[float, int, int], metric: str, unit: str, routers: dict[str, PolicySource], cells: Cells
+) -> Verdict:
+    return ordered(_columns(world, metric, routers, cells), unit)
+
+
+def _half(cells: Cells) -> Verdict:
+    columns = _columns(MEMORY, "preemptions", {"with moves": "llumnix", "dispatch alone": DISPATCH}, cells)
+    doubled = {
+        "2 x with moves": [2 * one for one in columns["with moves"]],
+        "dispatch alone": columns["dispatch alone"],
+    }
+    return ordered(doubled)
+
+
+DISPATCH: PolicySource = ("llumnix", {"migrates": False})
+LLUMNIX, SYSTEMS = "tests/policies/test_llumnix.py", "tests/policies/test_routers_of_systems.py"
 AFFINITY: PolicySource = ("consistent_hashing", {"max_load_factor": None})
 BOUNDED: PolicySource = "consistent_hashing"
 CLAIMS = [
@@ -135,5 +192,89 @@ CLAIMS = [
             " s",
             {"conductor": "mooncake_conductor", "load": ("least_loaded", {"by": "tokens"}), "random": "random"},
         ),
+    ),
+    Claim("preble_e2", "a prefix longer than the rest of the prompt goes to a holder", "exact", 1, test=SYSTEMS),
+    Claim(
+        "preble_e2",
+        "P99 of TTFT is below that of the shortest queue",
+        "2 to 10 times lower P99",
+        2,
+        partial(_below, "ttft_p99", " s", {"preble_e2": "preble_e2", "shortest queue": "least_loaded"}),
+    ),
+    Claim(
+        "preble_e2",
+        "and below that of pure affinity",
+        "2 to 10 times lower P99",
+        2,
+        partial(_below, "ttft_p99", " s", {"preble_e2": "preble_e2", "affinity": AFFINITY}),
+    ),
+    Claim("dynamo_kv_router", "costs, credits and loads by hand", "exact", 1, test=SYSTEMS),
+    Claim(
+        "sglang_cache_aware",
+        "prefixes are followed unless loads are uneven, by its thresholds",
+        "exact",
+        1,
+        test=SYSTEMS,
+    ),
+    Claim(
+        "llumnix", "freeness, pairs and moves by its code; nobody moves where loads are even", "exact", 1, test=LLUMNIX
+    ),
+    Claim(
+        "llumnix",
+        "fewer preemptions than under dispatch alone",
+        "fewer",
+        2,
+        partial(_moved, MEMORY, "preemptions", "", {"with moves": "llumnix", "dispatch alone": DISPATCH}),
+        why="half in the mean, but within the error of five seeds, of which one has most of them",
+    ),
+    Claim(
+        "llumnix",
+        "less than half of them",
+        "fewer",
+        2,
+        _half,
+        why="half are left; on two seeds with the step times of tests/policies/test_llumnix.py fewer",
+    ),
+    Claim(
+        "llumnix",
+        "P99 of TTFT is below that of dispatch alone",
+        "up to 15 times lower P99",
+        2,
+        partial(_moved, PROMPTS, "ttft_p99", " s", {"with moves": "llumnix", "dispatch alone": DISPATCH}),
+    ),
+    Claim(
+        "splitwise_mixed_pool",
+        "decodes go by memory, prompts by pending tokens; a lent replica returns when idle; bursts wait less than in fixed pools",
+        "exact",
+        1,
+        test="tests/policies/test_splitwise_mixed_pool.py",
+    ),
+    Claim(
+        "mooncake",
+        "predicted times by hand; predicting the load at a prompt's end damps its swing",
+        "exact",
+        1,
+        test="tests/policies/test_admission_policies.py",
+    ),
+    Claim(
+        "cascadeinfer",
+        "ranges and their replicas have the least cost of all; who has outgrown its range moves on",
+        "exact",
+        1,
+        test="tests/policies/test_cascadeinfer.py",
+    ),
+    Claim(
+        "cascadeinfer",
+        "mean time in system is below that of the shortest queue by tokens",
+        "-67 %",
+        2,
+        partial(
+            _moved,
+            AMPLE,
+            "mean",
+            " s",
+            {"cascadeinfer": "cascadeinfer", "shortest queue": ("least_loaded", {"by": "tokens"})},
+        ),
+        why="step times here are linear in the sum of contexts, so that like lengths gain nothing, and loads are less even",
     ),
 ]

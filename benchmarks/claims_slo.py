@@ -14,6 +14,7 @@ from claims_parts import (
     Cell,
     Cells,
     Claim,
+    Knows,
     Verdict,
     difference,
     lengths_of,
@@ -154,13 +155,20 @@ ADMISSION: Mapping[str, PolicySource] = {
     "past_future": "past_future",
     "aggressive": "fixed_chunk",
 }
+ADMITTED: Mapping[str, PolicySource] = {**ADMISSION, "predicted": ("past_future", {"lengths": "predicted"})}
 
 
-def admitted(how: str, seed: int) -> Cell:
+def admitted(how: str, seed: int, knows: Knows = lengths_of) -> Cell:
     """Evictions a request, tokens held and the rate of requests within 10 s to the first token and 50 ms a token."""
     specs = growing(seed)
-    options = options_of(num_blocks=500, max_batch_size=256, keeps_steps=True, max_model_len=MODEL_LENGTH)
-    harness = simulate("fcfs", ADMISSION[how], specs, options)
+    options = options_of(
+        num_blocks=500,
+        max_batch_size=256,
+        keeps_steps=True,
+        max_model_len=MODEL_LENGTH,
+        output_lengths=knows(specs),
+    )
+    harness = simulate("fcfs", ADMITTED[how], specs, options)
     requests = requests_in(harness, specs)
     end = max(one.ended_at or 0.0 for one in requests)
     busy = [step for step in harness.steps if step.num_waiting]

@@ -59,6 +59,7 @@ _POLICIES = (
     PolicyAt("splitwise_mixed_pool", _ROUTER, "vajra_policies.routers.splitwise_mixed_pool"),
     PolicyAt("dynaserve", _ROUTER, "vajra_policies.routers.dynaserve"),
     PolicyAt("micro_requests", _BATCHER, "vajra_policies.routers.dynaserve:REPLICA_SPEC"),
+    PolicyAt("cascadeinfer", _ROUTER, "vajra_policies.routers.cascadeinfer"),
     PolicyAt("ascendra", _ROUTER, "vajra_policies.routers.ascendra"),
     PolicyAt("d2lpm", _ROUTER, "vajra_policies.fairness.d2lpm"),
     PolicyAt("polyserve", _ROUTER, "vajra_policies.slo.polyserve"),

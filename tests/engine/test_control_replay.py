@@ -158,6 +158,7 @@ CHOOSERS: list[Any] = [
     *("lmetric", "consistent_hashing", "thunderagent", "llumnix", "splitwise_mixed_pool"),
     {"policy": "dynaserve", "params": {"min_part_tokens": 4}},
     {"policy": "ascendra", "params": {"margin_s": 0.01}},
+    {"policy": "cascadeinfer", "params": {"interval_s": 0.02, "plan_s": 0.1, "own_tokens": 20.0}},
     {"policy": "dlora_migration", "params": {"interval_s": 0.05, "more_requests": 1}},
     "mooncake_conductor",
     {"policy": "d2lpm", "params": {"quantum": 60.0}},

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import claims
+import predictors
 import pytest
 from claims_parts import Cell, Cells, Claim, Verdict, difference, ordered
 
 import vajra_policies
 
-NAMES = {spec.name for spec in (*vajra_policies.vajra_policies(), *vajra_policies.vajra_retention_policies())}
+OFFERED = (
+    vajra_policies.vajra_policies(),
+    vajra_policies.vajra_retention_policies(),
+    vajra_policies.vajra_admission_policies(),
+)
+NAMES = {spec.name for specs in OFFERED for spec in specs}
 
 
 def test_claims_name_policies_and_tests_that_exist(repository_root: Path) -> None:
@@ -29,6 +36,16 @@ def test_the_page_has_every_claim(repository_root: Path) -> None:
     rows = page.partition(claims.FIRST)[2].partition(claims.LAST)[0].strip().splitlines()[2:]
     found = [tuple(part.strip() for part in row.split("|")[1:3]) for row in rows]
     assert found == [(f"[`{one.policy}`](reference/policies.md#{one.policy})", one.text) for one in claims.CLAIMS]
+
+
+def test_the_page_has_a_curve_for_every_policy_that_asks_for_lengths(repository_root: Path) -> None:
+    page = (repository_root / "docs" / "policy-library.md").read_text(encoding="utf-8")
+    table = page.partition(predictors.FIRST)[2].partition(predictors.LAST)[0]
+    assert re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE) == list(predictors.CURVES)
+    for spec in vajra_policies.vajra_policies():
+        fields = spec.load().config.model_fields
+        if "estimate" in fields:
+            assert spec.name in predictors.CURVES, f"{spec.name} has no curve"
 
 
 def test_what_was_simulated_is_kept_and_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ CHOOSERS: list[PolicySource] = [
     ("polyserve", {"tiers_s": [0.012, 0.03]}),
     ("dynaserve", {"min_part_tokens": 4}),
     ("ascendra", {"margin_s": 0.01}),
+    ("cascadeinfer", {"interval_s": 0.02, "plan_s": 0.1}),
     ("dlora_migration", {"interval_s": 0.05, "more_requests": 1}),
 ]
 BATCHERS: list[tuple[str, dict[str, Any]]] = [

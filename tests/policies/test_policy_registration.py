@@ -39,6 +39,7 @@ OWN = {
         "polyserve",
         "dynaserve",
         "ascendra",
+        "cascadeinfer",
         "dlora_migration",
     },
     Layer.REPLICA_SCHEDULER: {

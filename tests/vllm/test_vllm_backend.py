@@ -60,7 +60,7 @@ PREEMPTS_NEVER = {"chameleon", "orca", "past_future"}
 """Policies that set memory aside at admission."""
 DROPS = {"scorpio"}
 """Policies that reject requests that cannot meet their objectives."""
-MOVES_KV = {"ascendra", "dlora_migration", "dynaserve", "llumnix", "splitwise_mixed_pool"}
+MOVES_KV = {"ascendra", "cascadeinfer", "dlora_migration", "dynaserve", "llumnix", "splitwise_mixed_pool"}
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,9 @@ class Plas:
     Short programs go before long ones, although nobody knows their lengths: a program sinks as it is served. With `queue_bounds_s` a
     call also sinks by its own running time. A request without a program is a program of its own.
 
+    Left out: its router (short calls to the least used replica, long ones to their program's), looks every few steps, and swaps in bulk.
+    The paper's text has no defaults for queues and ratio.
+
     Source: Autellix (arXiv:2502.13965), Algorithm 1, PLAS for programs of one thread.
     """
 
@@ -135,6 +138,8 @@ class Atlas(Plas):
 
     A call that ends sets its program's service to max(service, service at its arrival + its running time). So calls side by side count once,
     by the longest, and the graph need not be known: a program is as far as its critical path, however wide it is.
+
+    Left out: as of `Plas`.
 
     Source: Autellix (arXiv:2502.13965), Algorithm 1, ATLAS for programs of several threads.
     """

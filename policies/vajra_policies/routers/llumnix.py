@@ -75,6 +75,8 @@ class Llumnix:
     waiting requests that count, and the headroom of requests of high priority (the virtual usage of the paper); only the requests
     whose demand counts are counted. Without a request it is infinite, and minus infinity while the replica drains. Ties go to the
     lowest id. A request's demand is the blocks of its known tokens, as if nothing of it were cached.
+
+    Left out: scaling by freeness.
     """
 
     def __init__(self, config: LlumnixConfig, context: PolicyContext) -> None:

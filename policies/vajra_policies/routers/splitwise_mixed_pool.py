@@ -1,6 +1,7 @@
 """Splitwise's mixed pool: replicas of a full pool get help from the other one, and go back when that work is done.
 
 Source: Splitwise (ISCA'24, arXiv:2311.18677), section 4.4; splitwise-sim, `MixedPoolScheduler`.
+Left out: the search for the numbers and kinds of machines.
 """
 
 from __future__ import annotations

@@ -1,0 +1,45 @@
+"""Ranges of request lengths, and how many replicas each is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_MAX_PIECES = 32
+"""Pieces of the sorted lengths between which ranges may end."""
+
+
+class Stage(NamedTuple):
+    """A range of lengths and the number of replicas that are for it."""
+
+    up_to: float
+    """Longest length, tokens; infinite for the last range."""
+    num_replicas: int
+
+
+def partition(lengths: Sequence[int], num_replicas: int, own_tokens: float) -> list[Stage]:
+    """Ranges and replicas of the least cost, by dynamic programming over the sorted lengths.
+
+    A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) · (own_tokens + L): each of its requests waits for
+    steps of n / m, which take as long as if all were the longest. Of equal costs the fewest ranges.
+    """
+    ordered = sorted(lengths)
+    num_pieces = min(len(ordered), _MAX_PIECES)
+    ends = sorted({len(ordered) * (piece + 1) // num_pieces for piece in range(num_pieces)})
+    starts = [0, *ends]
+    best: dict[tuple[int, int], tuple[float, list[Stage]]] = {(0, 0): (0.0, [])}
+    for end in range(1, len(starts)):
+        longest = ordered[starts[end] - 1]
+        for used in range(1, num_replicas + 1):
+            ways = []
+            for begin, own in ((begin, own) for begin in range(end) for own in range(1, used + 1)):
+                before = best.get((begin, used - own))
+                if before is not None:
+                    count = starts[end] - starts[begin]
+                    cost = before[0] + count * count / own * (own_tokens + longest)
+                    ways.append((cost, [*before[1], Stage(longest, own)]))
+            if ways:
+                best[end, used] = min(ways, key=lambda way: (way[0], len(way[1])))
+    stages = best[len(starts) - 1, num_replicas][1] if ordered else [Stage(math.inf, num_replicas)]
+    return [*stages[:-1], Stage(math.inf, stages[-1].num_replicas)]
