@@ -83,7 +83,7 @@ class CpuAttention:
         n = group.keys.num_rows
         _, num_heads, dim = self.q.shape
         if group.rows is not None:
-            q = self.q[group.rows]
+            q = self.q.index_select(0, group.rows)
         else:
             q = self.q if n == self.q.shape[0] else self.q.narrow(0, group.first_row, n)
         k, v = self._gather("k", self.k_tokens, group.keys), self._gather("v", self.v_tokens, group.keys)
@@ -196,8 +196,7 @@ def write_kv_cpu(
 ) -> None:
     """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] to non-negative slots int64 [T] of the caches."""
     for new, cache in ((key, k_cache), (value, v_cache)):
-        rows = new.reshape(new.shape[0], -1).to(cache.dtype)
-        _token_rows(cache).index_copy_(0, slot_mapping, rows)
+        _token_rows(cache).view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
 
 
 def copy_blocks_cpu(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:

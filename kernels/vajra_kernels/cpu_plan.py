@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 2 << 20
 """Gathered K of one decode group stays within this, so that it is still cached when it is multiplied."""
-GROUP_WASTE_BYTES = 384 << 10
-"""Padding (K and V) that costs about as much as the fixed overhead of one more group."""
+GROUP_WASTE = 96 << 10
+"""Elements of padding (K and V) that cost about as much as the fixed overhead of one more group: they are multiplied, so
+those of half precision cost no less."""
 PIECE_ROWS = 64
 """Query tokens of one piece of a chunk."""
 
@@ -157,7 +158,7 @@ class _Planner:
 
     def _groups(self, decodes: list[tuple[int, int, int]]) -> tuple[DecodeGroup, ...]:
         lane = torch.arange(max(decodes)[0], dtype=torch.int32)
-        return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes))
+        return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes, self.dtype.itemsize))
 
     def _group(self, members: list[tuple[int, int, int]], lane: torch.Tensor) -> DecodeGroup:
         """The group of ``members`` (longest first); ``lane`` counts from 0 up to their length or further."""
@@ -258,14 +259,14 @@ def _row_of(member: tuple[int, int, int]) -> int:
     return member[1]
 
 
-def _similar(decodes: list[tuple[int, int, int]], token_bytes: int) -> list[list[tuple[int, int, int]]]:
+def _similar(decodes: list[tuple[int, int, int]], token_bytes: int, itemsize: int) -> list[list[tuple[int, int, int]]]:
     """Divide decodes into groups of similar length: little padding, gathers that stay in the cache."""
     groups: list[list[tuple[int, int, int]]] = []
     longest = waste = 0
     for member in sorted(decodes, reverse=True):
-        padding = (longest - member[0]) * 2 * token_bytes
+        padding = (longest - member[0]) * 2 * token_bytes // itemsize
         full = groups and (len(groups[-1]) + 1) * longest * token_bytes > GROUP_BYTES
-        if not groups or full or waste + padding > GROUP_WASTE_BYTES:
+        if not groups or full or waste + padding > GROUP_WASTE:
             groups.append([])
             longest, waste, padding = member[0], 0, 0
         groups[-1].append(member)

@@ -132,7 +132,7 @@ class Norm:
             return add_norm(x, self.parameters)
         if self._wide_weight is not None:
             wide = x.float()
-            return wide.mul_(self._inverse_length(wide)).mul_(self._wide_weight).to(x.dtype)
+            return wide.mul_(self._inverse_length(wide)).mul_(self._wide_weight).type_as(x)
         if self.is_wide and self.weight is not None:
             return (functional.rms_norm(x.float(), (self.width,), None, self.eps) * self.weight).to(x.dtype)
         if self._native and self.weight is not None:
@@ -191,7 +191,7 @@ class Rope:
             wide = x.float()
             pairs = wide[..., : self.rotary_dim].view(*x.shape[:2], self.rotary_dim // 2, 2)
             torch.view_as_complex(pairs).mul_(rotation)
-            return wide.to(x.dtype)
+            return wide.type_as(x)
         cos, sin = rotation
         first, second = x[..., : self.rotary_dim].chunk(2, -1)
         parts = [first * cos - second * sin, second * cos + first * sin]
@@ -255,7 +255,7 @@ class Mlp:
 
 
 class Activation:
-    """act(gate) * up, with gate and up in one row; the argument may be overwritten."""
+    """act(gate) * up, with gate and up in one row."""
 
     __slots__ = ("_function", "_kind")
 
@@ -265,8 +265,6 @@ class Activation:
         kind = "silu" if name in ("SiLU", "SiLUActivation") else "gelu_tanh" if name == "GELUTanh" else None
         self._kind = kind if is_fused else None
         self._function: Callable[[torch.Tensor], torch.Tensor] = module
-        if kind == "silu":
-            self._function = lambda gate: functional.silu(gate, inplace=True)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, inner] of gate_up [T, 2 * inner]."""
