@@ -556,11 +556,13 @@ class Replicaset:
         if not isinstance(scheduler, MovesRequests):
             return ()
         try:
-            moves = list(scheduler.moves(self._views.all(now), now))
-            for one in moves:
+            moves: list[Move] = []
+            answer: Iterable[object] = scheduler.moves(self._views.all(now), now)
+            for one in answer:
                 if not isinstance(one, Move):
                     message, place = f"moves {one!r}; expected a Move", place_of_definition(scheduler.moves)
                     raise PolicyError(self.scheduler_name, message, place=place)
+                moves.append(one)
             return moves
         except VajraError:
             raise
