@@ -172,7 +172,7 @@ class PolicyError(VajraError):
     of its own.
 
     `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run, None if it
-    is not tied to one; `place` locates it in the policy's code (`fair.py:41 in key`), None if unknown.
+    is not tied to one; `time_s` is when it happened where no step says so, seconds on the run's clock; `place` locates it in the policy's code (`fair.py:41 in key`), None if unknown.
     """
 
     exit_code: ClassVar[int] = 3
@@ -191,6 +191,7 @@ class PolicyError(VajraError):
         self.replica_id: int | None = None
         self.request_id = request_id
         self.step = step
+        self.time_s: float | None = None
         self.place = place
         super().__init__(policy, message)
 
@@ -222,6 +223,12 @@ class PolicyError(VajraError):
             self.replica_id, self.step = replica_id, step
         return self
 
+    def at_time(self, time_s: float) -> PolicyError:
+        """Set the time of the error, unless it has a step or a time already, and return it."""
+        if self.step is None and self.time_s is None:
+            self.time_s = time_s
+        return self
+
     def __str__(self) -> str:
         """Return the policy, the place in the run, the message, and the place in the policy's code."""
         places = [f"policy {self.policy}"]
@@ -231,6 +238,8 @@ class PolicyError(VajraError):
             places.append(f"request {self.request_id}")
         if self.step is not None:
             places.append(f"step {self.step}")
+        if self.time_s is not None:
+            places.append(f"at {self.time_s:.12g} s")
         code = "" if self.place is None else f" ({self.place})"
         return f"{', '.join(places)}: {self.message}{code}"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from vajra_policies.scaling.device_budget import Budget, PairBudget, guard_one
 from vajra_policies.scaling.dynamo_planner import SPEC, DynamoPlannerConfig
@@ -42,6 +43,12 @@ UP, STARTING, DRAINING, DOWN = ReplicaState.UP, ReplicaState.STARTING, ReplicaSt
 @pytest.mark.parametrize("name", load_registry().scalers)
 def test_it_keeps_the_contract(name: str) -> None:
     check_scaler(load_registry().scaler(name).spec)
+
+
+def test_a_target_beyond_all_kv_blocks_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"a part of the KV blocks is at most 1 \(got 70\.0\)"):
+        TargetUtilizationConfig(target=70.0)
+    assert TargetUtilizationConfig(metric="requests", target=70.0).target == 70.0
 
 
 @pytest.mark.parametrize(

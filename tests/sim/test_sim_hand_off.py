@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -326,6 +327,28 @@ def test_a_request_that_no_decode_replica_can_hold_is_refused_at_the_door() -> N
     way = simulate(settings(pools=pools), [RequestSpec("a", 0.0, 120, 20, max_tokens=20)]).ways["a"]
     assert way.reason is EndReason.REJECTED
     assert "can never fit" in way.detail
+
+
+@pytest.mark.parametrize(
+    ("prefill", "words"),
+    [
+        (
+            {"memory": {"num_blocks": 5}},
+            r"the prompt \(120 tokens\) can never fit into the KV memory of a replica that computes prompts \(5 blocks of",
+        ),
+        (
+            {"max_model_len": 100},
+            r"prompt and output \(120 \+ 20 tokens\) are more than a replica that computes prompts takes \(max_model_len: 100\)",
+        ),
+    ],
+)
+def test_a_prompt_that_no_prefill_replica_can_hold_is_refused_with_the_sizes_of_these(
+    prefill: dict[str, Any], words: str
+) -> None:
+    pools = {"prefill": {"replica": prefill}, "decode": {}}
+    way = simulate(settings(pools=pools), [RequestSpec("a", 0.0, 120, 20, max_tokens=20)]).ways["a"]
+    assert way.reason is EndReason.REJECTED
+    assert re.match(words, way.detail)
 
 
 ONE_AT_A_TIME = {

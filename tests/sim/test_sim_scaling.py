@@ -235,6 +235,22 @@ def test_a_wrong_answer_names_policy_pool_and_bounds(answer: Any, words: str) ->
     assert words in str(caught.value)
 
 
+def test_a_scaler_that_starts_and_stops_without_end_at_one_time_is_named() -> None:
+    """Starts take no time here, and an idle replica is down at once: each change asks again."""
+
+    class Restless:
+        def __init__(self) -> None:
+            self._count = 1
+
+        def targets(self, pools: Any, now: float) -> Any:
+            self._count = 3 - self._count
+            return {"default": self._count}
+
+    world = scaled(lambda context: Restless(), elastic={"max_replicas": 2})
+    with pytest.raises(PolicyError, match=r"tested, at 0 s: starts and stops replicas again and again at one time"):
+        world.run(requests(3))
+
+
 def test_an_error_of_the_scaler_is_its_own() -> None:
     class Raises:
         def targets(self, pools: Any, now: float) -> Any:

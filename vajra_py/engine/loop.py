@@ -257,7 +257,7 @@ class EngineLoop(Backend[EngineReplica]):
         if not self._options.serves:
             stall = self.controller.stall(self.now)
             if stall is not None:
-                raise stall
+                raise stall.at_time(to_seconds(self.now))
             return False
         if self._stalled_at != self.num_steps and self.controller.num_alive:
             self._stalled_at = self.num_steps

@@ -180,7 +180,7 @@ class Simulator(Backend[SimReplica]):
             if not driver.events.heap:
                 stall = self.controller.stall(driver.now)
                 if stall is not None:
-                    raise stall
+                    raise stall.at_time(to_seconds(driver.now))
                 return
             if driver.until == NEVER:
                 raise ExecutorError(f"simulator: the clock ends after {LAST_S:,.0f} s, and requests are left.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vajra_policies.scaling.pools import num_active, replicas_in, shared_requests, shared_tokens, within_bounds
 from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ReplicaLoadView, ReplicaState, ScalerSpec, WakeUps
@@ -41,6 +41,12 @@ class TargetUtilizationConfig(PolicyConfig):
     down_window_s: float = Field(
         300.0, ge=0, description="Replicas are stopped only as far as every look of so long asked for it, seconds."
     )
+
+    @model_validator(mode="after")
+    def _is_within_reach(self) -> Self:
+        if self.metric == "kv_usage" and self.target > 1:
+            raise ValueError(f"target: a part of the KV blocks is at most 1 (got {self.target})")
+        return self
 
 
 class TargetUtilization:

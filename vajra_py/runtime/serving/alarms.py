@@ -12,7 +12,23 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 MAX_WAKES_PER_TICK = 1000
-"""Wake-ups of one policy at one tick, or at ticks in a row, above which it is stopped: it wakes itself without end."""
+"""Calls of one policy at one tick, or at ticks in a row, above which it is stopped: it has itself called without end."""
+
+
+@dataclass(eq=False, slots=True)
+class Repeats:
+    """Calls of one policy at one tick, or at ticks in a row."""
+
+    last_tick: int = -1
+    num_calls: int = 0
+
+    def are_without_end(self, now: int) -> bool:
+        """Count a call; return True if there are too many for a policy that ever comes to an end."""
+        if now > self.last_tick + 1:
+            self.num_calls = 0
+        self.last_tick = now
+        self.num_calls += 1
+        return self.num_calls > MAX_WAKES_PER_TICK
 
 
 @dataclass(eq=False, slots=True)
@@ -28,17 +44,11 @@ class Sleeper:
     """Position among the policies of its layer; for a replica scheduler the replica's id."""
     policy: Any = None
     """The object; None while it is being built."""
-    last_tick: int = -1
-    num_wakes: int = 0
-    """Wake-ups until `last_tick`, each at the tick of the one before or the next."""
+    wakes: Repeats = field(default_factory=Repeats)
 
     def count(self, now: int) -> None:
         """Count a wake-up. Raises `PolicyError` for a policy that wakes itself without end."""
-        if now > self.last_tick + 1:
-            self.num_wakes = 0
-        self.last_tick = now
-        self.num_wakes += 1
-        if self.num_wakes > MAX_WAKES_PER_TICK:
+        if self.wakes.are_without_end(now):
             message = f"asks to be woken again and again at one time ({MAX_WAKES_PER_TICK} times)"
             error = PolicyError(self.policy_name, message)
             raise error.at(self.index, 0) if self.slot == Layer.REPLICA_SCHEDULER.value else error

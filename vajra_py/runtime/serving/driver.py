@@ -830,6 +830,7 @@ class Driver(Generic[R]):
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
         """See `DriverServices`."""
+        error.at_time(to_seconds(self.now))
         if not self._options.isolates_policies:
             raise error
         gate = self.controller.gate

@@ -131,6 +131,21 @@ class RequestBounds:
             found = self._holders[fitting] = Holders(kinds)
         return found
 
+    def why_nobody(self, request: Request) -> str:
+        """Return the reason that a request without holders that could serve it has none."""
+        prompt, output = request.num_prompt_tokens, request.max_tokens
+        whole = f"prompt and output ({prompt} + {output} tokens)"
+        where = f"blocks of {self.block_size} tokens)"
+        if not self.holders(request).of_decodes:
+            return f"{whole} can never fit into the KV memory of a replica ({self.largest.num_blocks} {where}"
+        limits = [kind[0].limits for kind in self._kinds if kind[0].parts.role is not PoolRole.DECODE]
+        longest = max(one.max_model_len for one in limits)
+        if prompt + output > longest:
+            return f"{whole} are more than a replica that computes prompts takes (max_model_len: {longest})"
+        num_blocks = max(one.num_blocks for one in limits)
+        which = "of a replica that computes prompts"
+        return f"the prompt ({prompt} tokens) can never fit into the KV memory {which} ({num_blocks} {where}"
+
 
 def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
     """Return replicas grouped by limits, role and adapters; those of a group can hold the same requests."""

@@ -391,10 +391,7 @@ class Replicaset:
             return f"no replica has its adapter ({request.adapter!r})"
         holders = bounds.holders(request)
         if not holders.can_serve:
-            return (
-                f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
-                f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
-            )
+            return bounds.why_nobody(request)
         if self._differs and not self._serving_of(holders).can_serve:
             serving, num_holders, total = self._serving_of(holders).all, len(holders.all), len(self.replicas)
             if serving:
@@ -559,7 +556,14 @@ class Replicaset:
         if not isinstance(scheduler, MovesRequests):
             return ()
         try:
-            return list(scheduler.moves(self._views.all(now), now))
+            moves: list[Move] = []
+            answer: Iterable[object] = scheduler.moves(self._views.all(now), now)
+            for one in answer:
+                if not isinstance(one, Move):
+                    message, place = f"moves {one!r}; expected a Move", place_of_definition(scheduler.moves)
+                    raise PolicyError(self.scheduler_name, message, place=place)
+                moves.append(one)
+            return moves
         except VajraError:
             raise
         except POLICY_EXCEPTIONS as error:

@@ -17,6 +17,7 @@ from vajra_py.contract.views import ReplicaState
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.records.input_log import ReplicaChange
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.alarms import MAX_WAKES_PER_TICK, Repeats
 from vajra_py.runtime.serving.pools import PoolLoad, pool_loads
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
@@ -73,6 +74,7 @@ class ReplicasetScaling:
     starts: dict[int, Start] = field(default_factory=dict)
     has_begun: bool = False
     is_broken: bool = False
+    _asked: Repeats = field(default_factory=Repeats)
     _views: Sequence[PoolLoad] = ()
     _replicaset: Replicaset | None = None
 
@@ -103,6 +105,9 @@ class ReplicasetScaling:
     def ask(self, now: int) -> list[ReplicaChange]:
         """Call the scaler; return the changes that follow. Raises `PolicyError`."""
         try:
+            if self._asked.are_without_end(now):
+                message = f"starts and stops replicas again and again at one time ({MAX_WAKES_PER_TICK} times)"
+                raise PolicyError(self.name, message, place=place_of_definition(self.scaler.targets))
             answer: object = self.scaler.targets(self._views, to_seconds(now))
             self.wanted.update(self._checked(answer))
         except VajraError:
