@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 
 from tests.vllm.core import Core, RequestScript, request_of
 from tests.vllm.plugins import install
+from tests.vllm.test_vllm_interface import core_of as plain_core_of
 from tests.vllm.test_vllm_recording import core_of, end
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.plugins import Registry, build_registry
@@ -120,6 +121,15 @@ def test_pins_that_leave_no_room_end_and_nobody_waits_for_ever(tiny_model: str, 
     assert scheduled(core, "r-9", text(9, 17)) == 0
     end(core)
     assert replay(tmp_path / "run").difference is None
+
+
+def test_a_program_of_no_calls_is_refused(tiny_model: str) -> None:
+    core = plain_core_of(tiny_model)
+    params = SamplingParams(max_tokens=3, extra_args={"vajra_program_id": "p", "vajra_num_program_calls": 0})
+    core.scheduler.add_request(Request("r-0", [1, 2], params, None))
+    while core.scheduler.has_requests():
+        core.step()
+    assert core.reasons == {"r-0": "error"}
 
 
 def test_programs_end_and_policies_wake(tiny_model: str, tmp_path: Path, registry: Registry) -> None:
