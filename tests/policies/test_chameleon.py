@@ -116,6 +116,17 @@ def test_the_adapter_with_the_least_score_goes() -> None:
     assert run.replica().adapters.loaded() == ("a", "c", "d")  # type: ignore[union-attr]
 
 
+def test_of_two_adapters_used_as_often_the_later_one_stays_though_it_is_a_little_smaller() -> None:
+    """Its size counts 0.45 * 5/6 in place of 0.45, and its recency 0.1 in place of 0."""
+    run = harness([], {"refresh_s": 1e6}, adapters=adapters(2, earlier=6, later=5, new=1))
+    for name in ("earlier", "later"):
+        run.submit(name, 16, 1, adapter=name)
+        run.steps_until_idle()
+    run.submit("r", 16, 1, adapter="new")
+    run.step()
+    assert run.replica().adapters.loaded() == ("later", "new")  # type: ignore[union-attr]
+
+
 def test_an_adapter_that_is_not_idle_is_refused_by_name() -> None:
     run = harness([], adapters=adapters(1, a=1, b=1))
     run.replica().adapters.chooses = lambda idle, now: "b"  # type: ignore[union-attr]

@@ -38,17 +38,18 @@ def facts_of(config: type[PolicyConfig]) -> dict[str, dict[str, Any]]:
     return found
 
 
+CLASSES = found_classes()
 RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_defaults_and_limits_are_as_recorded(name: str) -> None:
-    assert facts_of(found_classes()[name]) == RECORDED[name]
+    assert facts_of(CLASSES[name]) == RECORDED[name]
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_default_may_be_stated(name: str) -> None:
-    config = found_classes()[name]
+    config = CLASSES[name]
     defaults = {field: facts["default"] for field, facts in RECORDED[name].items() if "default" in facts}
     stated = {field: json.loads(json.dumps(default)) for field, default in defaults.items()}
     required = [field for field, info in config.model_fields.items() if info.is_required()]
@@ -73,7 +74,7 @@ def test_presets_are_as_recorded(name: str) -> None:
 if __name__ == "__main__":
     PRESETS_FILE.write_text(json.dumps(settings_of_presets(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     classes = []
-    for name, config in sorted(found_classes().items()):
+    for name, config in sorted(CLASSES.items()):
         lines = [f"  {json.dumps(field)}: {json.dumps(facts)}" for field, facts in facts_of(config).items()]
         classes.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
     FILE.write_text("{\n" + ",\n".join(classes) + "\n}\n", encoding="utf-8")

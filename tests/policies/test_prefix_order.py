@@ -179,6 +179,12 @@ def test_a_deficit_is_refilled_only_when_nobody_who_waits_has_any_left() -> None
     assert deficits == {"a": 1.0, "b": 7.0, "idle": -74.0, "new": 10.0}
 
 
+def test_who_is_at_0_after_a_refill_has_no_deficit_left() -> None:
+    deficits = {"a": 0.0, "b": -10.0}
+    assert refill(deficits, ["a", "b"], 10.0) == ["a"]
+    assert deficits == {"a": 10.0, "b": 0.0}
+
+
 arrivals = st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(1, 100), st.integers(1, 60)), min_size=1, max_size=40)
 
 

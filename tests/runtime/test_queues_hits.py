@@ -415,6 +415,19 @@ def test_a_key_that_breaks_the_contract_is_named_until_it_is_mended() -> None:
     assert queue.peek(0.0) is waiting[5]
 
 
+def test_a_key_that_could_not_be_read_when_its_time_came_is_read_once_it_is_mended() -> None:
+    memory, policy, queue, waiting = filled(2)
+    late = Waiting(2, memory, [2, 2, 0], arrived_at=2.0)
+    run(memory, [2, 2])
+    queue.add(late, 2.0)
+    assert list(queue.ordered(2.0)) == [late, *waiting]
+    queue._keys._key = lambda request, now: (math.nan, 0.0)
+    with pytest.raises(PolicyError, match=r"mine, request r\d: key\(\) is not finite"):
+        queue.peek(3.0)
+    queue._keys._key = policy.key
+    assert list(queue.ordered(3.0)) == [*waiting, late]
+
+
 def test_a_queue_follows_the_memory_that_it_is_given_last() -> None:
     _, _, queue, waiting = filled(20)
     other = PagedKvMemory(80, BLOCK, prefix_cache=PrefixCacheOptions())

@@ -87,7 +87,10 @@ ORCA_ALONE_WITH_PROMPTS = 1142
 CHAMELEON_LOSES_A_REPLICA = 1176
 """`chameleon` has charged a request to its queue that was lost with its replica and waits again."""
 
+PREEMPTS_FOR_WHO_LOADS = 1288
+"""`nano_vllm_rs` admits a request for whose blocks another one asks that waits for its KV from a tier."""
 
-@pytest.mark.parametrize("seed", [0, 1, ORCA_ALONE_WITH_PROMPTS, CHAMELEON_LOSES_A_REPLICA])
+
+@pytest.mark.parametrize("seed", [0, 1, ORCA_ALONE_WITH_PROMPTS, CHAMELEON_LOSES_A_REPLICA, PREEMPTS_FOR_WHO_LOADS])
 def test_nothing_is_lost_whichever_built_in_policies_decide(seed: int) -> None:
     assert check_world(seed, agents=True, policies=True) > 0

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vajra_py.contract import BatchBuilder, LocalReplicaView
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel, ConstantModel
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -245,6 +246,25 @@ def test_a_running_request_is_aborted_when_its_step_is_over(at: float, ended_at:
 
 def test_aborting_frees_the_place_at_once() -> None:
     served = Run([spec("a", 0.0, num_output=90), spec("b", 0.0)], replace(OPTIONS, max_batch_size=1))
+    served.simulator.abort_at(0.3, "a")
+    served.go()
+    assert served["b"].admitted_at == served["a"].ended_at == pytest.approx(0.3)
+
+
+class NobodyPassesA:
+    """Admits requests by turns; one called "a" cannot run yet, and those behind it wait."""
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        batch.add_running()
+        for request in replica.waiting():
+            if request.request_id == "a":
+                return
+            batch.add(request, batch.max_chunk(request))
+
+
+def test_who_waits_behind_an_aborted_request_runs_at_once() -> None:
+    """Nothing else would let its replica, which runs nobody, form a step."""
+    served = Run([spec("a", 0.0), spec("b", 0.0)], policies=("fcfs", "round_robin", NobodyPassesA()))
     served.simulator.abort_at(0.3, "a")
     served.go()
     assert served["b"].admitted_at == served["a"].ended_at == pytest.approx(0.3)

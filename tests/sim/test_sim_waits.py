@@ -125,6 +125,20 @@ def test_replicas_that_take_one_request_at_a_time_do_not_wait_for_each_other() -
     assert {way.reason for way in ways.values()} == {EndReason.STOP}
 
 
+def test_requests_that_leave_do_not_wait_for_each_other_where_one_that_runs_has_no_block() -> None:
+    """Its scheduler has nobody else to preempt, and does not preempt it."""
+    mapping = mapping_of({"mixed": small(8, num_replicas=2)}, {}, replica_scheduler="preemptive")
+    requests = [
+        RequestSpec("runs", 0.0, 60, 30),
+        RequestSpec("to-its-replica", 0.0, 120, 8),
+        RequestSpec("from-its-replica", 0.0, 60, 8),
+    ]
+    registry = with_router(lambda: Placer(1, None, 0))
+    fast, slow = (simulate(mapping, requests, registry=registry, wants_steps=alone) for alone in (False, True))
+    assert fast.order == slow.order
+    assert {way.reason for way in fast.ways.values()} == {EndReason.STOP}
+
+
 def test_a_request_that_gives_up_its_kv_is_not_sent_to_and_fro() -> None:
     """Its target is full of its own blocks, and the scheduler there admits nobody without a free one."""
     hand_off = {"first_token": "recompute", "reserve_ahead_tokens": 20}

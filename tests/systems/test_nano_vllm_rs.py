@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from tests.sim.split_pools import Way, settings, simulate
+from vajra_py.contract.observer import EndReason
 from vajra_py.testing.harness import Harness, HarnessOptions
+from vajra_py.workload import PromptContent, RequestSpec
 
 
 def harness_of(params: dict[str, Any] | None = None, **sizes: Any) -> Harness:
@@ -128,3 +134,54 @@ def test_a_request_that_ends_with_its_first_token_is_told() -> None:
     assert request.end_reason is not None
     assert request.num_output_tokens == 1
     assert harness.replica().memory.free_blocks == 12
+
+
+def ways_of(
+    *requests: RequestSpec, order: str, memory: Mapping[str, Any], retention: Any = None, **replica: Any
+) -> Mapping[str, Way]:
+    """Simulate one replica, which has blocks of 16 tokens, to the end."""
+    policies = {
+        "request_prioritizer": order,
+        "replicaset_scheduler": "round_robin",
+        "replica_scheduler": "nano_vllm_rs",
+        "retention": retention,
+    }
+    memory = {"watermark_fraction": 0.0, **memory}
+    mapping = settings(scheduling=policies, replica={"max_batch_tokens": 2048, "memory": memory, **replica})
+    for only_of_split_pools in ("pools", "hand_off", "links"):
+        del mapping[only_of_split_pools]
+    return simulate(mapping, requests).ways
+
+
+@pytest.mark.parametrize("order", ["priority", "fcfs"])
+def test_nobody_gives_way_to_a_request_whose_adapter_is_being_loaded(order: str) -> None:
+    running = RequestSpec("running", 0.0, 100, 20, priority=1)
+    urgent = RequestSpec("urgent", 0.05, 100, 2, priority=0, adapter="french")
+    sizes: dict[str, Any] = {
+        "memory": {"num_blocks": 10},
+        "adapters": {"max_loras": 1, "models": [{"name": "french", "load_s": 1.0}]},
+    }
+    alone = ways_of(running, order=order, **sizes)
+    ways = ways_of(running, urgent, order=order, **sizes)
+    assert ways["running"].ended == alone["running"].ended
+    assert ways["urgent"].reason is EndReason.STOP
+
+
+@pytest.mark.parametrize("order", ["priority", "fcfs"])
+def test_nobody_gives_way_whose_blocks_are_pinned(order: str) -> None:
+    """`next` would give back one block of eleven, which is not enough for `urgent`."""
+    pins = {"policy": "session_pin", "params": {"pin_s": 100.0}}
+    chat = PromptContent((("chat", 160),))
+    question = PromptContent((("chat", 160), ("question", 16)))
+    ways = ways_of(
+        RequestSpec("first", 0.0, 160, 2, session_id="s", content=chat),
+        RequestSpec("other", 1.0, 150, 1),
+        RequestSpec("next", 1.001, 176, 10, session_id="s", content=question, priority=1),
+        RequestSpec("urgent", 1.002, 240, 3, priority=0),
+        order=order,
+        memory={"num_blocks": 20, "prefix_cache": {"max_pinned_fraction": 0.6}},
+        retention=pins,
+    )
+    assert {name: way.reason for name, way in ways.items()} == dict.fromkeys(ways, EndReason.STOP)
+    first = [ways[name].first_token for name in ("next", "urgent")]
+    assert sorted(first) == (first if order == "fcfs" else first[::-1])

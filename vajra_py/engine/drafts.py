@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vajra_py.engine.compute.interface import SamplingParams, forbids_tokens, needs_history
+from vajra_py.engine.compute.interface import SamplingParams
+from vajra_py.engine.compute.sampling.needs import forbids_tokens, needs_history
 
 
 @dataclass(frozen=True, slots=True)

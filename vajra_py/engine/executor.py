@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from vajra_py.engine.compute import Chunk, LookaheadDecodes, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
-from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT, forbids_tokens, needs_outputs, needs_prompt
+from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT
+from vajra_py.engine.compute.sampling.needs import forbids_tokens, needs_outputs, needs_prompt
 from vajra_py.engine.drafts import NgramIndex, NgramRules, may_have_drafts
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory

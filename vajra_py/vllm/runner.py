@@ -28,7 +28,7 @@ from vajra_py.engine.compute import (
     StepOutput,
     TokenLogprobs,
 )
-from vajra_py.engine.compute.interface import needs_prompt
+from vajra_py.engine.compute.sampling.needs import needs_prompt
 from vajra_py.errors import ExecutorError
 from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from pydantic import Field
 
 from vajra_py.contract import (
@@ -18,6 +20,9 @@ from vajra_py.contract import (
     SchedulerTraits,
     SteadyState,
 )
+
+_NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_PREEMPTED})
+"""Refusals of a waiting request for which nobody is preempted."""
 
 
 class NanoVllmRsConfig(PolicyConfig):
@@ -54,7 +59,9 @@ class NanoVllmRs:
       `chunk_size` tokens a step, and are cut to what the budget has left, as in the document's example of ten tokens.
     - *Urgent requests get memory.* If the head of the queue fits but for memory, running requests of strictly lower
       priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
-      is admitted in the same step. Strictly: else equals would swap each other for ever.
+      is admitted in the same step. Strictly: else equals would swap each other for ever. Nobody is preempted for a head
+      that waits for its KV or its adapter. Under a prioritizer other than `priority`, a step may preempt who it has just
+      admitted; where that leaves it empty, since blocks are shared or pinned, nobody is preempted for that request again.
     - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
     - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
@@ -75,6 +82,8 @@ class NanoVllmRs:
         self._chunk_size = config.chunk_size if config.chunked_prefill else None
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
+        self._in_vain: RequestView | None = None
+        """Request for which a step has preempted everybody whom it had admitted, and which was refused even so."""
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone is cut into chunks all the same."""
@@ -115,6 +124,7 @@ class NanoVllmRs:
         return num_added
 
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> None:
+        admitted: set[RequestView] = set()
         for request in replica.waiting():
             if replica.num_running >= self._max_running:
                 return
@@ -125,10 +135,16 @@ class NanoVllmRs:
             to_hold = request.num_known_tokens
             if not self._preempts:
                 to_hold = request.num_prompt_tokens + request.max_tokens - 1
-            if self._preempts and batch.blocks_needed(request, to_hold) > batch.free_blocks:
-                self._make_room(replica, batch, request)
-            if batch.add(request, num_tokens, reserve_tokens=to_hold) is not None:
+            refusal = batch.add(request, num_tokens, reserve_tokens=to_hold)
+            may_preempt = self._preempts and refusal not in _NO_ROOM_HELPS and request is not self._in_vain
+            if refusal is not None and may_preempt:
+                takes_back = self._make_room(replica, batch, request, admitted)
+                refusal = batch.add(request, num_tokens, reserve_tokens=to_hold)
+                if takes_back and not batch.num_requests:
+                    self._in_vain = request
+            if refusal is not None:
                 return
+            admitted.add(request)
             if not swapped_decode:
                 budget -= num_tokens
 
@@ -143,15 +159,24 @@ class NanoVllmRs:
         assert self._chunk_size is not None
         return min(num_tokens, self._chunk_size, budget)
 
-    def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> None:
-        """Preempt requests of lower priority for one that waits, if together they make enough room."""
-        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
+    def _make_room(
+        self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView, admitted: Container[RequestView]
+    ) -> bool:
+        """Preempt requests of lower priority for one that waits, if together they seem to make enough room.
+
+        Shared blocks, and pinned ones, are not free then. True if some of those were preempted whom this step has admitted.
+        """
         needed = batch.blocks_needed(request, request.num_known_tokens)
+        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
         if batch.free_blocks + sum(_held_blocks(replica, batch, one) for one in victims) < needed:
-            return
+            return False
+        takes_back = False
         while victims and needed > batch.free_blocks:
-            if not _swap_out(batch, victims.pop()):
-                return
+            victim = victims.pop()
+            if not _swap_out(batch, victim):
+                break
+            takes_back |= victim in admitted
+        return takes_back
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:

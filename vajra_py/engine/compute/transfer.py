@@ -1,4 +1,4 @@
-"""Asynchronous transfers of small host arrays to the device and of results back.
+"""Asynchronous transfers of small host arrays to the device and of results back, and marks between what is asynchronous.
 
 Invariants:
     - Host memory of a copy to or from a GPU is pinned, and comes from torch's own pool, which reuses it only when
@@ -36,3 +36,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
+
+
+def marked() -> torch.cuda.Event:
+    """Record an event on the device's current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

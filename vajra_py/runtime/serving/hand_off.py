@@ -447,7 +447,9 @@ class HandOffs(Generic[R]):
         """Return True if a replica runs something, may do so in this tick, or has KV for it."""
         for each in self._replicas:
             replica, running_set = each.replica, each.replica.running_set
-            if each.form_pending or replica.num_in_flight or running_set.num_running:
+            if each.form_pending or replica.num_in_flight:
+                return True
+            if running_set.num_running and not replica.lacks_blocks_to_run:
                 return True
             if running_set.arrived or running_set.loading:
                 return True

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from vajra_py.config import DEFAULT_POOL
-from vajra_py.contract import EndedRun, EndedStep, Layer, PoolRole, PreemptionMode, ReplicaLimits, ReplicaScheduler
+from vajra_py.contract import (
+    EndedRun,
+    EndedStep,
+    Layer,
+    PoolRole,
+    PreemptionMode,
+    Refusal,
+    ReplicaLimits,
+    ReplicaScheduler,
+)
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError
@@ -39,6 +48,7 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
 _PREFILL = PoolRole.PREFILL
+_KV_BLOCKS = Refusal.KV_BLOCKS
 
 
 MAX_EMPTY_STEPS = 1000
@@ -354,6 +364,17 @@ class Replica:
         """Return whether there is a free place in the batch, and free blocks for what is known of a request."""
         is_free = self.running_set.num_running < self.limits.max_batch_size
         return is_free and self.memory.blocks_for(request.num_known_tokens) <= self.memory.free_blocks
+
+    @property
+    def lacks_blocks_to_run(self) -> bool:
+        """True if no step could be formed when the policy was last asked, and a running request found no KV block."""
+        builder = self.builder
+        if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
+            return False
+        return any(
+            refusal is _KV_BLOCKS and one.state is _RUNNING and one.replica_id == self.replica_id
+            for one, refusal in builder.refusals.items()
+        )
 
     @property
     def num_pending_tokens(self) -> int:

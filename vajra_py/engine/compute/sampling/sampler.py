@@ -23,9 +23,10 @@ import torch
 from vajra_kernels import uses_triton
 from vajra_kernels.sampling import Column, sample_tokens
 from vajra_py.engine.compute.batch import Ints
-from vajra_py.engine.compute.interface import NewRow, SamplingParams, needs_history
+from vajra_py.engine.compute.interface import NewRow, SamplingParams
 from vajra_py.engine.compute.sampling.constraints import Constraints
 from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs, token_logprobs
+from vajra_py.engine.compute.sampling.needs import needs_history
 from vajra_py.engine.compute.sampling.penalties import Histories, apply_penalties
 from vajra_py.engine.compute.transfer import to_device
 

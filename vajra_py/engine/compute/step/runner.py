@@ -43,7 +43,7 @@ from vajra_py.engine.compute.step.graphs import Capture, CudaCapture, DecodeGrap
 from vajra_py.engine.compute.step.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.step.pending import Computed, JoinedStep, PendingLookahead, TorchStep
 from vajra_py.engine.compute.step.warm_up import warm_up
-from vajra_py.engine.compute.transfer import to_device, to_host
+from vajra_py.engine.compute.transfer import marked, to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.runtime.kv import BlockCopy
 
@@ -261,7 +261,7 @@ class TorchRunner:
     def mark(self) -> object:
         """See `KvRunner`."""
         with current(self._model.device):
-            return _marked() if self._model.device.type == "cuda" else None
+            return marked() if self._model.device.type == "cuda" else None
 
     @torch.inference_mode()
     def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
@@ -289,7 +289,7 @@ class TorchRunner:
     def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
         on_cuda = self._model.device.type == "cuda"
         step = self._ranks.part(step)
-        started: float | torch.cuda.Event = _marked() if on_cuda else time.perf_counter()
+        started: float | torch.cuda.Event = marked() if on_cuda else time.perf_counter()
         self._take_changes(step, memory)
         before = self._state.num_computed.copy()
         try:
@@ -307,7 +307,7 @@ class TorchRunner:
         if isinstance(started, float):
             done.duration_s = time.perf_counter() - started - self._ranks.stage.take_waited_s()
         else:
-            done.done = _marked()
+            done.done = marked()
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
@@ -494,10 +494,3 @@ def _as_errors(device: torch.device) -> Iterator[None]:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current device, within the context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _marked() -> torch.cuda.Event:
-    """Record an event on the device's current stream."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
