@@ -92,6 +92,36 @@ def test_what_the_engine_would_refuse_is_found_without_its_model(vajra: Vajra, t
         assert "models/any" not in said.err
 
 
+UNFIT = "replica: {max_model_len: 4096, memory: {num_blocks: 400}}\n"
+SLOTS = "replica:\n  memory: {num_blocks: 40}\n  adapters:\n    max_loras: 4\n    models: [{name: a, num_blocks: 10}]\n"
+NO_BLOCKS = (
+    "replica.adapters: the slots leave no KV block (they take 40 of 40). Allowed: fewer slots, or smaller adapters.\n"
+)
+DRAFTS = "is not given, and replica.draft asks for drafts. Such as {rate: 0.7}.\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "expected"),
+    [
+        (SLOTS, (), f"small.yaml:19: {NO_BLOCKS}"),
+        (UNFIT + "sweep:\n  seed: [1, 2]\n  replica.adapters:\n    - {max_loras: 40, models: [{name: a, num_blocks: 10}]}\n", (),
+         "small.yaml:21: replica.adapters (seed=1 adapters=(max_loras=40, models.0.name=a, models.0.num_blocks=10)): the slots leave no KV block (they take 400 of 400)"),
+        (UNFIT, ("--set", "replica.adapters={max_loras: 40, models: [{name: a, num_blocks: 10}]}"), "--set replica.adapters: the slots leave no KV block"),
+        (UNFIT.replace("}}", "}, draft: {num_tokens: 2}}"), (), f"small.yaml:15: backend.simulator.drafts: {DRAFTS}"),
+    ],
+    ids=["file", "sweep", "override", "missing"],
+)  # fmt: skip
+def test_what_does_not_fit_together_has_its_line(
+    section: str, options: tuple[str, ...], expected: str, vajra: Vajra, small: Path
+) -> None:
+    small.write_text(small.read_text().replace(UNFIT, section))
+    for command in ("check",) if "sweep" in section else ("check", "run"):
+        said = vajra(command, small.name, *options)
+        assert said.code == 2
+        assert said.err.startswith(expected)
+        assert said.err.count("\n") == 1
+
+
 def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(small.read_text().replace("version: 1", "version: 9"))

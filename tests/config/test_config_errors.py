@@ -104,6 +104,7 @@ def test_every_mistake_of_a_file_is_told_at_once_with_its_line(write: Any, regis
         (("seed: 42", "replicasets: {a: {num_replica: 2}}"), "exp.yaml:2: replicasets.a.num_replica: unknown key. Did you mean 'num_replicas'?"),
         (("seed: 42", "replicasets: {a: {scheduling: {request_prioritizer: x}}}"), "exp.yaml:2: replicasets.a.scheduling.request_prioritizer.policy: no installed"),
         (("seed: 42", "replicasets: {a: {select: {tenants: []}}}"), "exp.yaml:2: replicasets.a.select.tenants:"),
+        (("seed: 42", "replica: {memory: {tiers: [{name: host, num_blocks: 0, bandwidth_gb_s: 1}]}}"), "exp.yaml:2: replica.memory.tiers.0.num_blocks: must be greater than 0 (got 0)."),
         (("seed: 42", "admission: {max_queued_requests: 0}"), "exp.yaml:2: admission.max_queued_requests: must be greater than 0 (got 0)."),
     ],
 )  # fmt: skip

@@ -48,6 +48,8 @@ def test_a_program_is_known_by_the_headers_of_clients_and_gateways(
     assert post(server.url, {"x-last-call": "perhaps"}).status_code == 400
     assert post(server.url, is_last_call="yes").status_code == 400
     assert post(server.url, next_call_after_ms=-1).status_code == 400
+    assert post(server.url, num_program_calls=0).status_code == 400
+    assert post(server.url, {"x-num-program-calls": "-1"}).status_code == 400
     server.stop()
     facts = [one.facts for one in read_inputs(folder / "inputs.jsonl.gz") if isinstance(one, Arrival)]
     assert [one.program_id for one in facts] == [

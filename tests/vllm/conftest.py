@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 SCHEDULERS_ALONE = (
+    "test_vllm_agents.py",
     "test_vllm_async.py",
     "test_vllm_connector.py",
     "test_vllm_decisions.py",

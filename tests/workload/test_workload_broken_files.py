@@ -178,6 +178,7 @@ def test_whole_numbers_may_be_written_as_decimals(tmp_path: Path) -> None:
     [
         ("ttft_slo_s", "-1", "seconds >= 0, or nothing"),
         ("priority", "high", "A whole number"),
+        ("num_program_calls", "0", "A whole number >= 1, or nothing"),
         ("max_tokens", "0", "A whole number >= 1, or nothing"),
         ("follows", "zz", "follows a request that is not in the workload ('zz')"),
     ],

@@ -15,6 +15,7 @@ from vajra_py.config.load import (
     load_system,
     system_from_mapping,
 )
+from vajra_py.config.located import naming_lines
 from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.replica import (
     DEFAULT_POOL,
@@ -65,6 +66,7 @@ __all__ = [
     "load_config",
     "load_either",
     "load_system",
+    "naming_lines",
     "register_backend",
     "run_manifest",
     "system_from_mapping",

@@ -34,6 +34,8 @@ def explain(error: ValidationError, annotation: Any, root: Entries, base: KeyPat
     part = get(root, *base)
     grouped: dict[KeyPath, list[Mapping[str, Any]]] = {}
     for each in error.errors(include_url=False):
+        if _lacks_wrong_items(each):
+            continue
         missing = each["type"] in ("missing", "union_tag_not_found")
         path = _written_path(part, annotation, each["loc"], missing)
         if each["type"] in ("union_tag_not_found", "union_tag_invalid"):
@@ -58,6 +60,12 @@ def show(value: Any) -> str:
         return str(value).lower()
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def _lacks_wrong_items(each: Mapping[str, Any]) -> bool:
+    """Return whether a list is called too short because its wrong items, which are reported themselves, were left out."""
+    value = each["input"]
+    return each["type"] == "too_short" and isinstance(value, list | tuple) and len(value) > each["ctx"]["actual_length"]
 
 
 def _written_path(part: Any, annotation: Any, loc: Sequence[str | int], missing: bool) -> KeyPath:

@@ -240,6 +240,7 @@ def _points(
         config, more = _resolve(long_forms(tree), context)
         found += more
         if config is not None:
+            config._source = Source(tree, ())
             done.append((point, cast(ExperimentConfig, config)))
     if found:
         raise ConfigError(in_order(found))

@@ -38,6 +38,7 @@ class FactInfo:
         seen_as: Name in `RequestView` and in the requests table; empty: the fact's own; None: neither has it.
         span: Attribute of a request's span; empty: `vajra.request.` and the name; None: none.
         has_extra_arg: Whether vLLM's `extra_args` may state it.
+        least: Least value of a whole number; None: any.
         is_only_where_stated: Tables and recordings have it only where a request states it: facts of programs, and the adapter.
     """
 
@@ -47,6 +48,7 @@ class FactInfo:
     seen_as: str | None = ""
     span: str | None = ""
     has_extra_arg: bool = True
+    least: int | None = None
     is_only_where_stated: bool = False
 
 
@@ -108,7 +110,8 @@ class StatedFacts:
         tuple[str, ...], FactInfo("Ids of the calls of its program whose results it uses", is_only_where_stated=True)
     ] = ()
     num_program_calls: Annotated[
-        int | None, FactInfo("Calls that its program makes in all, as far as is known", is_only_where_stated=True)
+        int | None,
+        FactInfo("Calls that its program makes in all, as far as is known", least=1, is_only_where_stated=True),
     ] = None
     is_last_call: Annotated[
         bool,
@@ -143,6 +146,7 @@ class Fact:
     seen_as: str | None
     span: str | None
     has_extra_arg: bool
+    least: int | None
     is_only_where_stated: bool
 
 
@@ -176,6 +180,7 @@ def _fact(name: str, annotation: Any, default: Any) -> Fact:
         seen_as=info.seen_as if info.seen_as != "" else name,
         span=info.span if info.span != "" else f"vajra.request.{name}",
         has_extra_arg=info.has_extra_arg,
+        least=info.least,
         is_only_where_stated=info.is_only_where_stated,
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vajra_py.config import SystemConfig
+from vajra_py.config import SystemConfig, naming_lines
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.config import ModelBackendConfig
@@ -71,7 +71,8 @@ class EngineClient:
         folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
         loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
         self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}
-        return Engine.load(self.config, services)
+        with naming_lines(self.config):
+            return Engine.load(self.config, services)
 
     def start(
         self,

@@ -136,7 +136,10 @@ def _serves(scenario: Scenario) -> Callable[[Subject], None]:
     return check
 
 
-_AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES, scenarios.PROGRAMS)
+_AGAIN = (
+    *(scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES, scenarios.PROGRAMS),
+    *(scenarios.MORE_ADAPTERS, scenarios.DRAFTS),
+)
 
 
 def _decides_again(

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from vajra_py.config.adapters import AdapterConfig, AdaptersConfig
 from vajra_py.contract import AdmissionDecision, ProgramView, ReplicaState, RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
@@ -19,6 +20,7 @@ from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.records.decision_reader import step_row
 from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec, follows_of
@@ -286,6 +288,29 @@ def _fork_and_join(width: int) -> list[tuple[int, ...]]:
     return [(), *((0,) for _ in range(width)), tuple(range(1, width + 1))]
 
 
+def _with_adapters(
+    make: Callable[[np.random.Generator, int], list[RequestSpec]],
+) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
+    """The same requests, three in four of them with an adapter."""
+    names = ("", *(one.name for one in _ADAPTERS))
+    return lambda stream, num_replicas: [
+        replace(spec, adapter=names[index % len(names)]) for index, spec in enumerate(make(stream, num_replicas))
+    ]
+
+
+class _InTurn:
+    """Acceptance of none, one, two, … drafts in turn, by the number of tokens that a request has."""
+
+    max_tokens = None
+
+    def num_accepted(self, request: Request, num_drafts: int) -> int:
+        return request.num_output_tokens % (num_drafts + 1)
+
+    def release(self, request: Request) -> None:
+        """Nothing is kept of a request."""
+
+
+_ADAPTERS = tuple(AdapterConfig(name=name, num_blocks=1, load_s=0.02) for name in ("a", "b", "c"))
 LIGHT = Scenario("light load", SMALL, _spread(8, 6.0, (20, 300), (2, 16)), is_memory_ample=True)
 OVERLOADED = Scenario(
     "far more requests than fit into a batch",
@@ -337,6 +362,16 @@ KV_PARALLEL = Scenario(
     replace(SMALL, kv_parallel_groups=2, kv_group_tokens=320, num_blocks=60),
     _spread(10, 0.4, (40, 420), (4, 30)),
 )
+MORE_ADAPTERS = Scenario(
+    "more adapters than slots",
+    replace(SMALL, num_blocks=32, adapters=AdaptersConfig(max_loras=2, models=_ADAPTERS)),
+    _with_adapters(_spread(12, 0.4, (16, 160), (4, 30))),
+)
+DRAFTS = Scenario(
+    "decodes with drafts",
+    replace(SMALL, num_blocks=24, drafts=DraftRules(num_tokens=3, max_tokens=4), acceptance=_InTurn()),
+    _spread(12, 0.4, (16, 120), (4, 40)),
+)
 ONE_DOWN = Scenario("one replica takes no requests", SMALL, _spread(8, 0.5, (20, 100), (2, 12)), down=frozenset({1}))
 
 SCENARIOS = (
@@ -352,5 +387,7 @@ SCENARIOS = (
     PROGRAMS,
     PIPELINED,
     KV_PARALLEL,
+    MORE_ADAPTERS,
+    DRAFTS,
 )
 """Scenarios that every policy is run through."""

@@ -23,6 +23,9 @@ def stated_in(extra: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _KINDS:
             raise ConfigError(Problem(where, "is not known", did_you_mean(name, [PREFIX + one for one in _KINDS])))
         stated[key] = _READERS[_KINDS[key]](where, value)
+        least = _LEAST.get(key)
+        if least is not None and stated[key] < least:
+            raise ConfigError(Problem(where, f"is too small ({value!r})", f"A whole number >= {least}"))
     return stated
 
 
@@ -83,6 +86,7 @@ _READERS: Mapping[FactKind, Callable[[str, Any], Any]] = {
     FactKind.NUMBER: _number,
     FactKind.DURATION: _seconds,
 }
+_LEAST = {fact.name: fact.least for fact in FACTS if fact.least is not None}
 _KINDS = {
     fact.name: fact.kind
     for kind in FactKind  # strings first, as in error messages

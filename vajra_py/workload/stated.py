@@ -6,7 +6,7 @@ Everything here goes by a fact's kind; no fact is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,7 +45,33 @@ class FactFormat:
 
 def format_of(fact: Fact) -> FactFormat:
     """The format of a fact's kind."""
-    return _OPTIONAL_INTEGER if fact.is_optional and fact.kind is FactKind.INTEGER else _FORMATS[fact.kind]
+    own = _OPTIONAL_INTEGER if fact.is_optional and fact.kind is FactKind.INTEGER else _FORMATS[fact.kind]
+    return own if fact.least is None else _bounded(own, fact.least)
+
+
+def _bounded(plain: FactFormat, least: int) -> FactFormat:
+    """Return a format of whole numbers from `least` on."""
+
+    def read_json(value: Any) -> int:
+        number: int = plain.read_json(value)
+        if number < least:
+            raise ValueError
+        return number
+
+    def parse_cells(cells: Sequence[str]) -> Any:
+        numbers = plain.parse_cells(cells)
+        if any(number < least and number != _NO_INTEGER for number in numbers.tolist()):
+            raise ValueError
+        return numbers
+
+    words = f"A whole number >= {least}"
+    return replace(
+        plain,
+        read_json=read_json,
+        json_allowed=words,
+        parse_cells=parse_cells,
+        cells_allowed=plain.cells_allowed.replace("A whole number", words),
+    )
 
 
 def read_integer(value: Any) -> int:

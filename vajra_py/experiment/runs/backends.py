@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from vajra_py.config import ExperimentConfig, SystemConfig
+from vajra_py.config import ExperimentConfig, SystemConfig, naming_lines
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.plugins import Registry
@@ -13,7 +13,12 @@ from vajra_py.workload import Workload
 
 
 def make_backend(run: Run) -> Backend:
-    """Build the backend that the configuration names."""
+    """Build the backend that the configuration names. Raises `ConfigError`, with file and line where they are known."""
+    with naming_lines(run.config):
+        return _make(run)
+
+
+def _make(run: Run) -> Backend:
     kind = run.config.backend.kind
     if kind == "simulator":
         from vajra_py.experiment.runs.simulated import SimulatedRun
@@ -41,4 +46,5 @@ def check_backend(config: SystemConfig, registry: Registry) -> None:
         from vajra_py.engine.build import Engine
         from vajra_py.engine.services import engine_services
 
-        Engine.check(config, engine_services(config, registry, {}))
+        with naming_lines(config):
+            Engine.check(config, engine_services(config, registry, {}))

@@ -20,7 +20,7 @@ def problems_of_parts(
 ) -> Iterator[Problem]:
     """Read the workload's files and put replicas and policies together once for every point; yield what is wrong, each thing once.
 
-    `where` stands before the place of each problem of the settings.
+    `where` stands before each problem of the settings whose line is not known.
     """
     seen: set[tuple[str, ...]] = set()
     found: set[str] = set()
@@ -35,11 +35,13 @@ def problems_of_parts(
         except WorkloadError as error:
             yield from error.problems
         except ConfigError as error:
-            place = where if len(points) == 1 else f"{where} ({point.label})"
+            at_point = "" if len(points) == 1 else f" ({point.label})"
             for problem in error.problems:
                 if str(problem) not in found:  # a mistake common to all points is reported once, for the first
                     found.add(str(problem))
-                    yield replace(problem, where=f"{place} {problem.where}".strip())
+                    is_placed = problem.where.startswith((f"{where}:", "--set "))
+                    place = f"{problem.where}{at_point}" if is_placed else f"{where}{at_point} {problem.where}".strip()
+                    yield replace(problem, where=place)
 
 
 def _paths(workload: Any) -> Iterator[str]:

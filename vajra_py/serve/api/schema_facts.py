@@ -81,16 +81,22 @@ def body_fields() -> dict[str, Any]:
 
 
 def _body_field(fact: Fact) -> tuple[Any, Any]:
-    kind = _IN_BODY[fact.kind]
+    kind = _bounded(fact, _IN_BODY[fact.kind])
     words = f"{fact.meaning}; as `{fact.headers[0]}`." if fact.headers else f"{fact.meaning}."
     if fact.kind in (FactKind.INTEGER, FactKind.FLAG) and not fact.is_optional:
         return Annotated[kind, null_is(fact.default, kind)], Field(fact.default, description=words)
     return kind | None, Field(None, description=words)
 
 
+def _bounded(fact: Fact, kind: Any) -> Any:
+    return kind if fact.least is None else Annotated[kind, Field(ge=fact.least)]
+
+
 def header_fields() -> dict[str, Any]:
     """Type and default of every header."""
-    return {name: (_IN_HEADERS[fact.kind] | None, None) for fact, names in _HEADERS_OF for name in names}
+    return {
+        name: (_bounded(fact, _IN_HEADERS[fact.kind]) | None, None) for fact, names in _HEADERS_OF for name in names
+    }
 
 
 def stated_in(headers: BaseModel, body: BaseModel) -> dict[str, Any]:

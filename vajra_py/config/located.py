@@ -1,0 +1,41 @@
+"""Name file and line in mistakes that are found when the parts of a loaded configuration are put together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vajra_py.config.places import Entries, has, locate, parse_path
+from vajra_py.errors import ConfigError, Problem, WorkloadError
+
+if TYPE_CHECKING:
+    from vajra_py.config.schema import SystemConfig
+
+_PATH = re.compile(r"[a-z_]+(\.[\w-]+)*")
+
+
+@contextmanager
+def naming_lines(config: SystemConfig) -> Iterator[None]:
+    """Raise a `ConfigError` of the block again with the file and line of each setting that it names, where a file has it."""
+    try:
+        yield
+    except WorkloadError:
+        raise
+    except ConfigError as error:
+        source = config._source
+        if source is None:
+            raise
+        raise ConfigError(_located(problem, source.root) for problem in error.problems) from error
+
+
+def _located(problem: Problem, root: Entries) -> Problem:
+    """Return the problem at the line of the setting, or of what it would stand in; unchanged if the file has neither."""
+    if not _PATH.fullmatch(problem.where):
+        return problem
+    path = parse_path(problem.where)
+    if not has(root, path[0]):
+        return problem
+    return replace(problem, where=locate(root, path).where(path))
