@@ -161,5 +161,5 @@ def test_checks_of_a_sweep_name_the_point_that_cannot_be(vajra: Callable[..., An
     swept = "sweep={scheduling.replica_scheduler.params.preemption: [recompute, swap]}"
     said = vajra("check", small, "--set", swept)
     assert said.code == 2
-    assert said.err.startswith(f"{small} (preemption=swap) ")
+    assert said.err.startswith(f"{small}:7: scheduling.replica_scheduler (preemption=swap): ")
     assert "valid" not in said.out
