@@ -345,18 +345,18 @@ def test_each_prioritizer_meets_every_other_policy() -> None:
         assert all((prioritizer, one) in met for one in BUILTIN[Layer.REPLICA_SCHEDULER] if not _needs_slack(one))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("batcher", BUILTIN[Layer.REPLICA_SCHEDULER])
-def test_every_pair_of_policies_is_replayed(batcher: str, hollow_model: Path, tmp_path: Path) -> None:
+def test_every_pair_of_policies_is_replayed(batcher: str, number: int, hollow_model: Path, tmp_path: Path) -> None:
     happened: Counter[str] = Counter()
     for chooser in BUILTIN[Layer.REPLICASET_SCHEDULER]:
-        for number, prioritizer in enumerate(prioritizers_beside(chooser, batcher)):
-            scheduling = layers(prioritizer, chooser, batcher)
-            memory = {"block_size": 8, "num_blocks": 26, "reservation": "incremental", "watermark_fraction": 0.0}
-            mapping = settings(hollow_model, scheduling, FEW, seed=number, replica={"memory": memory})
-            run = run_it(mapping, tmp_path / f"{chooser} {prioritizer}", abort_rate=0.05)
-            assert replay(run.path).is_equal, (chooser, prioritizer)
-            happened += what_happened(run)
+        prioritizer = prioritizers_beside(chooser, batcher)[number]
+        scheduling = layers(prioritizer, chooser, batcher)
+        memory = {"block_size": 8, "num_blocks": 26, "reservation": "incremental", "watermark_fraction": 0.0}
+        mapping = settings(hollow_model, scheduling, FEW, seed=number, replica={"memory": memory})
+        run = run_it(mapping, tmp_path / f"{chooser} {prioritizer}", abort_rate=0.05)
+        assert replay(run.path).is_equal, (chooser, prioritizer)
+        happened += what_happened(run)
     assert happened["aborted"] > 0
     assert happened["preempted"] > 0 or batcher in PREEMPTS_SELDOM
 

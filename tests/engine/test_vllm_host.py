@@ -88,7 +88,6 @@ def test_a_plain_model_is_taken() -> None:
         ({"speculative_config": speculative(), "num_prefill_lookahead_tokens": 2}, "--speculative-config"),
         ({"speculative_config": speculative(), "num_hash_lookahead_tokens": 1}, "--speculative-config"),
         ({"speculative_config": speculative(), "kv_transfer_config": object()}, "--speculative-config"),
-        ({"speculative_config": speculative(), "scheduler_config__async_scheduling": True}, "--speculative-config"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config"),
         ({"model_config__runner_type": "pooling"}, "--runner"),
         ({"model_config__supports_multimodal_inputs": True}, "model"),

@@ -126,6 +126,7 @@ def test_an_slo_of_two_conditions_is_as_high_as_the_lower_of_both(tmp_path: Path
     assert both.deciding.text == min(found, key=lambda slo: found[slo].setting[0] if " and " not in slo else math.inf)
 
 
+@pytest.mark.long
 def test_the_search_finds_what_a_grid_of_rates_finds(tmp_path: Path) -> None:
     """Of the mean latency of a replica under 6 seeds, at rates 2 % apart around the answer."""
     config = load_config(

@@ -20,7 +20,7 @@ def worker_pids(server_pid: int) -> list[int]:
     return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_answers_are_what_they_would_have_been_without_the_kill(
     tiny_model: Path, start_server_process: Callable[..., Any], until: Callable[..., None]
 ) -> None:
