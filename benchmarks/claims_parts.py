@@ -33,7 +33,7 @@ GPU_7B = AffineModel(base_s=0.015, per_token_s=0.0001, per_decode_context_token_
 
 Cell = Mapping[str, float]
 Knows: TypeAlias = Callable[[Sequence[RequestSpec]], OutputLengthPredictor]
-"""What is known of the lengths of these requests' outputs."""
+"""Factory of a predictor of these requests' output lengths."""
 T = TypeVar("T")
 
 

@@ -224,37 +224,31 @@ def _chains(cells: Cells) -> Verdict:
     return ordered(cells.columns("chains", "mean", chained, ("parrot", "fcfs"), AGENT_SEEDS), " s")
 
 
+def _short_programs_first(policy: str) -> list[Claim]:
+    """Return the claims of Autellix on a workload, for one of its two policies."""
+    return [
+        Claim(
+            policy,
+            "mean completion time of programs of few and many calls is below FCFS's",
+            "15 times lower latency",
+            2,
+            partial(_in_programs, {policy: policy, "fcfs": "fcfs"}),
+        ),
+        Claim(
+            policy,
+            "and below MLFQ's by calls",
+            "5.5 times lower latency",
+            2,
+            partial(_in_programs, {policy: policy, "mlfq": MLFQ}),
+        ),
+    ]
+
+
 CLAIMS = [
     Claim("plas", "the paper's four programs wait at most 14 steps in all, under FCFS 18", "12, 18", 1, test=AUTELLIX),
-    Claim(
-        "plas",
-        "mean completion time of programs of few and many calls is below FCFS's",
-        "15 times lower latency",
-        2,
-        partial(_in_programs, {"plas": "plas", "fcfs": "fcfs"}),
-    ),
-    Claim(
-        "plas",
-        "and below MLFQ's by calls",
-        "5.5 times lower latency",
-        2,
-        partial(_in_programs, {"plas": "plas", "mlfq": MLFQ}),
-    ),
+    *_short_programs_first("plas"),
     Claim("atlas", "of calls side by side the longest chain counts; of chains it is plas", "exact", 1, test=AUTELLIX),
-    Claim(
-        "atlas",
-        "mean completion time of programs of few and many calls is below FCFS's",
-        "15 times lower latency",
-        2,
-        partial(_in_programs, {"atlas": "atlas", "fcfs": "fcfs"}),
-    ),
-    Claim(
-        "atlas",
-        "and below MLFQ's by calls",
-        "5.5 times lower latency",
-        2,
-        partial(_in_programs, {"atlas": "atlas", "mlfq": MLFQ}),
-    ),
+    *_short_programs_first("atlas"),
     Claim(
         "thunderagent",
         "programs keep their replica where contexts fit, are paused as wholes where not, and resumed after the timeout",

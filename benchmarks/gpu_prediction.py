@@ -106,7 +106,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the profile says of a setup's workload.
+    """Rate and step time of a setup's workload by the profile.
 
     Attributes:
         requests_per_s: when prompts are computed one by one, and decodes with half the largest batch.

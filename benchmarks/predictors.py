@@ -1,4 +1,4 @@
-"""How good predicted output lengths have to be: a curve for every policy that asks for them, written to docs/policy-library.md.
+"""Measure how good predicted output lengths have to be, and write a curve for every policy that asks for them to docs/policy-library.md.
 
 python benchmarks/predictors.py [--policy srpt] [--seeds 3] [--workers 2] [--folder runs/predictors]
 
@@ -47,7 +47,7 @@ def _history(specs: Sequence[RequestSpec]) -> OutputLengthPredictor:
 
 
 def predictors(seed: int) -> Mapping[str, Knows]:
-    """What a policy may know: the truth, the truth with a log-normal error, the past, the mean."""
+    """Predictors by name: the truth, the truth with a log-normal error, the past, the mean."""
     noisy = {f"sigma {sigma:g}": partial(lengths_of, sigma=sigma, seed=seed) for sigma in (0.5, 1.0, 2.0)}
     return {"oracle": lengths_of, **noisy, "history": _history, "constant": _constant}
 
@@ -64,7 +64,7 @@ def in_system(prioritizer: PolicySource, batcher: PolicySource, seed: int, knows
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What is measured of a policy, and how."""
+    """Figure of a policy, and the simulation that gives it."""
 
     what: str
     metric: str

@@ -158,7 +158,7 @@ def test_copies_beside_read_and_overwrite_what_was_before_their_mark(follows: bo
 
 
 def copied_beside(random: Random, follows: bool) -> list[float]:
-    """What every block has after copies down and up beside writes; `follows`: they wait for those before their mark."""
+    """Return the content of every block after copies down and up beside writes; `follows`: they wait for those before their mark."""
     made, streams = caches(), Queues()
     space = SwapSpace(made, NUM_HOST_BLOCKS, streams=streams)
     down, up = space.beside(), space.beside()

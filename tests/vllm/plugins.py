@@ -6,8 +6,10 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 from vajra_py.contract import Layer
-from vajra_py.plugins import load_registry
+from vajra_py.plugins import Registry, build_registry, load_registry
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = '''
@@ -80,6 +82,19 @@ def install(folder: Path, distribution: str, entry_points: str, source: str | No
 
 def install_broken(folder: Path) -> None:
     install(folder, "broken-policies", "[vajra]\nbroken_policies = broken_policies\n", BROKEN)
+
+
+def breaking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Registry]:
+    """Return settings whose replica scheduler breaks at its ninth step, and whose fallback then decides, with the registry that has it."""
+    install_broken(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    registry = build_registry(metadata.entry_points(group="vajra"))
+    monkeypatch.setattr("vajra_py.vllm.scheduler.load_registry", lambda: registry)
+    text = (
+        "preset: sarathi\nscheduling: {replica_scheduler: {policy: breaks, params: {at_step: 9}}}\n"
+        "backend: {vllm: {fallback: vllm-v1}}"
+    )
+    return text, registry
 
 
 def install_own_doors(folder: Path) -> None:

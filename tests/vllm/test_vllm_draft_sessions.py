@@ -22,24 +22,35 @@ from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE, read_drafts
 from vajra_py.vllm import Scheduler
 
+MODES = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
+
+@MODES
 @pytest.mark.parametrize("first", range(5_000_000, 5_000_040, 8))
-def test_a_session_with_drafts_is_vllms_and_its_messages_are_carried_out(tiny_model: str, first: int) -> None:
+def test_a_session_with_drafts_is_vllms_and_its_messages_are_carried_out(
+    tiny_model: str, first: int, is_async: bool
+) -> None:
     happened: Counter[str] = Counter()
     for seed in range(first, first + 8):
-        found, counts = compare(tiny_model, seed, is_async=False, kind="drafts")
-        assert found is None, f"make vllm-fuzz RUNS=drafts/sync SEED={seed} COUNT=1: {found}"
-        happened += counts
+        happened += compared(tiny_model, seed, is_async)
     assert happened["accepted"] > 200
     assert happened["drafted"] > happened["accepted"] + 200
+    assert (happened["exact"] > 0) is is_async
 
 
-def test_drafts_of_this_run_alone(tiny_model: str) -> None:
+@MODES
+def test_drafts_of_this_run_alone(tiny_model: str, is_async: bool) -> None:
     """Other seeds each time; a failure names its own."""
     first = random.SystemRandom().randrange(10**9)
     for seed in range(first, first + 10):
-        found, _ = compare(tiny_model, seed, is_async=False, kind="drafts")
-        assert found is None, f"make vllm-fuzz RUNS=drafts/sync SEED={seed} COUNT=1: {found}"
+        compared(tiny_model, seed, is_async)
+
+
+def compared(tiny_model: str, seed: int, is_async: bool) -> Counter[str]:
+    """Counts of a session that is the same under both schedulers."""
+    found, counts = compare(tiny_model, seed, is_async=is_async, kind="drafts")
+    assert found is None, f"make vllm-fuzz RUNS=drafts/{'async' if is_async else 'sync'} SEED={seed} COUNT=1: {found}"
+    return counts
 
 
 def session(scripts: list[Script], num_drafts: int, **options: Any) -> Session:

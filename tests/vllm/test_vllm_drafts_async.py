@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +9,14 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.vllm.fuzz import RequestScript, Session, compare, compare_in, draft_session_of, play
-from tests.vllm.plugins import install_broken
+from tests.vllm.fuzz import RequestScript, Session, compare_in, draft_session_of, play
+from tests.vllm.plugins import breaking
 from tests.vllm.test_vllm_draft_sessions import DraftingCore, core_of
 from tests.vllm.test_vllm_fuzz import PLAIN, cached, message, new, runner
 from tests.vllm.test_vllm_interface import script
 from tests.vllm.worker_model import FirstRunner, Runner, SecondRunner, WorkerFault
 from vajra_py.experiment.runs.replay import replay
-from vajra_py.plugins import build_registry
 from vajra_py.vllm import Scheduler
-
-
-@pytest.mark.parametrize("first", range(6_000_000, 6_000_040, 8))
-def test_a_session_is_vllms_and_its_messages_are_carried_out(tiny_model: str, first: int) -> None:
-    happened: Counter[str] = Counter()
-    for seed in range(first, first + 8):
-        found, counts = compare(tiny_model, seed, is_async=True, kind="drafts")
-        assert found is None, f"make vllm-fuzz RUNS=drafts/async SEED={seed} COUNT=1: {found}"
-        happened += counts
-    assert happened["accepted"] > 200
-    assert happened["exact"] > 0
-
-
-def test_sessions_of_this_run_alone(tiny_model: str) -> None:
-    """Other seeds each time; a failure names its own."""
-    first = random.SystemRandom().randrange(10**9)
-    for seed in range(first, first + 10):
-        found, _ = compare(tiny_model, seed, is_async=True, kind="drafts")
-        assert found is None, f"make vllm-fuzz RUNS=drafts/async SEED={seed} COUNT=1: {found}"
 
 
 def test_steps_that_are_compared_one_by_one_have_preemptions_grammars_and_both_runners() -> None:
@@ -80,14 +57,7 @@ def test_tokens_that_a_grammar_does_not_allow_are_places_without_a_token(tiny_mo
 def test_a_fallback_a_reset_and_a_pause_are_replayed(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_broken(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry = build_registry(metadata.entry_points(group="vajra"))
-    monkeypatch.setattr("vajra_py.vllm.scheduler.load_registry", lambda: registry)
-    text = (
-        "preset: sarathi\nscheduling: {replica_scheduler: {policy: breaks, params: {at_step: 9}}}\n"
-        "backend: {vllm: {fallback: vllm-v1}}"
-    )
+    text, registry = breaking(tmp_path, monkeypatch)
     core = core_of(tiny_model, tmp_path, text, is_async=True, blocks=41)
     for index in range(6):
         core.add(script(index, output=60), 4, True)

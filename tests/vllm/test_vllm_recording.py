@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
-from tests.vllm.plugins import install_broken
+from tests.vllm.plugins import breaking
 from tests.vllm.test_vllm_interface import script
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.plugins import build_registry
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.vllm import Scheduler
@@ -121,14 +119,7 @@ def test_a_changed_recording_is_found_out(tiny_model: str, tmp_path: Path) -> No
 def test_a_fallback_a_reset_and_a_pause_are_replayed(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    install_broken(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry = build_registry(metadata.entry_points(group="vajra"))
-    monkeypatch.setattr("vajra_py.vllm.scheduler.load_registry", lambda: registry)
-    text = (
-        "preset: sarathi\nscheduling: {replica_scheduler: {policy: breaks, params: {at_step: 9}}}\n"
-        "backend: {vllm: {fallback: vllm-v1}}"
-    )
+    text, registry = breaking(tmp_path, monkeypatch)
     core = core_of(tiny_model, tmp_path, text, is_async=is_async, blocks=41)
     for index in range(6):
         core.add(script(index, output=30), 4, True)

@@ -36,8 +36,9 @@ class Batch:
 
     def ends(self, begins_ahead: bool = False) -> list[int]:
         """Tokens that each row has places for; `begins_ahead`: those of decodes alone for one more step."""
-        more = 2 if self.is_ahead(begins_ahead) else 1
-        return [*(context + more for context in self.decodes), *(tokens + context for tokens, context in self.chunks)]
+        is_ahead = self.is_ahead(begins_ahead)
+        decoded = [max(2, context) + 2 if is_ahead else context + 1 for context in self.decodes]
+        return decoded + [tokens + context for tokens, context in self.chunks]
 
     def is_ahead(self, begins_ahead: bool) -> bool:
         """True if it is on the device before the last step's tokens are known, where decodes begin ahead."""

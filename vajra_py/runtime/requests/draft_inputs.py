@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What came of a step that had ended before: its tokens are known now, and which of its drafts were accepted.
+    """Outcome of a step that had ended before: its tokens are known now, and which of its drafts were accepted.
 
     Attributes:
         step: the step.

@@ -1,4 +1,4 @@
-"""What sampling a request needs to know of its tokens, by its parameters."""
+"""Tokens that sampling a request reads, by its parameters."""
 
 from __future__ import annotations
 
