@@ -26,8 +26,6 @@ import httpx
 import numpy as np
 
 EXPLICIT = frozenset({400, 408, 429, 503})
-GROWTH_FRACTION = 0.10
-GROWTH_BYTES = 16 * 2**20
 STARTUP_S = 300.0
 PATIENCE_S = 300.0
 """Seconds that a client that stays connected waits for the next byte."""

@@ -60,13 +60,13 @@ class TargetTime:
     (arXiv:2409.17264), adaptive chunking.
     """
 
-    __slots__ = ("_config", "_context", "_last_chunk", "_last_lone_chunk")
+    __slots__ = ("_config", "_context", "_last_chunk", "_last_solo_chunk")
 
     def __init__(self, config: TargetTimeConfig, context: PolicyContext) -> None:
         self._config = config
         self._context = context
         self._last_chunk = FIRST_CHUNK_TOKENS
-        self._last_lone_chunk = FIRST_CHUNK_TOKENS
+        self._last_solo_chunk = FIRST_CHUNK_TOKENS
 
     def is_full(self, batch: BatchBuilder, target_s: float) -> bool:
         """Return True if the step already takes its target time, within the tolerance. An empty step is never full."""
@@ -110,9 +110,9 @@ class TargetTime:
         def fits(num_tokens: int) -> bool:
             return latency.stage_time_s(BatchFeatures().with_chunk(num_tokens, num_done_tokens)) <= target_s
 
-        chunk = largest_that_fits(sizes, fits, 2 * self._last_lone_chunk)
+        chunk = largest_that_fits(sizes, fits, 2 * self._last_solo_chunk)
         if chunk < num_remaining_tokens:
-            self._last_lone_chunk = chunk
+            self._last_solo_chunk = chunk
         return chunk
 
 

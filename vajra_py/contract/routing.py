@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -232,7 +232,3 @@ class RoutingContext:
 
     policy: PolicyContext
     producer: GetProducer
-
-
-RoutingPart: TypeAlias = ReplicaFilter | ReplicaScorer | ReplicaPicker | DisaggregationDecider | Any
-"""A part of any kind; producers have no method in common."""
