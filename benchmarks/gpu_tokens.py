@@ -100,7 +100,7 @@ def cases() -> Iterator[Case]:
 
 
 def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
-    """(share of tokens that differ, what is tolerated, what the log says of graphs)."""
+    """(share of tokens that differ, what is tolerated, the log's lines on graphs)."""
     with tempfile.TemporaryDirectory() as folder, notes() as said:
         _write_checkpoint(folder, case.family)
         outputs, counts = _outputs(folder, case, device)

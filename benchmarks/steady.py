@@ -1,6 +1,6 @@
 """Normalize an engine's times to a machine of constant speed.
 
-Machines that others use too speed up and slow down by a third from second to second, and tell nobody. Here the engine's
+Machines that others use too speed up and slow down by a third from second to second, unnoticed. Here the engine's
 clock is stopped after every step while a reference batch is computed, and what passed since before the step counts as the
 time that it would have taken at the machine's typical pace. All else is the engine's: every step is computed, and forming
 it, arrivals and ends take the time that they take.
@@ -100,7 +100,7 @@ class NormalizedClock(WallClock):
         self._base, self._since_ns = self.now(), time.perf_counter_ns()
 
     def measure(self) -> float:
-        """Stop, see how slow the machine is, and count what passed since `settle` accordingly. Tells the slowness."""
+        """Stop, see how slow the machine is, and count what passed since `settle` accordingly. Returns the slowness."""
         passed_ns = time.perf_counter_ns() - self._since_ns
         self._learn()
         self.slowness.append(self._pace.slowness)

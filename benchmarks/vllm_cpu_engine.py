@@ -2,7 +2,7 @@
 
 python vllm_cpu_engine.py MODEL JOB.json OUT.json
 
-The clock is this process's CPU time on one thread, advanced over idle spans. A reference computation after every step, always the same one, tells
+The clock is this process's CPU time on one thread, advanced over idle spans. A reference computation after every step, always the same one, shows
 how slow other processes make the machine at that moment (shared caches, memory and clocks): the step counts as the time that it takes at the
 typical pace, and the reference is not counted.
 """

@@ -89,7 +89,7 @@ class TargetTime:
             return batch.predicted_time_with(request, num_tokens) <= target_s
 
         chunk = largest_that_fits(sizes, fits, 2 * self._last_chunk)
-        if chunk < num_remaining:  # the end of a prompt says nothing about what would have fitted
+        if chunk < num_remaining:  # the end of a prompt does not show what would have fitted
             self._last_chunk = chunk
         return chunk
 

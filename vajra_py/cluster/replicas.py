@@ -88,7 +88,7 @@ class RayWorker:
         self._facts: list[ModelFacts] = []
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._exported: dict[tuple[int, int], Any] = {}
-        """References to KV that ranks were told to export, by (rank, transfer)."""
+        """References to KV that ranks export, by (rank, transfer)."""
         self._receiver: threading.Thread | None = None
         self._closes = threading.Lock()
         resources, ranks = placement.resources(options.device), range(options.num_ranks)

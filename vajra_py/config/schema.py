@@ -357,7 +357,7 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and leave `programs` out where it says nothing: then results are those of before."""
+        """Put `scheduling.admission` back, and leave `programs` out where it has its defaults, so that results stay the same."""
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():
             data.pop("programs", None)

@@ -155,7 +155,7 @@ class LengthEstimate:
 class OutputLengthPredictor(Protocol):
     """Estimate a request's output length; the only access of policies to anything like the true length.
 
-    A predictor that learns may have the methods of `ListensToRequests`, and hears of the requests of every replicaset.
+    A predictor that learns may have the methods of `ListensToRequests`, and is notified of the requests of every replicaset.
     """
 
     def predict(self, request: object) -> LengthEstimate | None:

@@ -37,12 +37,12 @@ class KeyMotion(Enum):
     TIME_LINEAR = "time_linear"
     """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
     NAMED_FALLS = "named_falls"
-    """Rises with anything, and falls only where the policy says so (`NamesFalls`); order is exact at every time.
+    """Rises with anything, and falls only where the policy names it (`NamesFalls`); order is exact at every time.
 
     A key is read again when its request would be next, so a rise needs no word.
     """
     PREFIX_HITS = "prefix_hits"
-    """Changes with the request's own progress, with its `prefix_hit_tokens`, and from times on that `falls_at` tells.
+    """Changes with the request's own progress, with its `prefix_hit_tokens`, and at times that `falls_at` returns.
 
     Read at every step where one of these has changed, and in groups after each admission and preemption too.
     """
@@ -78,7 +78,7 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class NamesFalls(RequestPrioritizer, Protocol):
-    """A prioritizer that says when keys of waiting requests fall; needed with `KeyMotion.NAMED_FALLS`."""
+    """A prioritizer that names falls of waiting requests' keys; needed with `KeyMotion.NAMED_FALLS`."""
 
     @property
     def fallen_requests(self) -> FallenRequests:
@@ -124,7 +124,7 @@ class GroupsRequests(RequestPrioritizer, Protocol):
         """The group's key now; lower is more urgent.
 
         It may rise with anything, at any time: it is read again when the group would be next. While something of the group
-        waits, it falls only if the policy says so (`LowersGroups`).
+        waits, it falls only if the policy names it (`LowersGroups`).
         """
 
 
@@ -305,7 +305,7 @@ def traits_of(policy: object) -> SchedulerTraits:
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step that has come back, as listening policies are told of it. The requests' counters have moved already."""
+    """A step that has come back, as listening policies get it. The requests' counters have moved already."""
 
     replica_id: ReplicaId
     step_index: int
@@ -353,7 +353,7 @@ class EndedRun:
 class ListensToRequests(Protocol):
     """Optional callbacks of any policy, to keep state per request (attained service, fairness counters).
 
-    Each method is optional by itself: a policy is told of exactly what it has a method for; `on_step_run` alone needs
+    Each method is optional by itself: a policy is notified of what it has a method for; `on_step_run` alone needs
     `on_step_end` beside it. All but `on_step_end` leave a simulator free to work out repeated steps at once
     (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is formed by itself, unless the policy has `on_step_run` too.
     """
@@ -374,16 +374,16 @@ class ListensToRequests(Protocol):
         """A step of a replica has come back."""
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Steps of a replica have come back that `on_step_end` was not told of. A run may be told in several parts.
+        """Steps of a replica have come back for which `on_step_end` was not called. A run may come in several parts.
 
-        Steps of one replica are told in their order; those that other replicas ran at the same time, before or after them.
+        Steps of one replica come in order; those that other replicas ran at the same time, before or after them.
         """
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """A program has ended; `end_reason` is why. Every policy of the run is told, after it was told of the program's last call."""
+        """A program has ended; `end_reason` is why. Every policy of the run is notified, after the end of the program's last call."""
 
 
 @runtime_checkable

@@ -92,7 +92,7 @@ class ProgramView(Protocol):
     def next_call_at(self) -> float | None:
         """Time at which its next call is expected, seconds on the run's clock: a tool runs until then.
 
-        None while a call is alive, and where the last call to end did not say (`next_call_after_s`).
+        None while a call is alive, and where the last call to end did not state it (`next_call_after_s`).
         """
 
     @property

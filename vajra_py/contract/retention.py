@@ -131,7 +131,7 @@ class ListensToContent(Protocol):
 class ListensToCaches(Protocol):
     """Optional callbacks of policies of any layer about the content of the replicas' caches; each method is optional by itself.
 
-    What vLLM publishes as `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. A policy is told before it is asked about a request,
+    What vLLM publishes as `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. A policy is notified before it is called for a request,
     of everything that happened at least `kv_event_lag_s` before; hashes are those of `RequestView.block_hashes`.
     """
 

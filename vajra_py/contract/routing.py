@@ -30,7 +30,7 @@ class RoutingPartKind(Enum):
     SCORER = "scorer"
     PICKER = "picker"
     DECIDER = "decider"
-    """Says whether a prompt is computed apart from its decode replica."""
+    """Decides whether a prompt is computed apart from its decode replica."""
 
 
 class Scores(Protocol):
@@ -40,7 +40,7 @@ class Scores(Protocol):
         """Number of replicas."""
 
     def __iter__(self) -> Iterator[float | None]:
-        """The scores; None: this scorer has nothing to say about the replica, which counts as 0."""
+        """The scores; None: this scorer has no score for the replica, which counts as 0."""
 
 
 @runtime_checkable
@@ -84,7 +84,7 @@ class LearnsPlacements(Protocol):
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
         """The request has just been placed; by profile ("default", "prefill", "decode") the replica that was chosen.
 
-        Called again, with the profile that was chosen anew, if the request is placed another time. A part is told before the
+        Called again, with the profile that was chosen anew, if the request is placed another time. A part is notified before the
         producers that it reads.
         """
 

@@ -156,7 +156,7 @@ class EngineClient:
         error: BaseException | None = None
         try:
             self.loop.run()
-        except BaseException as raised:  # every client is told of the end, on any error
+        except BaseException as raised:  # every client gets the end, on any error
             error = raised
         return error
 

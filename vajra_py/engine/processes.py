@@ -245,7 +245,7 @@ class ProcessWorker:
             try:
                 pipe.send((name, (step,)))
             except OSError:
-                return  # the process died; the receiver finds that out and says so
+                return  # the process died; the receiver finds that out and reports it
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: each rank copies its part, to and from other replicas through memory that processes share by its descriptor."""

@@ -47,7 +47,7 @@ Message: TypeAlias = Submission | AbortRequest | SwapPolicy | WorkerNews | Resta
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A request that is made, and taken in, when the clock says so."""
+    """A request that is made and submitted at a time of the clock."""
 
     tick: int
     make: Callable[[], Submission]
@@ -59,7 +59,7 @@ class StepUnderWay:
 
     Attributes:
         plan: what was decided.
-        parts: what has not come back: the worker is told one after the other, with pipeline stages all of them at once.
+        parts: what has not come back: the worker is sent one after the other, with pipeline stages all of them at once.
         num_entering: how many of these have not left the first pipeline stage.
         outputs: of the parts that came back.
     """
@@ -121,7 +121,7 @@ class EngineReplica(BackendReplica):
         self.worker.load_adapter(load)
 
     def move_kv(self, copy: KvMove) -> None:
-        """Let its worker copy KV between its device and its host memory: after what it was told before, beside what it is told later."""
+        """Let its worker copy KV between its device and its host memory: after what it was sent before, beside what it is sent later."""
         if self.watch is not None:
             self.watch.begin_move((self.replica.replicaset, self.replica.replica_id), copy)
         self.worker.copy_kv(copy)

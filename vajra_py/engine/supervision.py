@@ -46,11 +46,11 @@ class Restarter(Protocol):
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """This worker is lost, in the replica's step of this number (the first is 1; 0: before it).
 
-        Whether another one is tried for; what comes of it is told once.
+        Whether another one is tried for; the outcome is reported once.
         """
 
     def close(self) -> None:
-        """Try no more; nothing is told after this."""
+        """Try no more; nothing is reported after this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Supervisor:
     ) -> None:
         """`begin` makes a worker that may still be loading; `finish` waits for it and gives it its memory.
 
-        `pause` waits for so many seconds and says whether it was cut short by `close`; `now` is a clock. Both for tests.
+        `pause` waits for so many seconds and returns whether it was cut short by `close`; `now` is a clock. Both for tests.
         """
         self._limits = limits
         self._begin = begin

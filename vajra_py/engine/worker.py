@@ -3,7 +3,7 @@
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
       stages it gets the next one when it has delivered `LeftFirstStage`.
-    - Copies of KV may be asked for at any time; a worker does what it is told in order, but makes a `KvMove` beside what follows.
+    - Copies of KV may be asked for at any time; a worker works in order, but makes a `KvMove` beside what follows.
     - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
 """
 
@@ -70,7 +70,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end tells the rest."""
+    """A worker has copied KV into its blocks, unless what it was to copy `is_lost` with the source, whose own end is reported as well."""
 
     replica: ReplicaKey
     number: int

@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a server's /metrics say of it."""
+    """Figures of a server, from its /metrics."""
 
     num_running: int
     num_waiting: int
@@ -107,12 +107,12 @@ class ServerClient:
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
-        """Return what a server says of itself; None if it says nothing. Raises `ServerFault` when it does not answer."""
+        """Return a server's figures; None if it has none. Raises `ServerFault` when it does not answer."""
         status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 
     async def is_healthy(self, url: str) -> bool:
-        """Return whether a server says that it is."""
+        """Return whether a server reports itself healthy."""
         try:
             return (await self._get(url, "/health"))[0] == 200
         except ServerFault:

@@ -152,7 +152,7 @@ class RouteConfig(Section):
 
     @property
     def follows_kv_events(self) -> bool:
-        """True if servers tell what they hold."""
+        """True if servers publish the content of their caches."""
         return any(one.kv_events is not None for one in self.servers)
 
     def _unknown(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:

@@ -90,7 +90,7 @@ class ServerAnswer:
     )
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        """`limit_s`: how long the server may say nothing for, seconds, while somebody waits."""
+        """`limit_s`: longest silence of the server, seconds, while somebody waits for it."""
         self.status = 0
         self.content_type = ""
         self.has_head = False
@@ -126,7 +126,7 @@ class ServerAnswer:
         return piece
 
     def limit(self, limit_s: float, silence: str) -> None:
-        """Allow so much silence from now on, seconds; `silence` says what it was then."""
+        """Set the longest silence from now on, seconds; `silence` is the value for messages."""
         self._limit_s, self._silence = limit_s, silence
         self._timer.cancel()
         self._timer = self._loop.call_later(limit_s, self._check)

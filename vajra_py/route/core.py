@@ -66,7 +66,7 @@ class RouteCore(Backend[BackendReplica]):
         is_replay: bool = False,
         tenant_salt: bool = False,
     ) -> None:
-        """`is_replay`: nothing happens by the clock, but what is told."""
+        """`is_replay`: nothing happens by the clock, only by inputs."""
         self.controller = controller
         self.on_send: Callable[[Request, str, int], None] | None = None
         """Callback for each request that is to go to a server, with replicaset and replica."""
@@ -155,14 +155,14 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.run_until(now)
 
     def report(self, clock: int, replicaset: str, replica_id: int, figures: tuple[int, int, float]) -> None:
-        """Take what a server says of itself: requests running and waiting, and the part of its KV memory in use."""
+        """Record a server's figures: requests running and waiting, and the part of its KV memory in use."""
         now = self._begin(clock)
         self._apply_report(ServerReport(now, replicaset, replica_id, *figures))
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
     def report_kv(self, clock: int, report: CacheReport) -> None:
-        """Take what a server that is up tells of its prefix cache; nothing happens before it tells all of it (`begins`)."""
+        """Record changes of the prefix cache of a server that is up; ignored before its first complete report (`begins`)."""
         if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
             return
         now = self._begin(clock)
@@ -193,7 +193,7 @@ class RouteCore(Backend[BackendReplica]):
     def _apply_report(self, report: ServerReport) -> None:
         replica = self._ones[report.replicaset, report.replica_id].replica
         self._driver.record(report)
-        cast(RemoteReplica, replica).say(report.num_running, report.num_waiting, report.kv_fraction)
+        cast(RemoteReplica, replica).record_report(report.num_running, report.num_waiting, report.kv_fraction)
         gate = self.controller.gate
         if gate is not None and gate.waits_for_change:
             self._driver.ask_deferred()
@@ -287,7 +287,7 @@ class RouteCore(Backend[BackendReplica]):
 
     def cancel(self, replica: BackendReplica) -> int:
         """See `Backend`."""
-        cast(RemoteReplica, replica.replica).said = None
+        cast(RemoteReplica, replica.replica).reported = None
         return self._driver.now
 
     def on_placed(self, request: Request, replicas: Sequence[BackendReplica]) -> None:

@@ -1,4 +1,4 @@
-"""One client's request: sent where the core says, its answer passed on as it comes."""
+"""One client's request: sent to the server that the core chose, its answer passed on as it comes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StreamScan:
         self._rest = b""
         self.num_events = 0
         self.saw_end = False
-        """True if the stream said that it is complete."""
+        """True if the stream's end was received."""
         self.reason = ""
 
     def feed(self, piece: bytes) -> None:
@@ -58,7 +58,7 @@ class StreamScan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a complete stream: its events, without the one that says it is complete."""
+        """Tokens of a complete stream: its events, without the last one, which marks the end."""
         return max(1, self.num_events - self.saw_end)
 
     @property
@@ -85,7 +85,7 @@ class Exchange:
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
-            self._task.cancel()  # it went elsewhere, or has ended, while its server said nothing
+            self._task.cancel()  # it went elsewhere, or has ended, while its server was silent
         self._news.set()
 
     async def run(self, receive: Receive) -> None:
@@ -136,7 +136,7 @@ class Exchange:
                 return
 
     async def _end(self) -> None:
-        """Tell the client why its request has ended without an answer."""
+        """Send the client the reason for which its request has ended without an answer."""
         end = self.routed.end
         assert end is not None
         if self._refused is not None and end.reason is EndReason.FAILED:
@@ -211,7 +211,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _stream(self, place: Place, answer: ServerAnswer) -> bool:
-        """Pass a stream on; returns whether it said that it is complete. Raises `ServerFault` before anything was passed on."""
+        """Pass a stream on; returns whether its end was received. Raises `ServerFault` before anything was passed on."""
         session, routed, scan = self._session, self.routed, StreamScan()
         idle_s, send = session.settings.idle_timeout_s, self._scope.get(DIRECT_SEND, self._send)
         fault = "its stream ended before it was complete"

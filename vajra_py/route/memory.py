@@ -1,4 +1,4 @@
-"""KV memory of a server: blocks by what was sent to it, prefixes by what it tells of its cache, where it does."""
+"""KV memory of a server: blocks by what was sent to it, prefixes by its KV events, if it publishes any."""
 
 from __future__ import annotations
 

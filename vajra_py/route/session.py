@@ -156,7 +156,7 @@ class RouteSession:
         await self._ended_event.wait()
 
     def end_if_out_of_service(self) -> None:
-        """Do nothing: other replicasets go on, and /ready says which do not."""
+        """Do nothing: other replicasets go on, and /ready lists those that do not."""
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -381,7 +381,7 @@ class RouteSession:
 
 
 def _kv_feeds(settings: RouteConfig) -> type[KvFeeds] | None:
-    """Return what follows KV events; None: no server tells any. Raises `ConfigError` where its packages are not installed."""
+    """Return the subscriptions to KV events; None: no server publishes any. Raises `ConfigError` where its packages are not installed."""
     if not settings.follows_kv_events:
         return None
     try:

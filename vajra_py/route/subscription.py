@@ -18,7 +18,7 @@ from vajra_py.runtime.records.input_log import CacheReport
 
 _log = logging.getLogger(__name__)
 _REPLAY_S = 5.0
-"""Time that the replay socket may say nothing for."""
+"""Longest silence of the replay socket, seconds."""
 _HEARTBEAT_MS = 2000
 _MOST_QUEUED = 100_000
 """Batches that wait to be read; more are lost, and asked for again."""
@@ -28,7 +28,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Subscription:
-    """Keeps the index of one server's blocks as its events tell, and says what changes."""
+    """Keeps the index of one server's blocks by its events, and reports changes."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Subscription:
         self._next: int | None = None
         """Number of the next batch; None: any."""
         self.is_following = False
-        """True while it is connected, and the index is what the server tells."""
+        """True while it is connected, and the index follows the server's events."""
         self._is_new = True
-        """True if what was told before is void."""
+        """True if earlier events are void."""
         self._warned: set[str] = set()
 
     async def run(self) -> None:

@@ -271,7 +271,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     """Compare a simulation that forms every step with one that works equal decode steps out at once.
 
     The reference policies beside it repeat their decodes, so that a prioritizer or replicaset scheduler is put through
-    runs of steps as well: what it reads when it is asked or told must be what it would have read step by step.
+    runs of steps as well: what it reads when it is called must be what it would have read step by step.
     """
     traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:

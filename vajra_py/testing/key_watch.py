@@ -154,7 +154,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a waiting request's key to that of the same hits and progress, until the time that was told."""
+        """Hold a waiting request's key to that of the same hits and progress, until the time that was given."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return
@@ -168,7 +168,7 @@ class KeyWatch:
         self.by_hits[request] = (self._hit_state(request), key, falls_at)
 
     def _compare_fall(self, request: RequestView, at: float, key: Key) -> None:
-        """Hold a key that is lower than when it was noted, without progress, to a fall that was named or told beforehand."""
+        """Hold a key that is lower than when it was noted, without progress, to a fall that was named or given beforehand."""
         state, before, num_named, falls_at = self.named.get(request, (None, key, 0, None))
         if request.is_resident or state != _progress_of(request) or key >= before:  # type: ignore[operator]  # of one shape
             return

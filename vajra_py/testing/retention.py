@@ -47,7 +47,7 @@ def check_retention(
 
     Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every request ends
     whatever it pins, that it leaves what it is shown as it is, reads no clock and no global random numbers, gives up the same blocks in
-    equal runs, and in order of release if it says so. Raises `AssertionError` that names the policy and what was found.
+    equal runs, and in order of release if it declares that. Raises `AssertionError` that names the policy and what was found.
     """
     what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)

@@ -87,7 +87,7 @@ class WithoutKvExtras:
         return {}
 
     def follow_hits(self, *, wanted: bool) -> None:
-        """Return None: vLLM's manager does not say whose prefix hits have changed, so keys that move with them are all read."""
+        """Return None: vLLM's manager does not report changes of prefix hits, so keys that move with them are all read."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the one KV-parallel group."""

@@ -70,9 +70,9 @@ class Connector:
         self._on_lookup = on_lookup
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
-        """Requests whose end the connector was not told."""
+        """Requests whose end the connector was not notified of."""
         self._told_of: Mapping[str, int] = {}
-        """Tokens by request of the step that the connector is told of."""
+        """Tokens by request of the step that the connector is given."""
         self._begins: int | None = None
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
         self._loaded: set[str] = set()
@@ -104,7 +104,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """A request ends that the mechanism does not know, or not any more; nothing if the connector was told."""
+        """A request ends that the mechanism does not know, or not any more; nothing if the connector was notified."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -119,7 +119,7 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request that the mechanism knows ends for its client; asynchronously the connector is told now, else when the mechanism ends it."""
+        """A request that the mechanism knows ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
             self._late.told(record.request_id, wants=self._finish_of(record, own))
@@ -139,7 +139,7 @@ class Connector:
         return otherwise
 
     def _num_computed(self, record: Record) -> int:
-        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is told of."""
+        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is given."""
         own = record.own
         if own is None:
             return 0
@@ -256,7 +256,7 @@ class Connector:
     # Steps
 
     def tell(self, output: SchedulerOutput, *, is_formed: bool) -> None:
-        """Add what the connector tells its workers to a step's message. Raises what the connector raises.
+        """Add the connector's message for its workers to a step's message. Raises what the connector raises.
 
         `is_formed`: the policies have formed the step.
         """
@@ -287,7 +287,7 @@ class Connector:
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight with what the connector's workers report, which it is told then. Raises what it raises."""
+        """End the step in flight with what the connector's workers report, which it gets then. Raises what it raises."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void

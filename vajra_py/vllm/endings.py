@@ -1,4 +1,4 @@
-"""Tell vLLM's clients of requests that have ended, those that ended without a token of their own among them."""
+"""Notify vLLM's clients of requests that have ended, those that ended without a token of their own among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_STREAMS = 10_000
 
 @dataclass(slots=True)
 class _Failed:
-    """A request that ends without a token of its own, and what its client is told."""
+    """A request that ends without a token of its own, and the reason that its client gets."""
 
     request: VllmRequest
     reason: FinishReason
@@ -25,7 +25,7 @@ class _Failed:
 
 
 class Endings:
-    """Ends that were not told yet."""
+    """Ends that were not reported yet."""
 
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
@@ -44,7 +44,7 @@ class Endings:
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """The client takes a request back whose end it was not told; None: there is none of that name."""
+        """The client takes a request back whose end it did not get; None: there is none of that name."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)
@@ -52,7 +52,7 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """The client has been told the end of this request."""
+        """The client has got the end of this request."""
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 
@@ -89,7 +89,7 @@ class RefusedStreams:
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # the client is told of a refused chunk, so it is not logged
+            if not is_known:  # the client gets the refusal of a chunk, so it is not logged
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:

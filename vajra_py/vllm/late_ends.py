@@ -1,7 +1,7 @@
-"""Ends of requests under asynchronous scheduling, as a connector is told of them.
+"""Ends of requests under asynchronous scheduling, as reported to a connector.
 
 The mechanism ends a request whose length is reached when the next step is formed, and the step before may still write its blocks. A
-connector is told of an end when the last token is known, as by vLLM's own scheduler. The request keeps its blocks until both has
+connector is notified of an end when the last token is known, as by vLLM's own scheduler. The request keeps its blocks until both has
 happened, and, if the connector wants them, until they are sent.
 """
 
@@ -16,17 +16,17 @@ class LateEnds:
     """Requests that have ended for the mechanism or for the connector, until both know and no step writes their blocks."""
 
     def __init__(self, is_written: Callable[[str], bool]) -> None:
-        """`is_written` tells by name whether a step that has not come back computes tokens of a request."""
+        """`is_written` returns by name whether a step that has not come back computes tokens of a request."""
         self.is_written = is_written
         self._answers: dict[str, bool] = {}
         """Requests that the connector knows to have ended, and the mechanism did not end: whether it wants their blocks."""
         self._kept: dict[Request, bool] = {}
         """Requests that the mechanism has ended and that keep their blocks: whether the connector wants these, as far as is known."""
         self._untold: dict[str, Request] = {}
-        """Requests among them of whose end the connector has not been told."""
+        """Requests among them of whose end the connector has not been notified."""
 
     def told(self, name: str, *, wants: bool) -> None:
-        """Note that the connector was told of an end, and whether it wants the blocks."""
+        """Note that the connector was notified of an end, and whether it wants the blocks."""
         request = self._untold.pop(name, None)
         if request is None:
             self._answers[name] = wants

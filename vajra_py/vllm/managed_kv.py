@@ -132,7 +132,7 @@ class ManagedKv(WithoutKvExtras):
         self._first_table: dict[str, list[Any]] = first.req_to_blocks
         """The first of the tables of each resident request; the others are as long."""
         self._num_entered: dict[str, int] = first.num_cached_block
-        """Blocks of the first table that the prefix cache was told of."""
+        """Blocks of the first table that the prefix cache has got."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Changes whenever a lookup in the prefix cache, or a count of blocks, could give another answer."""

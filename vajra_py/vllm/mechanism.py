@@ -103,7 +103,7 @@ class Submission:
         prompt_token_ids: identify its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
         hash_blocks: makes the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if its blocks are looked up there; they are kept for others either way.
-        on_ended: told of its end, whatever ended it.
+        on_ended: called with its end, whatever ended it.
         output: its tokens as far as they are known, those from before it was handed in again too.
         num_kept: number of them that it had when it was handed in.
         request: the mechanism's request, once it has been taken in.

@@ -1,4 +1,4 @@
-"""Tell vLLM's workers what a plan computes, as changes to what they know.
+"""Send vLLM's workers what a plan computes, as changes to what they know.
 
 A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
 every count grows by one, and who needs a block is known from the counts.
@@ -34,7 +34,7 @@ class Messages:
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
-        """True when resumed requests are told like new ones (vLLM's second model runner)."""
+        """True when resumed requests are sent like new ones (vLLM's second model runner)."""
         memory = replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
         """VLLM's own memory, which has several tables; None: this project's."""
@@ -53,7 +53,7 @@ class Messages:
         self._step = 0
 
     def empty(self) -> SchedulerOutput:
-        """A step that computes nothing, and tells what has ended; the workers take every request out of their batch."""
+        """A step that computes nothing, and reports what has ended; the workers take every request out of their batch."""
         self._step += 1
         return self.next.take()
 
@@ -77,7 +77,7 @@ class Messages:
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
-            if kind == "running" and record.ran_in == step - 1:  # nothing is to be said of it but its new blocks
+            if kind == "running" and record.ran_in == step - 1:  # nothing is sent of it but its new blocks
                 record.ran_in = step
                 blocks = self._new_blocks(record, request)
                 if self._zeroes and not isinstance(blocks, Tables):
@@ -169,7 +169,7 @@ class Messages:
         self._last = -1
 
     def _are_absent(self) -> bool:
-        """Return whether one of the decodes was not part of the step before, so that more must be said of it."""
+        """Return whether one of the decodes was not part of the step before, so that more must be sent of it."""
         if self._last == self._step - 1:
             return False
         return any(one.ran_in != self._step - 1 for one in self._decodes)

@@ -99,9 +99,9 @@ class TimeToRecord(int):
 
 
 def grant_time_to_record(config: Any) -> None:
-    """Let the process that schedules finish its recording when vLLM is told to stop.
+    """Let the process that schedules finish its recording when vLLM is stopped.
 
-    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it tells them to end. What it decides besides,
+    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it stops them. What it decides besides,
     whether running requests are aborted at once, stays as it is: see `abort_at_once`.
     """
     if config.shutdown_timeout == 0 and vajra_options_of(config.additional_config).save_run is not None:

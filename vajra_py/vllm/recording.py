@@ -1,7 +1,7 @@
 """Record a session of a vLLM as a run's folder, as `vajra serve --save-run` does: to compare, plot and replay it.
 
 The tokens of a request are written when they are known, which may be after the mechanism has ended it. A token that was computed
-after a request had stopped, as happens with asynchronous scheduling, is written as 0: nobody was told it.
+after a request had stopped, as happens with asynchronous scheduling, is written as 0: no client got it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SessionRecording:
 def start_recording(
     run: RunRecording, mechanism: Mechanism, vllm_config: Any, description: Mapping[str, Any]
 ) -> SessionRecording:
-    """Begin a recording, and let a vLLM that is told to stop end it before its process does."""
+    """Begin a recording, and let a vLLM that is stopped end it before its process does."""
     abort_at_once(vllm_config)
     end_before_workers()
     return SessionRecording(run, mechanism, description)

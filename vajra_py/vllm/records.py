@@ -47,7 +47,7 @@ class Record:
         self.output = submission.output
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
-        """Tokens that end it, with the reason that its client is told."""
+        """Tokens that end it, with the reason that its client gets."""
         if params.eos_token_id is not None:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
@@ -56,7 +56,7 @@ class Record:
         """Tokens before this one of the output end it only if they are among `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
         self.is_over = False
-        """True once its client was told the end."""
+        """True once its client has got the end."""
         self.is_known = False
         """True if the workers have its prompt and parameters."""
         self.num_told = 0
@@ -123,7 +123,7 @@ class Record:
 
 
 class Arrivals:
-    """Arrival times of requests: as their frontends say, but never before one that arrived at the engine earlier, nor later than now.
+    """Arrival times of requests: as stated by their frontends, but never before one that arrived at the engine earlier, nor later than now.
 
     Several frontends, a prompt that takes long to tokenize or a clock that is set back put requests out of order; first come, first
     served is by the order at the engine, in vLLM too. With `as_said` the frontends' times count, as with vLLM's priorities.

@@ -2,10 +2,10 @@
 
 A step names what changed since the last one; vLLM's workers want the same in their own terms (`SchedulerOutput`).
 
-A chunk of a prompt, or of tokens that are computed again, is told as a new request that has its earlier tokens computed
+A chunk of a prompt, or of tokens that are computed again, is sent as a new request that has its earlier tokens computed
 already; decodes go on with it. So a worker never has to know more of a prompt than it computes, and a preempted request is
 like any other. Requests whose tokens so far count for sampling (penalties), or whose prompt is scored, keep their identity
-instead, and are told with their whole prompt.
+instead, and are sent with their whole prompt.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Row:
 
     Attributes:
         keeps: True if the workers know it from its first chunk to its end.
-        tokens: as far as they are known here; of one that keeps, all until it is told.
+        tokens: as far as they are known here; of one that keeps, all until it is sent.
         blocks: its block table.
         name: its name at the workers; empty: they do not know it.
         num_told: leading entries of its block table that they have.
@@ -219,7 +219,7 @@ class VllmRunner:
         row.num_sampled = row.num_told = 0
 
     def _known(self, row: _Row, chunk: Chunk) -> list[int]:
-        """The prompt that a request is told with: what is before its chunk is in KV memory, and not read."""
+        """The prompt that a request is sent with: what is before its chunk is in KV memory, and not read."""
         if not row.keeps:
             tokens, start = row.tokens, chunk.num_computed
             tokens += [0] * (start - len(tokens))

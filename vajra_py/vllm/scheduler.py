@@ -1,7 +1,7 @@
 """vLLM's scheduler interface on this project's mechanism: `--scheduler-cls vajra_py.vllm.Scheduler`.
 
 Requests come in by `add_request`, plans go out as `SchedulerOutput`, tokens come back by `update_from_output`. The policies
-of an experiment file decide (`vajra_py.vllm.settings` says how it is named).
+of an experiment file decide (`vajra_py.vllm.settings` has how it is named).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vajra_py.vllm.support import check_options, check_version, installed_versio
 _log = logging.getLogger(__name__)
 
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
-"""Ends that a request's own tokens bring about, and that its client is told with the last of them."""
+"""Ends that a request's own tokens bring about, and that its client gets with the last of them."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
 """Ends while the policies are out of service for what one of them did."""
 
@@ -76,7 +76,7 @@ class Scheduler(WithoutExtras):
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
-        """Requests whose end no client was told yet, as vLLM's structured output wants them."""
+        """Requests whose end no client has got yet, as vLLM's structured output wants them."""
         self._grammars = Grammars(structured_output_manager)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -463,7 +463,7 @@ class Scheduler(WithoutExtras):
         """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            # The workers have forgotten it, and are told prompts alone.
+            # The workers have forgotten it, and are sent prompts alone.
             if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:
@@ -478,7 +478,7 @@ class Scheduler(WithoutExtras):
             find = {name: one for name, one in self._records.items() if name not in void}.get
         says_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
         first = sys.maxsize if says_more else 2
-        """The first token of a request that is told by its id alone, unless it ends the request."""
+        """The first token of a request that is sent as its id alone, unless it ends the request."""
         client, told, accepted = None, [], dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:

@@ -1,7 +1,7 @@
 """Programs: calls that follow one another, run side by side and are joined, with tools that run in between.
 
 A graph of calls is drawn for each program; a call is sent some time after the last of its parents has ended. Its prompt is that of its
-first parent, the answers of its parents, and new text (what a tool gave back), so that caching finds what the program has said before.
+first parent, the answers of its parents, and new text (what a tool gave back), so that caching finds the program's earlier answers.
 """
 
 from __future__ import annotations

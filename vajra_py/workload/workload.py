@@ -205,7 +205,7 @@ class Workload(Sequence[RequestSpec]):
     def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
         """Return this workload and others on one clock, sorted by arrival.
 
-        Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are told apart as `conv#2/17`), so
+        Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are numbered as `conv#2/17`), so
         that they stay unique. Prompts of different workloads share no prefix unless `share_content`.
         """
         parts = [self, *others]

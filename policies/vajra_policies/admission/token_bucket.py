@@ -22,7 +22,7 @@ from vajra_py.contract import (
 
 
 class BucketConfig(PolicyConfig):
-    """Size and refill of one bucket, in prompt tokens or requests, as `cost` says."""
+    """Size and refill of one bucket, in prompt tokens or requests, by `cost`."""
 
     capacity: float = Field(10_000.0, gt=0, description="Most that may be used at once.")
     refill_per_s: float = Field(1_000.0, gt=0, description="What may be used in the long run, each second.")

@@ -60,7 +60,7 @@ class LoadAwareConfig(PolicyConfig):
 
 
 class LoadAwareScorer:
-    """0.5 * (1 - min(waiting, threshold) / threshold): never above 0.5, so that it weighs half of what its weight says."""
+    """0.5 * (1 - min(waiting, threshold) / threshold): never above 0.5, so that it has half of its weight."""
 
     def __init__(self, config: LoadAwareConfig) -> None:
         self._threshold = config.threshold

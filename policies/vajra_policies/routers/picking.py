@@ -34,7 +34,7 @@ class EndpointPicker:
     Where the filters leave none, the request waits in the shared queue, from which a replica may pull it that the filters keep when
     they are asked about it alone. (llm-d answers 429 then; an admission policy can do that here.)
 
-    Every part that listens to requests is told of them, and every part that learns placements of each choice.
+    Every part that listens to requests is notified of them, and every part that learns placements of each choice.
     """
 
     def __init__(self, parts: Parts, profile: Profile, num_batches: int) -> None:
@@ -91,7 +91,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that computes the prompt: the one that decodes, where the decider says no or no other is left."""
+        """The replica that computes the prompt: the one that decodes, where the decider refuses or no other is left."""
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)
         if not chosen or (DECODE not in chosen and self._order != "decode-after-prompt"):

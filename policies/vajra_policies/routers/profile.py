@@ -62,7 +62,7 @@ class Parts:
         return {name: _tell_all(methods) for name, methods in told.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Methods to tell of a placement, each part's before those of the producers that it reads."""
+        """Methods to notify of a placement, each part's before those of the producers that it reads."""
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 
 

@@ -136,7 +136,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step that preempts admits nobody and tells nothing about the queue
+            if not holds:  # a step that preempts admits nobody and shows nothing about the queue
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1

@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 FILES = ("meta.json", "requests.jsonl", "workload.jsonl.gz or workload.jsonl")
 ASYNC_SINCE = (0, 14)
-"""vLLM schedules asynchronously unless told otherwise from this version on."""
+"""vLLM schedules asynchronously by default from this version on."""
 LONGEST_S = 7 * 86400.0
 
 
@@ -43,14 +43,14 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     num_blocks: int | None = None
-    """KV blocks of one data-parallel rank, vLLM's null block among them; None: the run does not say."""
+    """KV blocks of one data-parallel rank, vLLM's null block among them; None: the run does not have it."""
     block_size: int = 16
     prefix_caching: bool = True
     asynchronous: bool = True
     capture_limit: int | None = None
     """Largest CUDA graph, tokens; 0: none (eager execution)."""
     memory_fraction: float | None = None
-    """Part of the GPU's memory that the engine may use; None: the run does not say."""
+    """Part of the GPU's memory that the engine may use; None: the run does not have it."""
     kv_dtype: str | None = None
     """Dtype of the KV cache, where it is not the model's."""
 
@@ -139,7 +139,7 @@ def read_measured_run(path: str | Path) -> MeasuredRun:
     """The run of a folder.
 
     Raises:
-        ConfigError: a file is missing or broken, a time cannot be, or the files do not belong together; says the line.
+        ConfigError: a file is missing or broken, a time cannot be, or the files do not belong together; names the line.
     """
     folder = Path(path)
     meta_file, requests_file = folder / "meta.json", folder / "requests.jsonl"

@@ -1,4 +1,4 @@
-"""Status of a run, as it is told while runs go."""
+"""Status of a run, as it is reported while runs go."""
 
 from __future__ import annotations
 

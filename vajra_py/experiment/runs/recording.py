@@ -4,7 +4,7 @@ The folder is complete when the server has shut down. Until then its logs grow o
 last steps, and its tables in memory: about 200 bytes a request and a step, 8 a token; so a session is recorded when asked for.
 
 Invariants:
-    - A disk that is full ends the recording, and not the server: its manifest then says so.
+    - A disk that is full ends the recording, and not the server: its manifest then states it.
     - Once it has ended, nothing of it grows in memory.
     - Nobody but the server's user may read the folder: it holds prompts.
 """

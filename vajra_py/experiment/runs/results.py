@@ -65,7 +65,7 @@ def write_results(
 ) -> None:
     """Write a run's tables and its summary into its folder.
 
-    `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
+    `ended_at`: seconds on the run's clock; `step_times`: their origin, for the summary.
     """
     requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
     records = tables.steps.records()

@@ -118,7 +118,7 @@ class SimulatedRun:
 
 
 def _acceptance(run: Run) -> AcceptanceModel | None:
-    """Return the model of which drafts are accepted; None without drafts. Raises `ConfigError` where it says too little."""
+    """Return the model of which drafts are accepted; None without drafts. Raises `ConfigError` where the settings are incomplete."""
     settings = run.config.backend.settings.drafts
     most = max(
         pool.replica.draft.most_tokens
@@ -185,7 +185,7 @@ def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Re
 
 
 def model_facts(latency: LatencyModel) -> ModelFacts:
-    """Return what a latency model says about memory and lengths."""
+    """Return a latency model's description of memory and lengths."""
     described = description_of(latency)
     return ModelFacts(described.kv_blocks, described.max_model_len, described.kv_bytes_per_token, described.num_layers)
 

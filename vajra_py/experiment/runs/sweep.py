@@ -52,7 +52,7 @@ def sweep(
 ) -> SweepResult:
     """Run every point of the sweep; points that are finished already are kept, and of seeds that give the same run one is run.
 
-    Simulations run several at once, one a core unless `workers` says otherwise, or in the `pool` given; points on a device one after the other, as
+    Simulations run several at once, one a core by default (`workers`), or in the `pool` given; points on a device one after the other, as
     they would measure each other.
     A point that fails does not stop the others. Raises `RunInterrupted` when the user stops it; what is finished stays.
     """

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
-"""Columns of a file of step records that say when steps were formed and ended; `duration_s` is NaN where the ticks say it."""
+"""Columns of a file of step records with the times at which steps were formed and ended; `duration_s` is NaN where it follows from the ticks."""
 
 _EXACT = 2**53
 """Whole numbers below this are exact as floats, so that dividing them rounds once."""

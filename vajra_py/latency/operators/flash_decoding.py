@@ -37,7 +37,7 @@ NUM_ORDERS = 4
 """Orders of the sequences in the batch, which is known to the engine alone, over which times are averaged."""
 GOLDEN = 0.6180339887498949
 MOST_FITTED = 2
-"""Numbers of decodes whose measured batches the peak share is fitted to: the smallest without splits, where a long context tells most."""
+"""Numbers of decodes whose measured batches the peak share is fitted to: the smallest without splits, where a long context has the largest effect."""
 
 
 @dataclass(frozen=True, slots=True)

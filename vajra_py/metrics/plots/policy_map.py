@@ -59,7 +59,7 @@ def _load(own: WorkloadComparison, rank: int | None) -> str:
 def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
     """Draw a table for each workload, under the load of this rank, or under its main load: rows are policies, columns metrics.
 
-    Colours say by how much a value is better or worse than the baseline's, pale where that may be chance.
+    Colours show by how much a value is better or worse than the baseline's, pale where that may be chance.
     """
     policies = workloads[0].policies
     widths = [max(1, len(own.metrics)) for own in workloads]

@@ -21,7 +21,7 @@ The rule looks only at when requests arrived, were admitted and ended, so it mea
 waiting or in the system, or 1 % or more shed, or more than five requests waiting for their first admission for each one in service (by Little's law: requests
 wait more than five times as long as they are served) on average over time or in the worst quarter, or a visible queue in the worst quarter of 5 % or more of what arrived in it.
 **Stable**: the rest. In a run too short for its growth to be visible, only shedding
-and waiting speak.
+and waiting decide.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The steps table: kept and written as one record per run of equal decode steps, read as one row per step.
 
-In a run only lengths grow, so that its first step, how many follow, when they end (`latency.packed_times`) and which of them
-take blocks say all of it. A file of records has `num_steps` among its columns; one without is a table of single steps.
+In a run only lengths grow, so a record consists of its first step, the number of steps that follow, their ends (`latency.packed_times`)
+and the steps that take blocks. A file of records has `num_steps` among its columns; one without is a table of single steps.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[by
 
 
 class SegmentBlockHashes:
-    """Hashes from named runs of tokens, for workloads that tell which parts of prompts are equal but not their tokens.
+    """Hashes from named runs of tokens, for workloads that state which parts of prompts are equal but not their tokens.
 
     Token j of a run is known as (name, j). Neighbouring runs of one name are one run, so it does not matter how a
     workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A block hash is that of the

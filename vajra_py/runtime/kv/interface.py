@@ -119,7 +119,7 @@ class KvMemory(Protocol):
         """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return what tells from now on whose prefix hits have changed; None where the memory cannot say, or nobody wants to know."""
+        """Return the source of changes of prefix hits from now on; None where the memory has none, or nobody needs it."""
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Enter the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has run."""
@@ -173,7 +173,7 @@ class KvMemory(Protocol):
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Give a request's device blocks back (end, abort, or preemption by recomputation).
 
-        `num_computed_tokens` says how much of its KV is valid; `for_good`: it will not come back for it.
+        `num_computed_tokens`: tokens whose KV is valid; `for_good`: the request will not use it again.
         """
 
     # Swapping
@@ -190,7 +190,7 @@ class KvMemory(Protocol):
     def take_copies(self) -> Sequence[BlockCopy]:
         """Block copies decided since the last call, in the order in which they are to be carried out."""
 
-    # Time, pins, and what others hear of content
+    # Time, pins, and notices of content
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Read the present time here from now on, seconds on the run's clock."""

@@ -62,7 +62,7 @@ class _BlockTable:
         self.num_cached = 0
         """Leading blocks of the table that carry a hash."""
         self.num_valid_tokens = 0
-        """Leading tokens whose KV is known to be in the table (what `cache_blocks` was told)."""
+        """Leading tokens whose KV is known to be in the table (from `cache_blocks`)."""
         self.host: list[int] = []
         self.lookup: PrefixLookup | None = None
 
@@ -291,7 +291,7 @@ class PagedKvMemory:
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Return what tells from now on whose prefix hits have changed; None if nobody wants to know."""
+        """Return the source of changes of prefix hits from now on; None if nobody needs it."""
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
@@ -520,8 +520,8 @@ class PagedKvMemory:
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Free the request's device blocks (end, abort, or preemption by recompute).
 
-        `num_computed_tokens` (default: what `cache_blocks` was told last) says how much of its KV is valid, so that what was
-        kept private can be found from now on. `for_good`: it will not come back for them.
+        `num_computed_tokens` (default: those of the last `cache_blocks`): leading tokens whose KV is valid, so that
+        content that was kept private can be found from now on. `for_good`: the request will not use them again.
         """
         entry = self._resident(request, "free")
         options = self._pool.options
@@ -539,7 +539,7 @@ class PagedKvMemory:
         entry.blocks = []
         entry.num_cached = entry.num_valid_tokens = 0
 
-    # Pins, expiry, and what others hear of content
+    # Pins, expiry, and notices of content
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
         """Keep the content of a request that the cache holds now until a time, under a name, whose earlier pin ends.

@@ -60,7 +60,7 @@ class RetainedBlockPool(BlockPool):
         """Time at which idle content expires next, or would if it has not been used."""
         self._clock = clock
         self.on_evicted: Callable[[CachedEntry, float], None] | None = None
-        """Told of each block that is about to be overwritten, by the policy's choice."""
+        """Called with each block that is about to be overwritten, by the policy's choice."""
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
         """Blocks in use that hold content which another block is found for."""
@@ -329,7 +329,7 @@ class RetainedBlockPool(BlockPool):
 
     @property
     def expires_content(self) -> bool:
-        """True if the policy says how long content lives."""
+        """True if the policy gives content a lifetime."""
         return self._told["expires_at"] is not None
 
     def _note_expiry(self, entry: CachedEntry, at: object) -> None:

@@ -5,7 +5,7 @@ gives it up (`write_back`), as soon as it is there (`write_through`), or when it
 Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
 
 Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and whoever has the
-links says when it has arrived. A replica may share its last tier with others.
+links decides when it has arrived. A replica may share its last tier with others.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class KvTiers:
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is told to `written`."""
+        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is reported to `written`."""
         writes = self._writes
         if writes:
             self._writes = []

@@ -12,7 +12,7 @@ class ReportedCopies:
         self._ended: list[Hashable] = []
 
     def start(self, key: Hashable, source: int, target: int, num_bytes: int, now: int) -> None:
-        """Do nothing: whoever copies is told apart."""
+        """Do nothing: whoever copies is notified elsewhere."""
 
     def cancel(self, key: Hashable, now: int) -> None:
         """Do nothing: an end is reported only for a copy that somebody waits for."""

@@ -34,7 +34,7 @@ __all__ = [
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
     """Make the cheapest queue that keeps this prioritizer's order exact. `name`: what errors call it.
 
-    Raises `PolicyError` when the prioritizer declares no known key motion, straight lines without saying which,
+    Raises `PolicyError` when the prioritizer declares no known key motion, straight lines without a slope,
     or named falls without a place for the names.
     """
     motion: object = prioritizer.key_motion  # a plug-in may declare anything

@@ -58,7 +58,7 @@ class RequestQueue(Protocol):
         """Read the key again of a request that has progressed. Errors as for `remove` and `add`; after a bad key the old one stays."""
 
     def use_hits(self, hits: HitChanges | None) -> None:
-        """Read keys again where this says that hits have changed, from now on; None: read all of them.
+        """Read keys again where hits have changed by this source, from now on; None: read all of them.
 
         Nothing happens where keys do not move with hits.
         """

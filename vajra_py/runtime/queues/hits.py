@@ -1,7 +1,7 @@
 """Queues for keys that move with the prefix hits of their requests.
 
 Keys are read again when a new time is asked about, or a new step begins, but only those of requests whose hits have changed since,
-as the memory tells, or whose time has come: O(log n) each. A memory that cannot say has all of them read. In between they stand.
+by the memory's reports, or whose time has come: O(log n) each. With a memory without reports all are read. In between they stay.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class NoHits:
 
 
 class Readings:
-    """Tells which keys of a queue are to be read again, and when."""
+    """Finds the keys of a queue that are to be read again, and when."""
 
     def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
         self._hits: HitChanges | None = None
-        """Source of changes; None: nothing tells of them, and all keys are read."""
+        """Source of changes; None: there is none, and all keys are read."""
         self._read_at: float | None = None
         """Time for which the keys stand; None: they are to be looked after."""
         self._latest: float | None = None

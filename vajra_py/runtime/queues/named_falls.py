@@ -1,6 +1,6 @@
-"""Queue for keys that rise with anything and fall only where their policy says so.
+"""Queue for keys that rise with anything and fall only where their policy names it.
 
-A request stands by its key as it was last read. Falls are named, or come at a time that was told, and are read before the queue
+A request is sorted by its key as last read. Falls are named, or come at a known time, and are read before the queue
 answers; so a request stands too early or right, never too late. Its key is read again when it would be next: if it has risen, the
 request moves on, in O(log n), and the one after it is looked at.
 """

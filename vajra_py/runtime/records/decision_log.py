@@ -1,6 +1,6 @@
 """Decision log: what the policies decided, in a Parquet file of records; a run of repeated decode steps is one record.
 
-A record says what changed: who joined and left the decodes since the replica's record before it, the chunks, who was preempted,
+A record has what changed: who joined and left the decodes since the replica's record before it, the chunks, who was preempted,
 who ended, and when the steps of a run ended. `decision_reader` makes a row for each step of it. The same run gives the same
 bytes: no time of writing, and decisions come before anything that depends on the machine.
 """

@@ -51,11 +51,11 @@ class Arrival:
     Attributes:
         tick: when.
         arrived_at: when its client sent it, seconds.
-        facts: what the client said.
+        facts: what the client stated.
         content: segments that identify its prompt in the prefix cache, where it is known by segments.
         prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
         num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
-        salt: only requests with the same one share prefixes; None: as the settings say.
+        salt: only requests with the same one share prefixes; None: as in the settings.
         reads_cache: whether it may use KV blocks that are in the prefix cache; its own are kept there for others either way.
     """
 
@@ -325,7 +325,7 @@ class CacheReport:
     Attributes:
         stored, removed: hashes of blocks (`TokenBlockHashes`), hexadecimal; `removed` goes first.
         begins: what was known before is void.
-        ends: nobody tells of it any more; `stored` and `removed` are empty.
+        ends: no more reports come; `stored` and `removed` are empty.
     """
 
     tick: int
@@ -382,7 +382,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Readmission | ProgramIdle | _Unreques
     "abandonment": Abandonment,
     "policy": Swap,
     "violation": PolicyViolation,
-    "breach": PolicyViolation,  # as recordings of earlier versions say
+    "breach": PolicyViolation,  # for recordings of earlier versions
     "stage": StageEnd,
     "wake": WakeUp,
     "replica": ReplicaChange,

@@ -1,6 +1,6 @@
 """KV from outside a replica, as a connector of its engine offers it: loads, and ends that keep their blocks until a copy has left.
 
-The connector says how much of a waiting request's KV it has, each time that the request is looked at. It loads within the step that
+The connector states how much of a waiting request's KV it has, each time that the request is looked at. It loads within the step that
 admits the request (synchronous), or beside steps: then the request gets the blocks of all that is loaded, waits, and takes no slot
 and no tokens of a step. Such a load may not take blocks that prompts under way still need, since it makes no progress that would
 give blocks back, and a request whose load does not fit ends admission, as one does that lacks blocks.
@@ -129,7 +129,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` tells that the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set

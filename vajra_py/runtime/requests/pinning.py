@@ -1,4 +1,4 @@
-"""Pins of one replica's cached content by its policies: made, ended, and told to observers."""
+"""Pins of one replica's cached content by its policies: made, ended, and reported to observers."""
 
 from __future__ import annotations
 

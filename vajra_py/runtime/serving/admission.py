@@ -1,7 +1,7 @@
-"""The gate: asks the admission policy about requests that arrive, and keeps those that it puts off.
+"""The gate: calls the admission policy for requests that arrive, and keeps those that it defers.
 
 One gate serves all replicasets of a run. A request that is deferred is alive and in no queue: it may be taken back and expire, and
-policies of the layers hear of it when it is let in. It is asked about again at its time, or, where it has none, when some request has
+policies of the layers see it when it is let in. The policy is called for it again at its time, or, where it has none, when some request has
 ended and when the policy is woken.
 """
 
@@ -91,7 +91,7 @@ class AdmissionGate:
                     bind_all(one, one.policies, None)
 
     def renew(self) -> None:
-        """Make the policy anew; replicasets tell it of requests from when their policies are bound next."""
+        """Make the policy anew; it listens to requests once the replicasets' policies are bound again."""
         before, self.policy = getattr(self, "policy", None), self._make_policy()
         self.error = None
         self.own: Listeners = listeners_among(((self.policy, self.name),))
@@ -183,7 +183,7 @@ class AdmissionGate:
         raise self.violation(f"{wrong} (got {decision!r})", request)
 
     def _wrong_accept(self, decision: Accept, request: Request) -> str | None:
-        most: object = decision.max_tokens  # a plug-in may say anything
+        most: object = decision.max_tokens  # a plug-in may return anything
         slo_class: object = decision.slo_class
         name = decision.replicaset
         if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or int(most) < 1):
@@ -218,7 +218,7 @@ class AdmissionGate:
         return PolicyError(self.name, message, request_id=request.request_id, place=place)
 
     def note(self, request: Request, decision: AdmissionDecision, now: float) -> bool:
-        """Write a decision into the request; whether observers are told of it."""
+        """Write a decision into the request; return whether observers are notified."""
         before = request.admission
         if before is None:
             before = request.admission = Admission()
@@ -259,7 +259,7 @@ def _degrade(request: Request, decision: Accept) -> str:
 
 
 def _wrong_refusal(decision: Refuse) -> str | None:
-    reason: object = decision.reason  # a plug-in may say anything
+    reason: object = decision.reason  # a plug-in may return anything
     if not isinstance(reason, str) or not reason.strip():
         return "refused a request without a reason"
     wait_s = decision.retry_after_s
@@ -269,7 +269,7 @@ def _wrong_refusal(decision: Refuse) -> str | None:
 
 
 def _wrong_deferral(decision: Defer, now: float) -> str | None:
-    until, reason = decision.until, cast("object", decision.reason)  # a plug-in may say anything
+    until, reason = decision.until, cast("object", decision.reason)  # a plug-in may return anything
     if not isinstance(reason, str):
         return "deferred a request for a reason that is no text"
     if until is None:

@@ -32,7 +32,7 @@ class ContentFeed:
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:
-        """Tell these policies from now on, and first what is there."""
+        """Notify these policies from now on, beginning with the present content."""
         self._listeners = listeners
         for replica, events in zip(self._replicas, self._events, strict=True):
             if self._is_bound:
@@ -48,7 +48,7 @@ class ContentFeed:
         self._is_bound = True
 
     def deliver(self, now: float) -> None:
-        """Give out what is old enough. Raises `PolicyError` when a policy that is told breaks the contract."""
+        """Deliver notices that are due. Raises `PolicyError` when a policy breaks the contract."""
         for memory in self._expiring:
             memory.expire()
         record, until = self._record, now - self.lag_s

@@ -129,7 +129,7 @@ class Controller:
     ) -> tuple[Request, Replica | None]:
         """Submit a request; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
-        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and says what identifies the prompt's
+        `replicaset` is what `replicaset_for` returns. `make_hashes` gets the block size and returns what identifies the prompt's
         blocks. `arrived_at` is when the client sent it, in seconds, where that was before now (an engine that was busy takes
         it in later). Returns the request and the replica that it is bound to (None: shared queue, or refused).
         """
@@ -230,7 +230,7 @@ class Controller:
         return detail and f"{detail} (admission policy {gate.name} sent it to replicaset {replicaset.name})"
 
     def _turn_away(self, request: Request, detail: str, now: int) -> None:
-        """End a request that was in no queue as rejected; the caller tells the backend."""
+        """End a request that was in no queue as rejected; the caller notifies the backend."""
         seconds = to_seconds(now)
         del self._alive[request.request_id]
         end_request(request, EndReason.REJECTED, detail, seconds)

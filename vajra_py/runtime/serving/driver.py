@@ -86,10 +86,10 @@ class DriverOptions:
 
     Attributes:
         check_every_steps: check conservation every so many steps; 0: never.
-        expires: whether requests expire, and deferred ones are asked about again, by the clock; False: only when told.
-        times_transfers: whether transfers of KV take the time that a model of the links says, and loads of adapters that of the settings;
+        expires: whether requests expire, and deferred ones come to the admission policy again, by the clock; False: only by inputs.
+        times_transfers: whether transfers of KV take the time of a model of the links, and loads of adapters that of the settings;
             False: each ends with a `TransferEnd` (between memory tiers with a `TierEnd`) or an `AdapterEnd`.
-        wakes: whether policies are woken when they asked to be, scalers are asked, and full targets of untimed transfers looked at again; False: only what they decided is done, when told.
+        wakes: whether policies are woken at the times they set, scalers are called, and full targets of untimed transfers are tried again; False: only by inputs.
         serves: whether requests may come that no event announces, so that wake-ups go on when none is left.
         isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
             the run.
@@ -106,7 +106,7 @@ class DriverOptions:
 class Driver(Generic[R]):
     """Applies events to a controller's replicas. Not thread-safe.
 
-    Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method that says what happens.
+    Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method for each event.
 
     Attributes:
         now: the present tick.

@@ -198,7 +198,7 @@ class Policies:
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
         found = listeners_among([*shared, *own])
-        # Each replica has a scheduler of its own; one that hears of nothing but steps knows its replica's requests.
+        # Each replica has a scheduler of its own; one that listens to steps only knows its replica's requests.
         knows_one = listeners_among(own).hear_steps_alone and not listeners_among(shared).across_replicas
         return replace(found, across_replicas=not knows_one)
 

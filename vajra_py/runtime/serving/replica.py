@@ -156,7 +156,7 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
-        """True if something outside is heard of with each step."""
+        """True if something outside is reported with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended and not come back, where the next one is formed before."""
         self._joins_at_once = False
@@ -194,7 +194,7 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Failure of a policy that was told of a run; raised when the step in flight has ended, since other events are handled now."""
+        """Failure of a policy that was notified of a run; raised when the step in flight has ended, since other events are handled now."""
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
@@ -516,7 +516,7 @@ class Replica:
         """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
-            return  # some decodes are not in the step, or it is told apart from those that follow
+            return  # some decodes are not in the step, or it is reported separately from those that follow
         for request, num_tokens, _, kind in plan.chunks:
             num_outputs = request.num_output_tokens
             if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
@@ -560,7 +560,7 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
-        # What was handed off may be told to stay.
+        # What was handed off may have to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 

@@ -5,8 +5,8 @@ from the request's arrival or from the first look at it; blocks of the first tie
 admitted: it gets its device blocks, waits for the transfer, and runs on from there. What leaves a tier, or is written through, is
 copied down. Each tier has a link of its own for each replica, a way down and a way up, and a shared tier may have a limit for all.
 
-Where a backend copies instead of a model of the links, copies end when it says so. It reads what the step that was just formed overwrites
-before that step does, and looks for other content of the device when the content has been computed.
+Where a backend copies instead of a model of the links, copies end when it reports them. It reads content that the step just formed
+overwrites before that step runs, and other content of the device once it has been computed.
 """
 
 from __future__ import annotations

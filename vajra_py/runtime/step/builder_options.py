@@ -21,7 +21,7 @@ class DraftRules:
     """Rules of drafts (speculative decoding), from `replica.draft`."""
 
     num_tokens: int
-    """Drafts of a decode in a step, where the policy does not say."""
+    """Drafts of a decode in a step, where the policy gives no number."""
     max_tokens: int
     """Most drafts that a policy may ask for."""
     lookahead_tokens: int = 0

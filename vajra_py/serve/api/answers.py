@@ -1,6 +1,6 @@
 """Format outputs as OpenAI responses, whole or in chunks.
 
-Pieces of one output joined give what the whole answer says: text, tokens, log-probabilities, finish reason, usage.
+Pieces of one output joined give the content of the whole answer: text, tokens, log-probabilities, finish reason, usage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ DEGRADED_HEADER = "x-vajra-degraded"
 
 
 def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
-    """Return the header that says with what a request was let in instead of what it asked for; nothing where nothing was taken.
+    """Return the header with the limits under which a request was let in instead of those that it asked for; nothing where nothing was taken.
 
     Of several outputs that differ, each with its number in front.
     """
@@ -106,7 +106,7 @@ class Answer:
     Attributes:
         name: its id.
         created: seconds since 1970.
-        model: the model's name, as the client said it.
+        model: the model's name, as given by the client.
     """
 
     name: str

@@ -24,7 +24,7 @@ from vajra_py.serve.http.errors import ApiError, bad_request
 from vajra_py.serve.http.options import ServeOptions
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
-"""Paths that probes ask for; they need no key unless the server is told otherwise."""
+"""Paths that probes ask for; they need no key by default."""
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where the key may be a password, which a browser asks its user for."""
 TENANT = "vajra.tenant"

@@ -67,7 +67,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class SaysOnce(logging.Filter):
-    """Lets one line a second of each kind through; the next one says how many there were.
+    """Lets one line a second of each kind through; the next one has the number of those left out.
 
     For warnings that a client can cause as often as it likes, and that are another library's.
     """

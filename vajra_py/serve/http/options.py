@@ -35,12 +35,12 @@ class ServeOptions:
     """Options of a server: listening, access, limits, output.
 
     Attributes:
-        host: address to listen on; loopback unless told otherwise.
+        host: address to listen on; loopback by default.
         port: 0 takes a free one.
         api_key: what every request but those for `/health`, `/ready` and `/metrics` has to carry, or several such keys; None:
             nothing, unless there is an `api_key_file`.
         api_key_file: further keys, a line each, with the tenant that whoever has the key is.
-        served_names: names of the model, the first one being what answers say; empty: the model directory's name.
+        served_names: names of the model, the first one being the name in answers; empty: the model directory's name.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a request body; each token id of a prompt is one.
         max_body_containers: most JSON arrays and objects of a request body; each message is one.
@@ -67,8 +67,8 @@ class ServeOptions:
         retry_after_s: when a client that got a 429 or 503 should come back, seconds.
         grace_s: how long a shutdown lets requests finish, seconds.
         metric_names: `vajra` (own prefix), `vllm` (vLLM's names where the thing is the same), or `both`.
-        max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
-        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: where the variables `OTEL_*` say, or nowhere.
+        max_labels: tenants, and classes of service, that are counted separately; further ones count as "other".
+        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: that of the variables `OTEL_*`, or none.
         admin: whether `/admin/policy` is there, by which policies are swapped.
         admin_api_key: what requests for it have to carry in the place of `api_key`; needed where there is an `api_key`.
         access_log: whether each request has a line in the log.
@@ -77,7 +77,7 @@ class ServeOptions:
         uds: path of a Unix socket to listen on in the place of `host` and `port`.
         root_path: prefix under which a proxy shows the server.
         ssl_keyfile: private key for TLS.
-        ssl_certfile: its certificate; with it the server speaks TLS.
+        ssl_certfile: its certificate; with it the server uses TLS.
         ssl_keyfile_password: of an encrypted key.
         ssl_ca_certs: certificates of those who may sign clients' certificates; with it clients need one.
         save_run: folder that gets the session as a run; None: it is not recorded.

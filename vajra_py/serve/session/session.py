@@ -63,7 +63,7 @@ class SessionState(Enum):
 
 
 class Unavailable(Exception):
-    """The session takes no requests now; the text says why."""
+    """The session takes no requests now; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class EngineSession:
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
         """Called in the engine's thread when the engine is loaded; they return its observers."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Told how long forming each step took; `watchers` may set it."""
+        """Called with the time that forming each step took; `watchers` may set it."""
         self.clock_zero_ns = 0
         """Start of the engine's clock, nanoseconds since 1970."""
         self._parts = parts
@@ -334,7 +334,7 @@ class EngineSession:
             if not self._load():
                 return
             error = self.client.run() or self._why_it_ended()
-        except BaseException as raised:  # on any error, every client has to be told
+        except BaseException as raised:  # on any error, every client has to get it
             if self._is_abandoned:
                 return
             error = raised
