@@ -58,7 +58,7 @@ class Answered:
 class RemoteReplica(Replica):
     """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not asked."""
 
-    __slots__ = ("news", "on_sent", "said")
+    __slots__ = ("news", "on_sent", "reported")
 
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(parts)
