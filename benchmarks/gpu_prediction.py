@@ -2,7 +2,7 @@
 
 Makes a model of random weights, profiles its steps, serves Poisson workloads under several policies on the wall's clock, with
 captured graphs and look-ahead, and simulates the same requests with the profile. The loads are shares of what the profile
-reports that the model can serve. Beside the errors of latencies stand those of the profile on each run's own steps.
+reports that the model can serve. Beside the errors of latencies are those of the profile on each run's own steps.
 
 Writes one JSON file after each part, so that a broken-off measurement keeps what it had; model, profile and runs lie in the
 folder `NAME-files` beside it, with which `--again` simulates without a device. Exit code 0, 1 where a run failed, 2 when there is no GPU.

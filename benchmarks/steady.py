@@ -6,7 +6,7 @@ time that it would have taken at the machine's typical pace. All else is the eng
 it, arrivals and ends take the time that they take.
 
 Invariants:
-    - Time never goes back, and stands while the reference is computed.
+    - Time never goes back, and stops while the reference is computed.
 """
 
 from __future__ import annotations

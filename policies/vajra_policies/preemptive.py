@@ -29,7 +29,7 @@ class PreemptiveConfig(FixedChunkConfig):
 
 
 class Preemptive(FixedChunk):
-    """Running and waiting requests stand in one line by urgency, and a step takes them from its head while there are slots.
+    """Running and waiting requests are in one line by urgency, and a step takes them from its head while there are slots.
 
     - A running request that the slots do not reach is paused: it keeps its KV, and goes on when it is among the first again.
     - A request that lacks blocks takes them from the least urgent running one behind it in the line, which is preempted;

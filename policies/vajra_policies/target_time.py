@@ -53,8 +53,8 @@ class TargetTimeConfig(PreemptionConfig):
 class TargetTime:
     """Chunks of one policy: the largest whose predicted step time does not pass a target.
 
-    The search starts from twice the chunk that was found last; it decides nothing but how many questions the latency
-    model is asked, as long as predicted time does not fall when a chunk grows.
+    The search starts from twice the chunk that was found last; this changes only the number of predictions, as
+    long as predicted time does not fall when a chunk grows.
 
     Source: Vajra's scheduling architecture and public code (binary search, bounds, tolerance, starting point); Medha
     (arXiv:2409.17264), adaptive chunking.
@@ -142,7 +142,7 @@ class ChunkSizes:
 
 def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
     """The largest of the sizes that fits, the smallest if none does; doubles from `guess` on, then halves the range."""
-    low, high = 0, sizes.count  # what stands at low will do, what stands at high will not
+    low, high = 0, sizes.count  # the size at low fits, the size at high does not
     position = sizes.position_of(guess)
     while low < position and fits(sizes[position]):
         low, position = position, min(2 * position, sizes.count - 1)

@@ -78,7 +78,7 @@ class BatchFeatures(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predict step durations. Pure: equal features get equal answers, and asking changes nothing."""
+    """Predict step durations. Pure: equal features get equal answers, and a call changes nothing."""
 
     @property
     def num_stages(self) -> int:
@@ -159,4 +159,4 @@ class OutputLengthPredictor(Protocol):
     """
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """The estimate for a `RequestView`, or None when this predictor knows nothing."""
+        """The estimate for a `RequestView`, or None where this predictor has none."""

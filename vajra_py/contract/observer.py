@@ -42,7 +42,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One formed step, expanded entry by entry; only made when somebody watches."""
+    """One formed step, expanded entry by entry; only made for observers."""
 
     step_index: int
     replicaset: str
@@ -193,12 +193,12 @@ class Observer:
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """A waiting request goes from one queue to another (None: the shared one), as the replicaset scheduler asked."""
+        """A waiting request goes from one queue to another (None: the shared one), by the replicaset scheduler's decision."""
 
     def on_migration_begun(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """A running request is to go to another replica while it continues to compute, as the replicaset scheduler asked."""
+        """A running request is to go to another replica while it continues to compute, by the replicaset scheduler's decision."""
 
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float

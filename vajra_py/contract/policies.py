@@ -92,18 +92,18 @@ class FallsWithTime(RequestPrioritizer, Protocol):
     def falls_at(self, request: RequestView, now: float) -> float | None:
         """Earliest time at which the request's key may fall by itself, seconds on the run's clock; None: never. `PREFIX_HITS`: fall or rise.
 
-        Asked whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
+        Called whenever the key is read. From that time on the key is read each time until a later one is given, so it may be a little early.
         """
 
 
 @runtime_checkable
 class CountsKeyChanges(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` that knows of times at which no key moves."""
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` for times at which no key moves."""
 
     def key_epoch(self) -> int:
-        """A number that is another one whenever the key of any waiting request may be another one, for whatever reason.
+        """A number that changes whenever the key of any waiting request may have changed, for whatever reason.
 
-        Asked before keys are read again: they are not, if it is the number of the last time. A request's own progress needs no other
+        Read before keys are read again; with the number of the last time they are not. A request's own progress needs no new
         number, nor do its hits under `PREFIX_HITS`.
         """
 
@@ -139,7 +139,7 @@ class LowersGroups(GroupsRequests, Protocol):
 
 @runtime_checkable
 class PredictsSlack(Protocol):
-    """Optional methods of a prioritizer that knows deadlines; replica schedulers read slack from `LocalReplicaView`.
+    """Optional methods of a prioritizer with deadlines; replica schedulers read slack from `LocalReplicaView`.
 
     A replica scheduler that cannot do without declares `SchedulerTraits.needs_slack`.
     """
@@ -164,7 +164,7 @@ class ReplicasetScheduler(Protocol):
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Ids of shared-queue requests that the replica may admit in the step it is about to form, in any lazy form.
 
-        Asked each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
+        Called each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
         the replica's scheduler really admits it.
         """
 
@@ -183,7 +183,7 @@ class PlacesAfterPrompt(Protocol):
     ) -> ReplicaId | None:
         """Replica that continues a request whose prompt has just been computed, or that a replica scheduler hands off.
 
-        None lets it stay where it is. Asked again, when something has changed, while the chosen replica cannot take it.
+        None: it stays where it is. Called again, when something has changed, while the chosen replica cannot take it.
         """
 
 
@@ -205,7 +205,7 @@ class MovesRequests(Protocol):
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
         """Requests to move now; running ones take their KV along and are computed meanwhile.
 
-        Asked when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
+        Called when the scheduler is woken (`PolicyContext.wake`) and when a replica comes, drains or is lost.
         """
 
 
@@ -233,13 +233,13 @@ SoloChunkSize: TypeAlias = Callable[[int, int], int]
 class RefusesRequests(Protocol):
     """Optional method of a replica scheduler that can never run some requests, for reasons of its own.
 
-    What can never fit into KV memory, or exceeds the model's length, is refused without asking.
+    What can never fit into KV memory, or exceeds the model's length, is refused without a call.
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Return the reason that the request might wait for ever or keep others waiting for ever; None if it cannot.
 
-        Asked before the request is queued anywhere, of the scheduler of one replica that is up after the other until one
+        Called before the request is queued anywhere, for the schedulers of the replicas that are up, one after the other until one
         would run it; where none would, the first answer goes to the client. A request that is preempted must be able to
         come back: think of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. An answer that rests
         on load turns requests away that could be served later; one that waits already is taken out by `BatchBuilder.drop`.
@@ -253,7 +253,7 @@ class EvictsAdapters(Protocol):
     def evict_adapter(self, idle: Sequence[str], now: float) -> str:
         """One of `idle`: loaded adapters that nobody uses, the least recently used first, which is the one without this method.
 
-        Asked while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
+        Called while `BatchBuilder.add` is tried for a request whose adapter is not loaded, with no slot free.
         """
 
 
@@ -388,7 +388,7 @@ class ListensToRequests(Protocol):
 
 @runtime_checkable
 class HandlesWakes(Protocol):
-    """Optional method of any policy that asks to be woken (`PolicyContext.wake`)."""
+    """Optional method of any policy that sets wake-ups (`PolicyContext.wake`)."""
 
     def on_wake(self, key: str, now: float) -> None:
         """The time that was asked for under this key has come."""

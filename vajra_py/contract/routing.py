@@ -53,7 +53,7 @@ class ReplicaFilter(Protocol):
 
 @runtime_checkable
 class ReplicaScorer(Protocol):
-    """Rates the candidates. Asked again in the same state it gives the same answer."""
+    """Rates the candidates. Equal states give equal scores."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Scores:
         """A score for each of `replicas`; 1 is best, 0 worst. The router clamps what is beyond, and refuses NaN."""
@@ -94,7 +94,7 @@ class LearnsPlacements(Protocol):
 
 @runtime_checkable
 class PrefixMatches(Protocol):
-    """Figures of a producer that knows, or guesses, which prefixes the replicas have cached."""
+    """Figures of a producer that has, or estimates, which prefixes the replicas have cached."""
 
     @property
     def block_size(self) -> int:

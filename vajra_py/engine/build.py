@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that every model knows."""
+        """Tokens in the vocabulary of every model."""
         return min(facts.vocab_size for facts in self.models.values())
 
     def model_of(self, request: RequestFacts) -> ModelFacts:
@@ -214,7 +214,7 @@ class Engine:
     def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
         """A change of policy that the loop can be asked for: names and parameters are right, what is left out is filled in.
 
-        Raises `ConfigError`, or what the policy raises when it is built or asked about a request. From any thread.
+        Raises `ConfigError`, or what the policy raises when it is built or called for a request. From any thread.
         """
         if replicaset not in self.models:
             message = f"there is no such replicaset ({replicaset!r})"

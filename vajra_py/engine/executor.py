@@ -25,7 +25,7 @@ from vajra_py.runtime.step.plan import PlannedChunk, PlannedDrafts, StepPlan, St
 
 @dataclass(slots=True)
 class _Row:
-    """State of a request that the worker knows."""
+    """State of a request in the worker."""
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class EngineExecutor:
     # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """A request that may run here; what the worker knows of it from before is out of date."""
+        """A request that may run here; the worker's state of it is out of date."""
         self._submissions[request] = submission
         self.leave(request)
 
@@ -157,7 +157,7 @@ class EngineExecutor:
         self._withheld.pop(request, None)
 
     def start_again(self) -> None:
-        """The worker is another one, which knows nothing."""
+        """The worker was replaced by one without state."""
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
@@ -370,7 +370,7 @@ class EngineExecutor:
         step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
-        """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
+        """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives, if the request wants them."""
         submission = self._submissions[request]
         buffer = submission.output
         if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(

@@ -29,8 +29,8 @@ class OutputBuffer:
 
     Attributes:
         token_ids: every token, the one that ended it included.
-        logprobs: of each token, for requests that asked.
-        prompt_logprobs: of the prompt's tokens from the second on, for requests that asked.
+        logprobs: of each token, for requests that want them.
+        prompt_logprobs: of the prompt's tokens from the second on, for requests that want them.
         stopped_by: the stop string or token that ended it.
         is_faulty: whether it failed by itself.
     """

@@ -144,7 +144,7 @@ class _Rank:
         self._answer(RankCopy(number))
 
     def _load_adapter(self, load: LoadAdapter) -> None:
-        """Copy an adapter into a slot, and send back what was asked."""
+        """Copy an adapter into a slot, and return the request."""
         cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
         self._answer(load)
 
@@ -301,7 +301,7 @@ class ProcessWorker:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
 
     def discard(self) -> None:
-        """See `Worker`; ranks may wait for one that is gone, so nobody is asked to stop."""
+        """See `Worker`; ranks may wait for one that is gone, so all are killed."""
         for process in list(self._processes):
             with suppress(ValueError):  # the process has been closed meanwhile
                 process.kill()

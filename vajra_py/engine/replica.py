@@ -127,7 +127,7 @@ class EngineReplica(BackendReplica):
         self.worker.copy_kv(copy)
 
     def start_again(self, worker: Worker) -> None:
-        """Compute with another worker, which knows nothing."""
+        """Compute with another worker, without state."""
         self.worker, self.is_lost = worker, False
         self.executor.start_again()
         self.exports.clear()

@@ -90,7 +90,7 @@ class ServerAnswer:
     )
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        """`limit_s`: longest silence of the server, seconds, while somebody waits for it."""
+        """`limit_s`: longest silence of the server, seconds, while a request waits for it."""
         self.status = 0
         self.content_type = ""
         self.has_head = False
@@ -278,7 +278,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         answer = self._answer
-        if answer is None:  # nobody asked
+        if answer is None:  # unrequested
             self.close()
             return
         if not answer.has_head:

@@ -1,6 +1,6 @@
 """The router's decisions, without clock and network: a backend of the driver whose replicas are servers.
 
-Whoever has the clock calls one method for each thing that happens, with a later tick each time. Everything that decides is noted as
+The owner of the clock calls one method for each thing that happens, with a later tick each time. Everything that decides is noted as
 an input, so that a replay that makes the same calls decides the same.
 """
 

@@ -172,7 +172,7 @@ class Exchange:
             self.routed.kv_params = None  # the server that decodes computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                session.hand_on()  # first: whoever is on its way from a lost server is placed anew
+                session.hand_on()  # first: a request on its way from a lost server is placed anew
                 session.lose(place, str(fault))
             return
         session.answer(self.routed, 1, PROMPT)

@@ -56,7 +56,7 @@ class Answered:
 
 
 class RemoteReplica(Replica):
-    """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not asked."""
+    """A server. Its scheduler is its own: the policy of the replica scheduler's layer is not called."""
 
     __slots__ = ("news", "on_sent", "reported")
 

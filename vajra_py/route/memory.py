@@ -11,7 +11,7 @@ from vajra_py.runtime.queues import HitChanges
 
 
 class ServerMemory(PagedKvMemory):
-    """Memory whose prefix hits are those of the server's KV events, as long as somebody follows them."""
+    """Memory whose prefix hits are those of the server's KV events, as long as they are followed."""
 
     __slots__ = ("_recipient", "told")
 

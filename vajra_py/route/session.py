@@ -63,7 +63,7 @@ class Routed:
     """Called when it has a new place, or has ended."""
     request: Request | None = None
     place: Place | None = None
-    """Where it is to go, until somebody takes it there."""
+    """Its next replica, until it is sent there."""
     end: End | None = None
     kv_params: Any = None
     """How the server that goes on with it gets its KV."""

@@ -166,7 +166,7 @@ _NOTHING_KNOWN = StepResult()
 
 
 class SimulatedExecutor:
-    """Executor that knows the true output lengths of a workload; tokens have no ids here."""
+    """Executor with the true output lengths of a workload; tokens have no ids here."""
 
     def __init__(self, acceptance: AcceptanceModel | None = None) -> None:
         """`acceptance`: which drafts are accepted; None: there are none."""

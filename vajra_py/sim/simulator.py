@@ -71,7 +71,7 @@ class SimulationOptions:
     times_transfers: bool = True
     """True if transfers of KV take the time of a model of the links; False: each ends by an input."""
     wakes: bool = True
-    """True if policies are woken when they asked to be; False: only by inputs."""
+    """True if policies are woken at the times they set; False: only by inputs."""
     isolates_policies: bool = False
     """True: a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
@@ -251,7 +251,7 @@ class Simulator(Backend[SimReplica]):
     def _next_scheduling(self) -> int:
         """Return the tick at which an async engine sees a request that comes now: just after the step in flight has ended.
 
-        At once while a replica is idle; of several busy ones each is asked in turn.
+        At once while a replica is idle; of several busy ones each is tried in turn.
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):
@@ -269,7 +269,7 @@ class Simulator(Backend[SimReplica]):
         self._executor.expect(request, payload.num_output_tokens)
 
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
-        """See `Backend`; one executor knows every request."""
+        """See `Backend`; one executor has every request."""
 
     def on_transfer(self, transfer: Transfer[SimReplica]) -> None:
         """See `Backend`; its end is an event of the links' model, or of a recorded run."""

@@ -79,7 +79,7 @@ def check_policy(
     """Run every check of the policy's layer, with its default parameters or these.
 
     Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found; warns with
-    `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
+    `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` in one call fails, and is not called any more.
     """
     subject = Subject(spec, params or {})
     checks = conformance_checks(spec.layer)
@@ -358,9 +358,9 @@ def _works_while_there_is_work(subject: Subject) -> None:
 
 
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
-    """The first time at which a replica stood idle while it could have worked; None if there is none.
+    """The first time at which a replica was idle while it could have worked; None if there is none.
 
-    With one replica there is work while any request lives; with several while one waits that nobody has admitted.
+    With one replica there is work while any request lives; with several while one waits that no replica has admitted.
     """
     wanting = []
     for name, _, ended_at, _, _, _, admitted_at in outcome.ends:

@@ -36,7 +36,7 @@ OnLookup = Callable[[Record, Request, int, int], None]
 
 
 class Connector:
-    """A connector, and the requests that it knows.
+    """A connector, and its requests.
 
     What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
     """
@@ -119,13 +119,13 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request that the mechanism knows ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
+        """A request of the mechanism ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
             self._late.told(record.request_id, wants=self._finish_of(record, own))
 
     def raise_error(self) -> None:
-        """Raise what the connector raised while the mechanism asked it."""
+        """Raise what the connector raised when the mechanism called it."""
         error, self._error = self._error, None
         if error is not None:
             raise error

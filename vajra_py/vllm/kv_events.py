@@ -53,7 +53,7 @@ class VllmBlockHashes(TokenBlockHashes):
         *,
         reads_cache: bool = True,
     ) -> None:
-        """`function` is vLLM's `--prefix-caching-hash-algo`, `own_salt` knows no adapter; see `TokenBlockHashes`."""
+        """`function` is vLLM's `--prefix-caching-hash-algo`, `own_salt` is without the adapter; see `TokenBlockHashes`."""
         super().__init__(tokens, block_size, salt, output, reads_cache=reads_cache)
         self._function = function
         self._salt = own_salt

@@ -13,13 +13,13 @@ from vajra_py.vllm.mechanism import Request
 
 
 class LateEnds:
-    """Requests that have ended for the mechanism or for the connector, until both know and no step writes their blocks."""
+    """Requests that have ended for the mechanism or for the connector, until both have noted it and no step writes their blocks."""
 
     def __init__(self, is_written: Callable[[str], bool]) -> None:
         """`is_written` returns by name whether a step that has not come back computes tokens of a request."""
         self.is_written = is_written
         self._answers: dict[str, bool] = {}
-        """Requests that the connector knows to have ended, and the mechanism did not end: whether it wants their blocks."""
+        """Requests that ended for the connector and not yet in the mechanism: whether it wants their blocks."""
         self._kept: dict[Request, bool] = {}
         """Requests that the mechanism has ended and that keep their blocks: whether the connector wants these, as far as is known."""
         self._untold: dict[str, Request] = {}
@@ -34,7 +34,7 @@ class LateEnds:
             self._kept[request] = wants
 
     def ends(self, request: Request) -> bool | None:
-        """Return True if a request that the mechanism ends keeps its blocks, False if not; None: the connector is to be asked now."""
+        """Return True if a request that the mechanism ends keeps its blocks, False if not; None: the connector is to be called now."""
         name = request.request_id
         answer = self._answers.pop(name, None)
         is_written = self.is_written(name)

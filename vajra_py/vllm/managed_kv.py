@@ -1,8 +1,8 @@
 """VLLM's own KV manager behind this project's interface of KV memory, for models that have more than one block table.
 
 Layers with sliding windows give blocks back while their request runs, and models with several kinds of layers have a table for each
-kind. Which blocks those are, and what of them the prefix cache can serve, is vLLM's `KVCacheManager`'s affair; policies ask and are
-answered as with any memory. Every decode whose blocks change is asked about by itself, in order of admission, which costs more than
+kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the
+same figures as with any memory. Every decode whose blocks change is queried by itself, in order of admission, which costs more than
 this project's own memory does; that one serves models of full attention.
 """
 

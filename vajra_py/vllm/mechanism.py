@@ -1,4 +1,4 @@
-"""The mechanism behind a scheduler of vLLM's: a driver whose steps somebody else executes, in turns.
+"""The mechanism behind a scheduler of vLLM's: a driver whose steps vLLM executes, in turns.
 
 vLLM asks for a step, executes it, and brings the tokens. A turn is what happens at one tick between two steps: the last
 step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that is given the same events at
@@ -242,7 +242,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
-        """Return the requests that lost their KV blocks since this was last asked."""
+        """Return the requests that lost their KV blocks since the last call."""
         names = self._gave_way.names
         if names:
             self._gave_way.names = []

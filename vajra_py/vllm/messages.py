@@ -41,7 +41,7 @@ class Messages:
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """The decodes that the arrays below describe; its identity changes when somebody joins or leaves."""
+        """The decodes that the arrays below describe; its identity changes when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._ids: list[str] = []
         self._computed: Ints = np.empty(0, dtype=np.int64)

@@ -255,7 +255,7 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """The client knows the end, or does not care."""
+        """The client has got the end, or does not need it."""
         record.is_over = True
         name = record.request_id
         del self._records[name]

@@ -65,7 +65,7 @@ class Constant(_Model):
     value: Bounded = Field(description="The value.")
 
     def quantiles(self, z: F64) -> F64:
-        """The value, as often as asked."""
+        """The value, any number of times."""
         return np.full(len(z), float(self.value))
 
 

@@ -68,7 +68,7 @@ def random_window(
 ) -> Workload:
     """A stretch of the workload that begins at a place drawn uniformly: `num_requests` in a row, or `duration_s` seconds. One of the two is given.
 
-    It is cut as `Workload.slice` cuts: whoever follows a request before the window arrives at its nominal time. The clock starts at the window's start.
+    It is cut as `Workload.slice` cuts: a follower of a request before the window arrives at its nominal time. The clock starts at the window's start.
 
     Raises:
         WorkloadError: the workload is no longer than the window.

@@ -71,7 +71,7 @@ class WorkloadStatistics:
     prefix_share_fraction: float | None
 
     def to_dict(self) -> dict[str, object]:
-        """The numbers as JSON knows them."""
+        """The numbers as JSON values."""
         return asdict(self)
 
 

@@ -119,7 +119,7 @@ class Workload(Sequence[RequestSpec]):
         return mean_rate(self.columns.arrived_at)
 
     def true_lengths(self) -> Mapping[str, int]:
-        """The output tokens of every request by its id: what a simulation knows and policies do not."""
+        """The output tokens of every request by its id: known to a simulation and not to policies."""
         return TrueLengths(self.columns)
 
     def statistics(self) -> WorkloadStatistics:
@@ -271,7 +271,7 @@ class Workload(Sequence[RequestSpec]):
         """Hold prompts to `max_prompt_tokens`, prompt and output together to `max_total_tokens`.
 
         `drop` leaves longer requests out (their followers follow the nearest request kept), `clip` shortens prompts first, then outputs,
-        to at least 1 token each; how many it touched stands in `source["operations"]`.
+        to at least 1 token each; the number of changed requests is in `source["operations"]`.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for a token of each.
@@ -336,7 +336,7 @@ def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) 
 
 
 def _groups(columns: Columns) -> I64:
-    """A number per request, equal within a program or session; a request without either stands alone."""
+    """A number per request, equal within a program or session; a request without either is its own."""
     rows = np.arange(len(columns), dtype=np.int64)
     units = columns.unit_id
     if units is None:

@@ -67,7 +67,7 @@ class Chameleon(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues are looked at only where somebody waits and the batch has room; one that has admitted nobody admits its first."""
+    """Queues are looked at only where a request waits and the batch has room; one that has admitted none admits its first."""
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:
         super().__init__(config, preemption_mode(config, context))

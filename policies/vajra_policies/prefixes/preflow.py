@@ -29,7 +29,7 @@ class Preflow:
       time: work that is twice as large in both weighs as much as a wait of 2 D.
 
     Short prompts go before long ones, a prompt near its end before one that begins, and nobody waits for ever. Waiting prompts and those
-    in progress stand in one line, so use it with a chunked scheduler such as `fixed_chunk`.
+    in progress are in one line, so use it with a chunked scheduler such as `fixed_chunk`.
 
     Unverified: the default of D. The source runs on replicas that only compute prompts.
 

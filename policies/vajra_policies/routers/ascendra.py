@@ -90,7 +90,7 @@ class Ascendra:
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while somebody waits."""
+        """Look again after the interval, while a request waits."""
         self._is_set = False
         if self._waiting:
             self._set_alarm(now)

@@ -32,7 +32,7 @@ class EndpointPicker:
     """Binds on arrival to the replica that a single profile chooses among those that are up.
 
     Where the filters leave none, the request waits in the shared queue, from which a replica may pull it that the filters keep when
-    they are asked about it alone. (llm-d answers 429 then; an admission policy can do that here.)
+    they are called for it alone. (llm-d answers 429 then; an admission policy can do that here.)
 
     Every part that listens to requests is notified of them, and every part that learns placements of each choice.
     """

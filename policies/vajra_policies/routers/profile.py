@@ -41,7 +41,7 @@ class Parts:
         self._context = context
         self._producers: dict[str, Any] = {}
         self.built: list[Any] = []
-        """Every part; those that others read stand before them."""
+        """Every part; those that others read come before them."""
 
     def build(self, choice: RoutingPartChoice) -> Any:
         """Build one part."""

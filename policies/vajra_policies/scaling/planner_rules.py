@@ -122,7 +122,7 @@ class Opinion:
 
 
 class Consolidation(Enum):
-    """Outcome of asking whether the other engines could take over the load of one."""
+    """Whether the other engines could take over the load of one."""
 
     SAFE = "safe"
     REFUSED = "refused"

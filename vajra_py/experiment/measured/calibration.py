@@ -92,7 +92,7 @@ def calibrate(
 ) -> Fit:
     """Fit the figures of measured operators to the run's first requests and judge them by the rest.
 
-    `latency` is what stands under `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
+    `latency` is the section `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
 
     Raises:
         ConfigError: too few requests to fit or to judge, or a latency model that is not made of measured operators.

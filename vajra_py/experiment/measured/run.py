@@ -122,7 +122,7 @@ class MeasuredRun:
 
     @property
     def has_engine_times(self) -> bool:
-        """True for times that the engine noted, which alone knows when it scheduled; a client's include the tokens' way to it."""
+        """True for times that the engine noted, the only source of scheduling times; a client's include the tokens' way to it."""
         return self.requests.scheduled_at is not None
 
     @property

@@ -55,7 +55,7 @@ class Tables:
     transfers: TransfersBuilder | None = None
     """KV on its way between replicas; None where requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
-    """Ideal makespans of programs, given the requests table; asked last, since predictions are counted. None: unknown."""
+    """Ideal makespans of programs, given the requests table; called last, since predictions are counted. None: unknown."""
     tiers: TierLog | None = None
     """Hits by memory tier, and what their links carried; None where there are no tiers."""
 

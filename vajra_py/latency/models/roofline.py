@@ -150,7 +150,7 @@ class RooflineModel:
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Seconds of each of `num_steps` steps of `num_decodes` decodes, whose contexts sum to `first_context_tokens` at first.
 
-        Equal, bit for bit, to asking `batch_time_s` step by step while every context grows by one token a step.
+        Equal, bit for bit, to calling `batch_time_s` step by step while every context grows by one token a step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))

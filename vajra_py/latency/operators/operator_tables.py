@@ -241,7 +241,7 @@ class GemmTimes:
                 curve = self._curve(i, j)
                 if curve is not None:
                     size = self._outputs[i] * self._inputs[j]
-                    # Where a corner was not measured, the others stand in, grown as the matrix is.
+                    # Where a corner was not measured, the others are used, scaled by the size of the matrix.
                     total += one * other * curve
                     weight += one * other * size / (outputs * inputs)
         if not weight:

@@ -17,7 +17,7 @@ _ENDLESS = 1 << 40
 class PrefillTimeTable:
     """Predicted prefill times of lone prompts; implements `PrefillTime`.
 
-    A prompt's time is the sum of the predicted times of its chunks, each asked of `latency` once. `solo_chunk_size` is walked along one endless
+    A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. `solo_chunk_size` is walked along one endless
     prompt, so a chunk may depend on what remains only in that the last ones take what is left. With `num_stages` above 1 chunks
     follow one another through the pipeline without waiting (sequence pipelining), and the time is divided by it.
     """

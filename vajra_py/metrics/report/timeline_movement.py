@@ -1,4 +1,4 @@
-"""Movement in a timeline: transfers as spans on both replicas with a flow between them, and the times in which requests stand still."""
+"""Movement in a timeline: transfers as spans on both replicas with a flow between them, and the times in which requests do not compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAID = ("kind", "stage", "num_tokens", "num_bytes", "link", "outcome", "reason"
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A time in which a request stood still, nanoseconds."""
+    """A time in which a request did not compute, nanoseconds."""
 
     name: str
     start: int

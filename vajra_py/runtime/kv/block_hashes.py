@@ -68,7 +68,7 @@ class TokenBlockHashes:
     """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
     Each block is hashed once, when its hash is first asked for. Generated tokens are public: anyone may send the same.
-    They are appended here, or to `output`, a list that somebody else keeps.
+    They are appended here, or to `output`, a list of the caller's.
     """
 
     __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens", "reads_cache")

@@ -234,7 +234,7 @@ class KvMemory(Protocol):
         """End a pin; False if there is none."""
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
+        """End the pin that would last longest, so that a request can run; None if no pin keeps a block from being free."""
 
     @property
     def policy_error(self) -> PolicyError | None:
@@ -282,7 +282,7 @@ class KvMemory(Protocol):
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
     """Return the most tokens, prompt and output together, that one request may have on a replica of these sizes.
 
-    A memory whose blocks are left behind while a request runs is asked.
+    Called for a memory whose blocks are left behind while a request runs.
     """
     if memory is not None and memory.recycles:
         return bisect_left(range(limits.max_model_len), True, key=lambda num_tokens: not memory.fits(num_tokens))

@@ -1,7 +1,7 @@
 """KV memory without KV parallelism: a block table for each request, the prefix cache over them, and swap space.
 
 Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: the blocks
-are taken at once, and a request's table gets its part when somebody needs it (`reserve_blocks`, `materialize`).
+are taken at once, and a request's table gets its part when it is needed (`reserve_blocks`, `materialize`).
 
 Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; a request that is
 admitted shares only blocks whose content equals its own, and always has at least one token left to compute.
@@ -299,7 +299,7 @@ class PagedKvMemory:
     def cached_tokens(self, request: KvRequest) -> int:
         """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.
 
-        0 for a request that is resident or swapped. Asking again costs what was cached or evicted since.
+        0 for a request that is resident or swapped. Another call costs what was cached or evicted since.
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
@@ -331,7 +331,7 @@ class PagedKvMemory:
         return found[:-1] if options is not None and options.drop_last_hit else found
 
     def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks` by what the cache holds after them, asking for few hashes at first: most misses come early."""
+        """Extend `blocks` by what the cache holds after them, with few hashes at first: most misses come early."""
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
             blocks += self._pool.match(hashes.block_hashes(start, stop))
@@ -571,7 +571,7 @@ class PagedKvMemory:
         return bool(hashes)
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that somebody can run; None if no pin keeps a block from being free."""
+        """End the pin that would last longest, so that a request can run; None if no pin keeps a block from being free."""
         if not self._pool.num_kept:
             return None
         name = self._pins.last()
@@ -621,7 +621,7 @@ class PagedKvMemory:
         """Move a resident request to host memory: the blocks moved, or None, and nothing changed, if the host is full.
 
         With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept; reserved
-        ones beyond are just given back. Blocks that the cache knows stay findable on the device until they are reused.
+        ones beyond are just given back. Blocks that the cache has stay findable on the device until they are reused.
         """
         entry = self._resident(request, "swap_out")
         table = entry.blocks

@@ -126,7 +126,7 @@ class RetainedBlockPool(BlockPool):
         self.idle_version += 1
 
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
-        """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
+        """Give back an unshared table, its first `num_filled` blocks full of content that cannot be hit again.
 
         They compete as one entry: the policy cannot know that nobody will.
         """
@@ -280,7 +280,7 @@ class RetainedBlockPool(BlockPool):
         return True
 
     def _take_over(self, entry: CachedEntry, block: int) -> bool:
-        """Let a block in use take the place of the entry's block, if nobody uses that; False if somebody does."""
+        """Let a block in use take the place of the entry's block, if that is unused; False if it is in use."""
         old = entry.block
         if entry.is_idle:
             self._leave_idle(old)

@@ -23,7 +23,7 @@ class SwapsUnderWay:
         self.on_forget = on_forget
         self.on_clear = on_clear
         self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
-        """Device blocks, and how many of them the prefix cache knows."""
+        """Device blocks, and how many of them are in the prefix cache."""
         self.coming: dict[KvRequest, list[int]] = {}
         """Host blocks."""
 

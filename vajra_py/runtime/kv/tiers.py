@@ -4,7 +4,7 @@ The first tier is next to the device; content of the others comes through it. A 
 gives it up (`write_back`), as soon as it is there (`write_through`), or when it has been used so often (`write_through_selective`).
 Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
 
-Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and whoever has the
+Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and the owner of the
 links decides when it has arrived. A replica may share its last tier with others.
 """
 

@@ -1,7 +1,7 @@
 """Queues of waiting requests in exact priority order.
 
 One queue per way in which keys can move (`KeyMotion`), and one for keys by group, behind one protocol. The order is total,
-(key, arrival, index) or (key of the group, key, arrival, index), and equals a plain sort of everything that waits at every time that is asked about; what differs is the cost of keeping it so.
+(key, arrival, index) or (key of the group, key, arrival, index), and equals a plain sort of everything that waits at every time of a query; what differs is the cost of keeping it so.
 """
 
 from __future__ import annotations

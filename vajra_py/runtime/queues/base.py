@@ -15,7 +15,7 @@ from vajra_py.runtime.queues.ranks import INDEX, NUM_TOKENS, SERIAL, Rank
 
 
 class HitChanges(Protocol):
-    """Prefix cache of one replica, as a queue asks which of its requests have other hits than before."""
+    """Prefix cache of one replica, as a queue's source of changed prefix hits."""
 
     def follow(self, request: RequestView) -> None:
         """Follow a waiting request from its present hits on."""
@@ -67,7 +67,7 @@ class RequestQueue(Protocol):
         """Let the key of a request whose state has changed be read again with those whose hits have; nothing happens without such keys."""
 
     def begin_step(self) -> None:
-        """Let keys that may change at any event be read again, even for a time that was asked before; called for each step."""
+        """Let keys that may change at any event be read again, even for the time of the last query; called for each step."""
 
     def peek(self, now: float) -> RequestView | None:
         """The most urgent request, None if nothing waits."""

@@ -105,7 +105,7 @@ class ProgramIdle:
 
 @dataclass(frozen=True, slots=True)
 class Readmission:
-    """The admission policy was asked again about a request that it had deferred until then."""
+    """The admission policy was called again for a request that it had deferred until then."""
 
     tick: int
     request_id: str
@@ -215,7 +215,7 @@ class WakeUp:
         replicaset: the policy's; empty for one of the whole system.
         slot: its place, as in settings.
         index: the policy's position in its layer: of a replica scheduler the replica.
-        key: what it asked under; None: its replica was to form a step (`BatchBuilder.idle_until`).
+        key: its wake-up's; None: its replica was to form a step (`BatchBuilder.idle_until`).
     """
 
     tick: int
@@ -227,7 +227,7 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """A scaler had a replica started, or it came up, or was to drain or go down: what a replay does without asking.
+    """A scaler had a replica started, or it came up, or was to drain or go down: what a replay does without calling it.
 
     Attributes:
         state: value of its `ReplicaState` from here on. A draining replica goes down by itself when it has nothing left.

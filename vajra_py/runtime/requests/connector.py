@@ -169,7 +169,7 @@ class ConnectedKv:
     ) -> Iterator[RequestView]:
         """Iterate over the waiting requests that may be admitted, those that hold blocks first.
 
-        Left out is who waits for a load, an answer or a slot for an adapter. When the step is full nobody is asked about any more.
+        Requests that wait for a load, an answer or a slot for an adapter are left out. When the step is full the connector is queried for no further request.
         """
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
@@ -185,7 +185,7 @@ class ConnectedKv:
                 yield own
 
     def _fits(self, request: Request) -> bool:
-        """Return True unless a request lacks a slot for its adapter; such are not asked about."""
+        """Return True unless a request lacks a slot for its adapter; the connector is not queried for such a request."""
         adapters = self._running_set.adapters
         return adapters is None or adapters.fits(request)
 
@@ -225,7 +225,7 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return what is known of a waiting request that holds nothing; one of a shared queue was not asked about before."""
+        """Return what is known of a waiting request that holds nothing; the connector was not queried before for one of a shared queue."""
         if request not in self._matches:
             self._ask(request)
         return self._matches[request]

@@ -331,7 +331,7 @@ class Lifecycle:
     # KV comes from a lower tier or from swap space
 
     def bind(self, request: Request, now: float) -> None:
-        """Let a request of the shared queue wait here from now on; memory knows it already. Nothing happens to one that does."""
+        """Let a request of the shared queue wait here from now on; it is registered in memory already. Does nothing for one that waits here."""
         running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)

@@ -45,17 +45,17 @@ class Listeners:
 
     @property
     def hear_each_step(self) -> bool:
-        """True if somebody listens to steps who takes no runs of them."""
+        """True if a listener to steps takes no runs of them."""
         return len(self.step_ends) > len(self.step_runs)
 
     @property
     def hear_content(self) -> bool:
-        """True if somebody listens to the content of caches."""
+        """True if a policy listens to the content of caches."""
         return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared or self.hear_tiers)
 
     @property
     def hear_tiers(self) -> bool:
-        """True if somebody listens to the content of memory tiers below the devices."""
+        """True if a policy listens to the content of memory tiers below the devices."""
         return bool(self.tier_blocks_stored or self.tier_blocks_removed or self.tiers_cleared)
 
 

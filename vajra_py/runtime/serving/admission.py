@@ -48,8 +48,8 @@ class Deferral:
 
     Attributes:
         make_hashes: identifies the blocks of its prompt, given a block size.
-        until: tick at which the policy is asked again; None: when something changes.
-        is_void: whether it was asked again, or has ended.
+        until: tick at which the policy is called again; None: when something changes.
+        is_void: whether the policy was called again, or the request has ended.
     """
 
     request: Request
@@ -117,7 +117,7 @@ class AdmissionGate:
         return self._num_timeless > 0
 
     def keep(self, deferral: Deferral, until: float | None, now: int) -> None:
-        """Keep a deferred request until the policy is to be asked again."""
+        """Keep a deferred request until the next call of the policy."""
         request = deferral.request
         tick = None if until is None else max(_tick_from(until), now + 1)
         if request.state is not RequestState.DEFERRED:
@@ -153,7 +153,7 @@ class AdmissionGate:
         """One of them; None if there is none."""
         return next((request for request, deferral in self._deferred.items() if deferral.until is None), None)
 
-    # Asking
+    # Calling the policy
 
     def ask(self, request: Request, now: float) -> AdmissionDecision:
         """The policy's decision, checked. Raises `PolicyError`, which is kept as `error`."""

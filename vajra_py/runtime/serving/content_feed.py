@@ -16,7 +16,7 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class ContentFeed:
-    """Events of all replicas of a replicaset, in order of time, given to its policies when they are asked."""
+    """Events of all replicas of a replicaset, in order of time, delivered to its policies before their next call."""
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:
         self.lag_s = lag_s

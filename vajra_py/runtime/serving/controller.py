@@ -372,7 +372,7 @@ class Controller:
             self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
             if gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = gate.own.departures  # no other listener knows the request
+                listeners = gate.own.departures  # no other listener has seen the request
             if listeners:
                 to_tell.append((request, listeners))
         if self.on_ended is not None:
@@ -477,7 +477,7 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request whose policy stands still; others wait for the blocks of those that are held, and these for what runs."""
+    """Return the request whose policy does nothing; others wait for the blocks of those that are held, and these for what runs."""
     states = {one.state for one in standing}
     if RequestState.HELD not in states:
         return standing[0]
@@ -486,7 +486,7 @@ def _to_blame_for(standing: Sequence[Request]) -> Request:
 
 
 def _refused(replica: Replica, request: Request) -> str:
-    """Return a sentence about the builder's refusals in the last step that the replica's policy was asked to form."""
+    """Return a sentence about the builder's refusals in the last step that the replica's policy was called for."""
     refusals = replica.builder.refusals
     if request in refusals:
         refusal = refusals[request]

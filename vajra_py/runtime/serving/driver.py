@@ -114,7 +114,7 @@ class Driver(Generic[R]):
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange` or the name of a
-            replicaset whose scaler is asked, `TIER` the name of a replicaset, a `TierEnd`, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
+            replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset whose links are modelled,
             `ADMISSION` a `Deferral`, the id of a request, or None for all that wait for a change, `EXPIRY` a request or an id,
             `ABORT` an id, `PROGRAM` a program with its activity, or an id; those of `ARRIVAL` and `POLICY` are the backend's.
     """
@@ -566,7 +566,7 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _looks_around(self, name: str, one: R | None) -> bool:
-        """Return True if a policy that listens may be asked while this replica (None: an idle one) forms a step."""
+        """Return True if a listening policy may be called while this replica (None: an idle one) forms a step."""
         if one is None or name not in self._looks_if_waiting:
             return True
         policies = self.controller.replicasets[name].policies
@@ -948,7 +948,7 @@ class Driver(Generic[R]):
         self._syncs_forming = frozenset() if self.fast_forward is None else listening
         """Replicasets that are synchronised before a replica forms a step: a policy that listens may hold requests of others."""
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets among them in which nobody who listens is asked while a step is formed for which nothing waits."""
+        """Replicasets among them without a call of a listening policy while a step is formed for which nothing waits."""
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]

@@ -1,4 +1,4 @@
-"""One replica: asks its policy for plans and applies their results."""
+"""One replica: calls its policy for plans and applies their results."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ class Replica:
 
     @property
     def lacks_blocks_to_run(self) -> bool:
-        """True if no step could be formed when the policy was last asked, and a running request found no KV block."""
+        """True if no step could be formed at the policy's last call, and a running request found no KV block."""
         builder = self.builder
         if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
             return False
@@ -463,7 +463,7 @@ class Replica:
         if not running_set.arrived or self.num_in_flight:
             return False
         if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
-            return False  # blocks, or somebody who can run, may come with a report
+            return False  # blocks, or a request that can run, may come with a report
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:

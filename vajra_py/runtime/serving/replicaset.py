@@ -119,7 +119,7 @@ class Replicaset:
         self._views = ReplicaViews(self._live, view_interval_s)
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
-        """True if its replica schedulers are asked before a request is accepted."""
+        """True if its replica schedulers are called before a request is accepted."""
         self._differs = False
         """True if a request that one replica can run may be too large for another."""
         self._eligible: dict[Request, Sequence[Replica]] = {}
@@ -198,7 +198,7 @@ class Replicaset:
         layer = Layer.REPLICASET_SCHEDULER
         self._assign_call = assign if around is None else around(self.name, layer, name, assign)
         self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
-        """True if the scheduler sees the replicas of all pools and is asked where a computed prompt goes."""
+        """True if the scheduler sees the replicas of all pools and chooses the replica after the prompt."""
         if isinstance(scheduler, PlacesAfterPrompt):
             place: Callable[..., Any] = scheduler.place_after_prompt
         else:
@@ -216,7 +216,7 @@ class Replicaset:
         return role is PoolRole.PREFILL or (self.places_itself and role is not PoolRole.DECODE)
 
     def on_schedulers_bound(self) -> None:
-        """Read from the replica schedulers in force which of them are asked about arriving requests."""
+        """Read from the replica schedulers in force which of them are called for arriving requests."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
         self._differs = (
             not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
@@ -415,7 +415,7 @@ class Replicaset:
     def load_of(self, replica_id: int) -> ReplicaLoadView:
         """Return a replica's load for a policy that may refuse a request; it is synchronised when a figure is read.
 
-        Such a policy is asked at every arrival and seldom reads one: to synchronise before asking takes a tenth longer (the
+        Such a policy is called at every arrival and seldom reads one: to synchronise before each call takes a tenth longer (the
         Azure conversation trace under `vllm_v1`), where every other policy declares whether it looks at loads.
         """
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))

@@ -63,7 +63,7 @@ class ReplicasetScaling:
         wanted: replicas, starting or up, by pool.
         starts: replicas that are starting, the earliest first.
         has_begun: observers were notified of the present replicas.
-        is_broken: the scaler broke the contract, and is not asked any more.
+        is_broken: the scaler broke the contract, and is not called any more.
     """
 
     scaler: Scaler

@@ -48,7 +48,7 @@ class _Transfer(Generic[R]):
     pairs: Sequence[tuple[int, int]] = ()
     """(device block, place in the tier) of each block, where a backend copies."""
     copy: TierCopy[R] | None = None
-    """The copy as the backend knows it; None: the links are modelled."""
+    """The backend's number of the copy; None: the links are modelled."""
 
 
 @dataclass(eq=False, slots=True)

@@ -582,7 +582,7 @@ class Builder(PlanDraft):
     # Decodes
 
     def _add_pool(self) -> None:
-        """Take the whole pool as one entry, if it fits and no skipped decode stands before a member."""
+        """Take the whole pool as one entry, if it fits and no skipped decode comes before a member."""
         running_set = self._running_set
         pool = running_set.pool
         count = len(pool.members)

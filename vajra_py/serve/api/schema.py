@@ -3,7 +3,7 @@
 Invariants:
     - `null` means absent, in every optional field.
     - Fields of other servers' APIs that this server cannot honour are refused by name, unless they ask for nothing
-      (`vajra_py.serve.http.unsupported`); fields that nobody knows are kept apart (`unknown_fields`) and have no effect.
+      (`vajra_py.serve.http.unsupported`); unknown fields are kept apart (`unknown_fields`) and have no effect.
     - A list that is wrong gives one error, however long it is.
     - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
 """

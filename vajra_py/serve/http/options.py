@@ -39,7 +39,7 @@ class ServeOptions:
         port: 0 takes a free one.
         api_key: what every request but those for `/health`, `/ready` and `/metrics` has to carry, or several such keys; None:
             nothing, unless there is an `api_key_file`.
-        api_key_file: further keys, a line each, with the tenant that whoever has the key is.
+        api_key_file: further keys, a line each, with the tenant of the key.
         served_names: names of the model, the first one being the name in answers; empty: the model directory's name.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a request body; each token id of a prompt is one.
@@ -63,7 +63,7 @@ class ServeOptions:
             `*` for all; empty: nobody's are.
         max_choices: most outputs of one HTTP request: prompts times `n`.
         max_concurrent: most HTTP requests that generate at once; more are answered 429.
-        strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
+        strict_fields: whether unknown fields of a body are refused instead of ignored.
         retry_after_s: when a client that got a 429 or 503 should come back, seconds.
         grace_s: how long a shutdown lets requests finish, seconds.
         metric_names: `vajra` (own prefix), `vllm` (vLLM's names where the thing is the same), or `both`.

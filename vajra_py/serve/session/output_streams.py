@@ -46,7 +46,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """One output of a request, as far as the event loop's thread knows it.
+    """One output of a request, as far as the event loop's thread has it.
 
     Attributes:
         index: which output of its response.

@@ -356,7 +356,7 @@ class EngineSession:
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
     def _why_it_ended(self) -> VajraError | None:
-        """Return the error that the loop ended for, where nobody asked it to."""
+        """Return the error that the loop ended for, if it was not stopped on purpose."""
         assert self._loop is not None
         if self._loop.failed is not None:
             return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
