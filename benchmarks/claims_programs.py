@@ -266,7 +266,7 @@ CLAIMS = [
     ),
     Claim(
         "justitia",
-        "finish tags stand in the order of ends under even sharing; in that order, no agent ends later by more than the largest agent",
+        "finish tags are in the order of ends under even sharing; in that order, no agent ends later by more than the largest agent",
         "bounded by a constant",
         1,
         test=TEST,

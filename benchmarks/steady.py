@@ -70,19 +70,19 @@ class NormalizedClock(WallClock):
         self._pace = Pace(typical_s)
         self._learn()
         self.slowness: list[float] = []
-        self._told = 0
+        self._latest = 0
         self.start()
 
     def start(self) -> NormalizedClock:
         """It is zero now."""
-        self._base = self._told = 0
+        self._base = self._latest = 0
         self._since_ns = time.perf_counter_ns()
         return self
 
     def now(self) -> int:
         """See `EngineClock`."""
-        self._told = max(self._told, self._base + self._passed())
-        return self._told
+        self._latest = max(self._latest, self._base + self._passed())
+        return self._latest
 
     def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
         """See `EngineClock`."""

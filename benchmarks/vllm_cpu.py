@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vajra_py.cli.options import say_accuracy
+from vajra_py.cli.options import print_accuracy
 from vajra_py.contract import BatchFeatures
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.measured.accuracy import compare_with_measured
@@ -155,7 +155,7 @@ def main() -> None:
         for name in profiles:
             latency = {"type": "profiled", "path": str((options.place / f"{name}.json").resolve())}
             data = simulate_measured(run, latency, options.place / f"{load}-{name}")
-            say_accuracy(compare_with_measured(run, data), f"{load}, {name}")
+            print_accuracy(compare_with_measured(run, data), f"{load}, {name}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from vajra_py.engine.compute import LoadAdapter, LoadRunner, LookaheadStep, Mode
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, said
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, described
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run
 from vajra_py.experiment.runs.backends import make_backend
@@ -225,7 +225,7 @@ class RayWorker:
             if isinstance(answer, RankCopy) and answer.part is not None:
                 answer = replace(answer, part=self._exported.pop((rank, answer.number)))
             if isinstance(answer, BaseException):
-                deliver(Finished(self._replica, None, said(answer)))
+                deliver(Finished(self._replica, None, described(answer)))
                 return
             for one in answers.take(rank, answer):
                 deliver(one)

@@ -458,7 +458,7 @@ def _executor(options: RunnerOptions, settings: ModelBackendConfig) -> EngineExe
     if options.max_drafts and isinstance(settings, EngineConfig):
         ngrams = NgramRules(settings.ngram.min_tokens, settings.ngram.max_tokens, options.max_drafts)
     is_spread = options.pipeline_stages > 1 or options.kv_groups > 1
-    return EngineExecutor(options.max_requests, options.block_size, tells_tokens=is_spread, ngrams=ngrams)
+    return EngineExecutor(options.max_requests, options.block_size, sends_tokens=is_spread, ngrams=ngrams)
 
 
 def _usable_cores() -> int:

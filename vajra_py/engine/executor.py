@@ -83,7 +83,7 @@ class EngineExecutor:
     """One replica's side of the protocol with its worker."""
 
     def __init__(
-        self, num_slots: int, block_size: int = 16, *, tells_tokens: bool = False, ngrams: NgramRules | None = None
+        self, num_slots: int, block_size: int = 16, *, sends_tokens: bool = False, ngrams: NgramRules | None = None
     ) -> None:
         """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all.
 
@@ -95,7 +95,7 @@ class EngineExecutor:
         self._block_size = block_size
         self._free = list(range(num_slots))
         self._freed: list[int] = []
-        self._tells_tokens = tells_tokens
+        self._sends_tokens = sends_tokens
         self._steps: deque[_Step] = deque()
         """Steps under way, in order."""
         self._pool_rows: _PoolRows | None = None
@@ -308,7 +308,7 @@ class EngineExecutor:
     ) -> None:
         """The members of the last step's pool: only those that took a block are looked at."""
         for request in pool.began_blocks():
-            self._tell_table(request, self._rows[request], memory, changes)
+            self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots
         step.entries |= last.entries
         step.sampled |= last.sampled
@@ -319,7 +319,7 @@ class EngineExecutor:
         for request in members:
             row = self._row(request, changes)
             if row.goes_on:
-                self._tell_table(request, row, memory, changes)
+                self._send_table(request, row, memory, changes)
                 entries[row.slot] = request
                 sampled[row.slot] = request, self._submissions[request].output
             else:
@@ -336,18 +336,18 @@ class EngineExecutor:
         row = self._row(request, changes)
         if kind != "running":
             row.num_blocks.clear()
-        self._tell_table(request, row, memory, changes)
+        self._send_table(request, row, memory, changes)
         end = start + num_tokens
         samples = end == request.num_known_tokens
         followers = self._followers(request, row.slot, start, end, step)
         groups: Sequence[int] = ()
         if memory.num_groups > 1:
             groups = memory.active_groups(request, start)
-            self._tell_sampler(request, row, groups[-1], changes)
+            self._send_sampler(request, row, groups[-1], changes)
         changes.chunks.append(
             Chunk(row.slot, self._tokens(request, start, end), start, samples, followers, tuple(groups))
         )
-        row.goes_on = samples and not self._tells_tokens
+        row.goes_on = samples and not self._sends_tokens
         step.entries[row.slot] = request
         if samples:
             step.sampled[row.slot] = request, self._submissions[request].output
@@ -358,7 +358,7 @@ class EngineExecutor:
         """Add a decode with its drafts, all of whose tokens are named."""
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
-        self._tell_table(request, row, memory, changes)
+        self._send_table(request, row, memory, changes)
         row.num_blocks[0] = drafts.num_kept_blocks  # those behind them may be others in the next step
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
@@ -390,7 +390,7 @@ class EngineExecutor:
         outputs = submission.output.token_ids[max(0, start - num_prompt) : end - num_prompt]
         return [*prompt[start:num_prompt], *outputs]
 
-    def _tell_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
+    def _send_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
         if memory.num_groups == 1:
             known = row.num_blocks.get(0, 0)
             if memory.num_held_blocks(request) != known:
@@ -413,7 +413,7 @@ class EngineExecutor:
             changes.new.append(self._new_row(request, row.slot))
         return row
 
-    def _tell_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
+    def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
         """Begin a request's slot anew where another group samples from now on, which has not seen its tokens so far."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
@@ -424,8 +424,8 @@ class EngineExecutor:
         submission = self._submissions[request]
         sampling, outputs = submission.output.sampling, submission.output.token_ids
         prompt = list(submission.prompt_token_ids) if needs_prompt(sampling) else ()
-        told = list(outputs) if needs_outputs(sampling) or prompt else ()
-        return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs), request.adapter)
+        first_outputs = list(outputs) if needs_outputs(sampling) or prompt else ()
+        return NewRow(slot, sampling, submission.seed, prompt, first_outputs, len(outputs), request.adapter)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Free the slots of the longest-known requests that are not these of a step, when it would run out of them."""

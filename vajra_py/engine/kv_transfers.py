@@ -26,9 +26,9 @@ class _UnderWay:
 class KvTransfers:
     """Transfers under way. The source's worker copies, then the target's; the controller passes the buffer on."""
 
-    def __init__(self, tell: Callable[[KvImported], None]) -> None:
+    def __init__(self, notify: Callable[[KvImported], None]) -> None:
         """`tell`: called with each message of a worker."""
-        self._tell = tell
+        self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class KvTransfers:
         if source_blocks:
             source.export_kv(KvExport(transfer.number, source_blocks))
         else:
-            self._tell(KvImported((key[0], target.replica.replica_id), transfer.number))
+            self._notify(KvImported((key[0], target.replica.replica_id), transfer.number))
 
     def cancel(self, transfer: Transfer[EngineReplica]) -> None:
         """Forget a transfer: what its source gives is dropped.

@@ -457,8 +457,8 @@ class EngineLoop(Backend[EngineReplica]):
         if replica.ahead is not None:
             replica.ahead.forget()
         if not replica.is_lost:
-            told = [step.parts if replica.num_stages > 1 else list(step.parts)[:1] for step in replica.under_way]
-            replica.num_stale += sum(map(len, told))
+            sent = [step.parts if replica.num_stages > 1 else list(step.parts)[:1] for step in replica.under_way]
+            replica.num_stale += sum(map(len, sent))
         replica.under_way.clear()
         replica.executor.forget_steps()
         return NEVER if replica.num_stale else self.now

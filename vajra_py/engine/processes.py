@@ -39,7 +39,7 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.kv_copier import KvCopier
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy, RankMove, SharedBuffer
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, placed, said, set_passive_omp_wait
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, described, placed, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
@@ -172,7 +172,7 @@ def _send(pipe: Connection, answer: Any) -> None:
     try:
         pipe.send(answer)
     except Exception:  # an error that cannot be pickled
-        pipe.send(ExecutorError(said(answer)))
+        pipe.send(ExecutorError(described(answer)))
 
 
 class ProcessWorker:
@@ -352,7 +352,7 @@ class ProcessWorker:
                     answer = ExecutorError(self._died(rank))
                 if isinstance(answer, BaseException):
                     if not self._closing:
-                        self._deliver(Finished(self._replica, None, said(answer)))
+                        self._deliver(Finished(self._replica, None, described(answer)))
                     return
                 for news in answers.take(rank, answer):
                     self._deliver(news)

@@ -102,7 +102,7 @@ class RouteConfig(Section):
         None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
     )
     output_length: TypedChoice = Field(
-        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+        default_factory=lambda: TypedChoice(type="none"), description="Output lengths that policies get."
     )
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:

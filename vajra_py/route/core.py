@@ -200,7 +200,7 @@ class RouteCore(Backend[BackendReplica]):
 
     def _apply_kv_report(self, report: CacheReport) -> None:
         memory = self._ones[report.replicaset, report.replica_id].replica.memory
-        if not isinstance(memory, ServerMemory) or (memory.told is None and not report.begins):
+        if not isinstance(memory, ServerMemory) or (memory.reported is None and not report.begins):
             return
         self._driver.record(report)
         if report.begins:

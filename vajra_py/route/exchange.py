@@ -234,8 +234,8 @@ class Exchange:
             raise ServerFault(fault)
         message = f"server {place}: {fault}"
         session.answer(routed, scan.num_tokens, _FAILED, message)
-        told = ApiError(503, message, code="server_failed")
-        last = b"\n\n" + event(told.body()) + b"data: [DONE]\n\n"
+        error = ApiError(503, message, code="server_failed")
+        last = b"\n\n" + event(error.body()) + b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": last})
         return False
 

@@ -115,7 +115,7 @@ class RemoteReplica(Replica):
             if is_new:
                 memory.forget(request)
             return False
-        if isinstance(memory, ServerMemory) and memory.told is not None and request.hashes is not None:
+        if isinstance(memory, ServerMemory) and memory.reported is not None and request.hashes is not None:
             hit = memory.lookup_prefix(request.hashes, request.num_known_tokens)
         request.set_computed(min(hit, request.num_known_tokens - 1))
         return True

@@ -340,8 +340,8 @@ class RouteSession:
             return
         server.num_silences = 0
         if figures is not None and self.controller.replicasets[place.replicaset].is_up(place.replica_id):
-            said = (figures.num_running, figures.num_waiting, figures.kv_fraction)
-            self.core.report(self._clock.now(), *server.key, said)
+            report = (figures.num_running, figures.num_waiting, figures.kv_fraction)
+            self.core.report(self._clock.now(), *server.key, report)
             self._set_timer()
 
     def _take_kv_report(self, report: CacheReport) -> None:

@@ -105,7 +105,7 @@ class Subscription:
         self._next = None
         await self._replay(0)
         self.is_following = True
-        self._tell()
+        self._notify()
 
     async def _take(self, frames: Sequence[bytes]) -> None:
         """Take the next batch, after those that were missed before it."""
@@ -115,7 +115,7 @@ class Subscription:
         if self._next is not None and number > self._next:
             await self._replay(self._next)
         self._apply(number, frames[-1])
-        self._tell()
+        self._notify()
 
     def _apply(self, number: int, payload: bytes) -> None:
         """Apply a batch, unless it was applied before; behind a gap the index begins anew."""
@@ -159,7 +159,7 @@ class Subscription:
         self._blocks.clear()
         self._is_new = True
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         stored, removed = self._blocks.news()
         if self._is_new:
             self._is_new = False

@@ -175,7 +175,7 @@ class KeyWatch:
         fallen: FallenRequests = self.policy.fallen_requests
         names = fallen.since(num_named)
         was_named = names is None or request.request_id in names
-        text = f"key({request.request_id}, {at!r}) fell from {before!r} to {key!r}, which was neither named nor told by falls_at"
+        text = f"key({request.request_id}, {at!r}) fell from {before!r} to {key!r}, which was neither named nor given by falls_at"
         require(was_named or (falls_at is not None and falls_at <= at), text)
 
     def _note(self, request: RequestView, now: float) -> None:

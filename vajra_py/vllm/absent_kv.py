@@ -79,7 +79,7 @@ class WithoutKvExtras:
         message = "is not reported for models with several kinds of KV blocks, whose prefix cache is vLLM's"
         raise ConfigError(Problem("content of the prefix cache", message, "Choose policies that do not follow it"))
 
-    def report_evictions(self, tell: Callable[[Any, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[Any, float], None] | None) -> None:
         """Do nothing: there is no retention policy whose choices could be reported."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:

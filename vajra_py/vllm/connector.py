@@ -71,7 +71,7 @@ class Connector:
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
         """Requests whose end the connector was not notified of."""
-        self._told_of: Mapping[str, int] = {}
+        self._scheduled: Mapping[str, int] = {}
         """Tokens by request of the step that the connector is given."""
         self._begins: int | None = None
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
@@ -108,8 +108,8 @@ class Connector:
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
-            if self._late is not None and own is not None and own in self._late.untold:
-                self._late.told(record.request_id, wants=self._finish_of(record, own))
+            if self._late is not None and own is not None and own in self._late.unreported:
+                self._late.note_end(record.request_id, wants=self._finish_of(record, own))
             else:
                 self._finish(record, [])
 
@@ -122,7 +122,7 @@ class Connector:
         """A request of the mechanism ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
-            self._late.told(record.request_id, wants=self._finish_of(record, own))
+            self._late.note_end(record.request_id, wants=self._finish_of(record, own))
 
     def raise_error(self) -> None:
         """Raise what the connector raised when the mechanism called it."""
@@ -144,7 +144,7 @@ class Connector:
         if own is None:
             return 0
         num_loaded = self._connected.num_tokens_of(own)
-        return own.num_computed_tokens - self._told_of.get(record.request_id, 0) if num_loaded is None else num_loaded
+        return own.num_computed_tokens - self._scheduled.get(record.request_id, 0) if num_loaded is None else num_loaded
 
     def _look_at(self, record: Record, request: Request) -> VllmRequest:
         record.request.num_preemptions = request.num_preemptions
@@ -255,7 +255,7 @@ class Connector:
 
     # Steps
 
-    def tell(self, output: SchedulerOutput, *, is_formed: bool) -> None:
+    def add_message(self, output: SchedulerOutput, *, is_formed: bool) -> None:
         """Add the connector's message for its workers to a step's message. Raises what the connector raises.
 
         `is_formed`: the policies have formed the step.
@@ -265,9 +265,9 @@ class Connector:
             self._formed.append(is_formed)
         output.has_sync_kv_loads, self._loads_now = self._loads_now, False
         output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
-        self._told_of = output.num_scheduled_tokens
+        self._scheduled = output.num_scheduled_tokens
         output.kv_connector_metadata = self.vllms.build_connector_meta(output)
-        self._told_of = {}
+        self._scheduled = {}
         output.kv_connector_block_state = None
 
     def _table_of(self, name: str) -> tuple[list[int], ...]:
@@ -282,7 +282,7 @@ class Connector:
         bad = {block - 1 for block in output.invalid_block_ids}
         void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))
         if self._late is not None:
-            void += [one for one in self._late.untold if not bad.isdisjoint(self._memory.block_table(one))]
+            void += [one for one in self._late.unreported if not bad.isdisjoint(self._memory.block_table(one))]
         self._newly_void = {one.request_id: one for one in void}
         return {*self._newly_void, *self._void}
 
@@ -293,7 +293,7 @@ class Connector:
             self._void |= self._newly_void
             report = self._late_report(self._late, report or KvReport())
         self._mechanism.land(report)
-        self._told(output)
+        self._forget_step(output)
 
     def land_late(self, output: Any) -> list[Request]:
         """Take what the connector's workers report with a step that ended when the next one was formed.
@@ -307,7 +307,7 @@ class Connector:
             del self._newly_void[request.request_id]
         self._void |= self._newly_void
         self._mechanism.take_report(self._late_report(self._late, self._report(output) if output else KvReport()))
-        self._told(output)
+        self._forget_step(output)
         return ended
 
     def is_void(self, request: Request) -> bool:
@@ -322,7 +322,7 @@ class Connector:
             self._late.void(request)
         return True
 
-    def _told(self, output: Any) -> None:
+    def _forget_step(self, output: Any) -> None:
         self._last.clear()
         self._newly_void.clear()
         for request in [one for one in self._void.values() if one.state is RequestState.ENDED]:

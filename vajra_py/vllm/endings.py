@@ -56,7 +56,7 @@ class Endings:
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 
-    def told(
+    def with_ends(
         self, outputs: dict[int, list[EngineCoreOutput]], requests: dict[str, VllmRequest]
     ) -> dict[int, EngineCoreOutputs]:
         """Return the message for every client, by its index: these outputs and the ends. Failed requests are taken out of `requests`."""
@@ -67,12 +67,12 @@ class Endings:
             _log.warning("request %s ends: %s", request.request_id, failed.why)
             outputs.setdefault(request.client_index, []).append(_output_of(failed))
         self._failed.clear()
-        told = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
+        by_client = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
         if self._finished:
             for client, names in self._finished.items():
-                told.setdefault(client, EngineCoreOutputs()).finished_requests = names
+                by_client.setdefault(client, EngineCoreOutputs()).finished_requests = names
             self._finished = {}
-        return told
+        return by_client
 
 
 class RefusedStreams:
@@ -100,15 +100,15 @@ class RefusedStreams:
 
 
 def _output_of(failed: _Failed) -> EngineCoreOutput:
-    told: Any = EngineCoreOutput(
+    output: Any = EngineCoreOutput(
         failed.request.request_id,
         [],
         finish_reason=failed.reason,
         stop_reason=failed.why,
         events=failed.request.take_events(),
     )
-    if failed.reason is FinishReason.ERROR and hasattr(told, "error"):  # vLLM 0.33 passes it on to the client
+    if failed.reason is FinishReason.ERROR and hasattr(output, "error"):  # vLLM 0.33 passes it on to the client
         from vllm.outputs import RequestError
 
-        told.error = RequestError(code="internal_error", message=failed.why)
-    return told
+        output.error = RequestError(code="internal_error", message=failed.why)
+    return output

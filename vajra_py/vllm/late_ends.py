@@ -22,12 +22,12 @@ class LateEnds:
         """Requests that ended for the connector and not yet in the mechanism: whether it wants their blocks."""
         self._kept: dict[Request, bool] = {}
         """Requests that the mechanism has ended and that keep their blocks: whether the connector wants these, as far as is known."""
-        self._untold: dict[str, Request] = {}
+        self._unreported: dict[str, Request] = {}
         """Requests among them of whose end the connector has not been notified."""
 
-    def told(self, name: str, *, wants: bool) -> None:
+    def note_end(self, name: str, *, wants: bool) -> None:
         """Note that the connector was notified of an end, and whether it wants the blocks."""
-        request = self._untold.pop(name, None)
+        request = self._unreported.pop(name, None)
         if request is None:
             self._answers[name] = wants
         else:
@@ -41,7 +41,7 @@ class LateEnds:
         if answer is None and not is_written:
             return None
         if answer is None:
-            self._untold[name] = request
+            self._unreported[name] = request
         if answer or is_written:
             self._kept[request] = bool(answer)
             return True
@@ -52,13 +52,13 @@ class LateEnds:
         self._kept[request] = False
 
     @property
-    def untold(self) -> Collection[Request]:
+    def unreported(self) -> Collection[Request]:
         """Requests that the mechanism has ended, and whose last token is not known."""
-        return self._untold.values()
+        return self._unreported.values()
 
     def void(self, request: Request) -> None:
         """Let a request whose last step is void, so that it has not ended for its client, keep no blocks."""
-        self._untold.pop(request.request_id, None)
+        self._unreported.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:
         """Forget a request that the mechanism has lost with its blocks."""
@@ -77,4 +77,4 @@ class LateEnds:
         return released
 
     def _is_held(self, request: Request) -> bool:
-        return self._untold.get(request.request_id) is request or self.is_written(request.request_id)
+        return self._unreported.get(request.request_id) is request or self.is_written(request.request_id)

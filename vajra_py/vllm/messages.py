@@ -57,7 +57,7 @@ class Messages:
         self._step += 1
         return self.next.take()
 
-    def tell(self, plan: StepPlan) -> SchedulerOutput:
+    def message(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
         self._add_chunks(plan.chunks, plan.drafts)
@@ -96,7 +96,7 @@ class Messages:
         request, num_tokens, computed, kind = chunk
         is_resumed = kind != "running"
         if is_resumed:
-            record.num_told = 0
+            record.num_sent = 0
         blocks = self._new_blocks(record, request)
         if self._zeroes and not isinstance(blocks, Tables):
             self.next.clear(blocks[computed // self._block_size :] if is_resumed else blocks)
@@ -108,24 +108,24 @@ class Messages:
             self.next.add_new(scheduled, vllms.prompt_token_ids, vllms.sampling_params, tokens, vllms.lora_request)
             record.is_known = True
             return
-        is_told_tokens = (was_absent or is_resumed) and not self._resumes_as_new
+        with_tokens = (was_absent or is_resumed) and not self._resumes_as_new
         self.next.add_known(
             scheduled,
             record.num_kept + request.num_output_tokens,
             is_resumed=is_resumed,
-            all_tokens=record.all_tokens() if is_told_tokens else None,
+            all_tokens=record.all_tokens() if with_tokens else None,
         )
 
     def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
         """Return the entries of the request's block table, or tables, that the workers do not have."""
-        memory, known = self._replica.memory, record.num_told
+        memory, known = self._replica.memory, record.num_sent
         if self._managed is not None:
-            record.num_told = self._managed.num_entries(request)
+            record.num_sent = self._managed.num_entries(request)
             return Tables(self._managed.numbers(request, known))
         held = memory.num_held_blocks(request)
         if held == known:
             return ()
-        record.num_told = held
+        record.num_sent = held
         return memory.block_table(request)[known:]
 
     # All at once

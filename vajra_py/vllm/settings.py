@@ -61,8 +61,8 @@ def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.enviro
     for name, value in given.items():
         if not isinstance(value, str) or not value:
             raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
-    said = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
-    return VajraOptions(**{name: Path(value) for name, value in said.items() if value})
+    stated = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
+    return VajraOptions(**{name: Path(value) for name, value in stated.items() if value})
 
 
 @dataclass(frozen=True, slots=True)

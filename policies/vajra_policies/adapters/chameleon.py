@@ -187,6 +187,6 @@ SPEC = PolicySpec(
     source="Chameleon (Iliakopoulou et al., MICRO'25, arXiv:2411.17741)",
     advice=(
         "Use it where small requests wait behind large ones and many adapters share few slots. Not with equal sizes, or a batch "
-        "that is full before memory is: quotas then bind nobody."
+        "that is full before memory is: quotas then bind no one."
     ),
 )

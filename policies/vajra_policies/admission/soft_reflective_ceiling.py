@@ -78,6 +78,6 @@ SPEC = AdmissionSpec(
     source="llm-d router: soft-reflective-ceiling-policy",
     advice=(
         "Use it for several priorities where the less urgent should slow down rather than stop as load rises. Not "
-        "where results have to be explained: how often a priority is let in depends on how often the policy is asked."
+        "where results have to be explained: how often a priority is let in depends on how often the policy is called."
     ),
 )

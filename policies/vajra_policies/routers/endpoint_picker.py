@@ -121,5 +121,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="Filters, weighted scorers and a picker, chosen by name: each arriving request to the best score.",
     source="llm-d endpoint picker (llm-d-router)",
-    advice=("Use it to compose a router from parts, and to compare with llm-d. Not where one rule says it."),
+    advice=("Use it to compose a router from parts, and to compare with llm-d. Not where one rule does it."),
 )

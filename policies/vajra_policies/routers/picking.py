@@ -42,15 +42,15 @@ class EndpointPicker:
         """Profile of the replicas that take arriving requests."""
         self._num_batches = num_batches
         self._learners = parts.learners()
-        for name, tell in parts.listeners().items():
-            setattr(self, name, tell)
+        for name, notify in parts.listeners().items():
+            setattr(self, name, notify)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The choice of the profile."""
         up = figures.those_up(replicas)
         chosen = self._entry.choose(request, up, now)
         if chosen is not None:
-            self._tell(request, {DEFAULT: chosen}, up, now)
+            self._notify(request, {DEFAULT: chosen}, up, now)
         return chosen
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
@@ -60,7 +60,7 @@ class EndpointPicker:
                 if self._entry.filtered(request, [replica], now):
                     yield request.request_id
 
-    def _tell(
+    def _notify(
         self, request: RequestView, chosen: dict[str, ReplicaId], replicas: Sequence[ReplicaLoadView], now: float
     ) -> None:
         if self._learners:
@@ -98,7 +98,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
             return None
         if DECODE in chosen:
             self._decode_of[request] = chosen[DECODE]
-        self._tell(request, chosen, up, now)
+        self._notify(request, chosen, up, now)
         return chosen.get(PREFILL, chosen.get(DECODE))
 
     def place_after_prompt(
@@ -112,7 +112,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         chosen = self._decode.choose(request, up, now)
         if chosen is not None:
             self._decode_of[request] = chosen
-            self._tell(request, {DECODE: chosen}, up, now)
+            self._notify(request, {DECODE: chosen}, up, now)
         return chosen
 
     def _both(self, request: RequestView, up: Candidates, now: float) -> dict[str, ReplicaId]:

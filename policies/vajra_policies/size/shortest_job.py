@@ -49,7 +49,7 @@ SPEC = PolicySpec(
     source="Smith (1956)",
     aliases=("shortest_job_first",),
     advice=(
-        "Use it for a low mean latency where lengths can be told apart beforehand. Not where nobody may starve: "
+        "Use it for a low mean latency where lengths can be estimated beforehand. Not where nobody may starve: "
         "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
     ),
 )

@@ -69,13 +69,13 @@ def find_capacity(
                 owners[number] = (search, setting, seed)
                 workers_pool.submit(number, task)
                 number += 1
-            _tell(progress, search)
+            _notify(progress, search)
             if todo or not owners:
                 continue
             for ended, error in workers_pool.ends():
                 search, setting, seed = owners.pop(ended)
                 search.take(setting, seed, error)
-                _tell(progress, search)
+                _notify(progress, search)
                 if search.is_ready:
                     for own_setting, own_seed, task in search.tasks():
                         owners[number] = (search, own_setting, own_seed)
@@ -88,7 +88,7 @@ def find_capacity(
     return answers
 
 
-def _tell(progress: SearchProgress | None, search: _Search) -> None:
+def _notify(progress: SearchProgress | None, search: _Search) -> None:
     if progress is not None:
         progress(search.label, search.num_done, search.num_asked, search.doing)
 

@@ -76,7 +76,7 @@ def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> 
 
 def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) -> EngineSettings:
     """The run's settings, replaced by those that are given."""
-    said = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
+    stated = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
     names = {
         "tensor_parallel_size": "tensor_parallel",
         "data_parallel_size": "data_parallel",
@@ -88,7 +88,7 @@ def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) ->
         "gpu_memory_utilization": "memory_fraction",
         "kv_cache_dtype": "kv_dtype",
     }
-    changes = {names.get(name, name): getattr(said, names.get(name, name)) for name in given}
+    changes = {names.get(name, name): getattr(stated, names.get(name, name)) for name in given}
     return replace(settings, **changes)
 
 

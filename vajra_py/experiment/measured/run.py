@@ -240,9 +240,9 @@ def _kv_dtype(file: Path, given: Mapping[str, Any]) -> str | None:
     return "fp8"
 
 
-def _is_asynchronous(version: str, said: bool | None) -> bool:
-    if said is not None:
-        return said
+def _is_asynchronous(version: str, stated: bool | None) -> bool:
+    if stated is not None:
+        return stated
     try:
         parts = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:

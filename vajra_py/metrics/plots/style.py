@@ -335,7 +335,7 @@ def tapered(place: int, count: int) -> float:
     return 2.4 - 1.2 * place / (count - 1) if count > 1 else 1.7
 
 
-def say_empty(axes: Axes, text: str = "no data") -> None:
+def note_empty(axes: Axes, text: str = "no data") -> None:
     """Write the reason into an empty plot."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_xticks([])

@@ -142,7 +142,7 @@ class _Growth:
         return goes_on and self.fraction >= OVERLOAD_GROWTH_FRACTION
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         return (
             f"{self.unit} {self.where} rose from {self.quarters[1]:,.0f} to {self.quarters[3]:,.0f} while requests came"
         )
@@ -153,13 +153,13 @@ def _verdict(stocks: Sequence[_Growth], shed: float, shares: tuple[float, float]
     shed_reason = f"{shed:.1%} of the requests expired or were refused for lack of room"
     for stock in stocks:
         if stock.is_overload:
-            behind = f"{stock.fraction:.0%} of the {stock.unit} that arrived stayed behind: {stock.told}"
+            behind = f"{stock.fraction:.0%} of the {stock.unit} that arrived stayed behind: {stock.sentence}"
             return StabilityLabel.OVERLOADED, behind
     if shed >= OVERLOAD_SHED_FRACTION:
         return StabilityLabel.OVERLOADED, shed_reason
     for stock in stocks:
         if stock.unit == "requests" and stock.is_visible:
-            return StabilityLabel.BACKLOGGED, stock.told
+            return StabilityLabel.BACKLOGGED, stock.sentence
     if shed >= BACKLOG_SHED_FRACTION:
         return StabilityLabel.BACKLOGGED, shed_reason
     if waiting > BACKLOG_WAITING_RATIO * in_service:

@@ -243,7 +243,7 @@ class KvMemory(Protocol):
     def report_content(self, events: ContentEvents) -> None:
         """Record what the prefix cache holds, and from now on what it comes to hold and loses."""
 
-    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Call this from now on for each block that a retention policy gives up, with the time, before it is overwritten."""
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:

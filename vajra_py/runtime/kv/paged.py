@@ -76,13 +76,13 @@ class PagedKvMemory:
         "_hits",
         "_host",
         "_most_pinned",
+        "_notify_evicted",
         "_pins",
         "_pool",
         "_reserved",
         "_retention",
         "_swaps",
         "_tables",
-        "_tell_evicted",
         "block_size",
         "is_watched",
         "may_expire",
@@ -118,7 +118,7 @@ class PagedKvMemory:
         self._retention = retention
         self.tiers: KvTiers | None = None
         """Tiers below the device; None: there are none."""
-        self._tell_evicted: Callable[[CachedEntry, float], None] | None = None
+        self._notify_evicted: Callable[[CachedEntry, float], None] | None = None
         self.is_watched = retention is not None
         """True if a retention policy, a record, or a lower tier notes when content comes and goes."""
         self.may_expire = retention is not None
@@ -137,7 +137,7 @@ class PagedKvMemory:
             pool = BlockPool(num_blocks, options)
         else:
             pool = RetainedBlockPool(num_blocks, options, self._retention, self.now)
-            pool.on_evicted = self._tell_evicted
+            pool.on_evicted = self._notify_evicted
         pool.lower = self.tiers
         pool.hits = None if self._hits is None else self._hits.index
         return pool
@@ -609,11 +609,11 @@ class PagedKvMemory:
         self.is_watched = True
         events.stored(self._pool.contents())
 
-    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Call this from now on for each block that a retention policy gives up, before it is overwritten."""
-        self._tell_evicted = tell
+        self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
-            self._pool.on_evicted = tell
+            self._pool.on_evicted = notify
 
     # Swapping
 

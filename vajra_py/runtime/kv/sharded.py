@@ -255,7 +255,7 @@ class KvParallelMemory:
     def report_content(self, events: ContentEvents) -> None:
         """Do nothing."""
 
-    def report_evictions(self, tell: Callable[[CachedEntry, float], None] | None) -> None:
+    def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
         """Do nothing."""
 
     # Groups

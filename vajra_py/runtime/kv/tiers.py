@@ -251,7 +251,7 @@ class KvTiers:
             self.num_dropped[level] += 1
             return False
         for one in evicted:
-            self._tell_removed(level, one)
+            self._notify_removed(level, one)
             if level + 1 < len(self.stores) and self.rules[level + 1].write == "write_back":
                 self._write(level + 1, one.block_hash, one)
         return True
@@ -279,7 +279,7 @@ class KvTiers:
         if self.rules[level].is_exclusive and self._is_above(level, one.block_hash):
             store.remove(one, self._clock())
             return
-        self._tell_stored(level, one)
+        self._notify_stored(level, one)
         self._write_below(level, one)
         self._leave_exclusive(level + 1, one.block_hash)
 
@@ -399,7 +399,7 @@ class KvTiers:
 
     def _withdraw(self, level: int, one: TierBlock) -> None:
         self.stores[level].remove(one, self._clock())
-        self._tell_removed(level, one)
+        self._notify_removed(level, one)
 
     # Requests and everything
 
@@ -436,12 +436,12 @@ class KvTiers:
                 if events is not None:
                     events.cleared()
 
-    def _tell_stored(self, level: int, one: TierBlock) -> None:
+    def _notify_stored(self, level: int, one: TierBlock) -> None:
         events = self.events[level]
         if events is not None:
             events.stored([one.block_hash])
 
-    def _tell_removed(self, level: int, one: TierBlock) -> None:
+    def _notify_removed(self, level: int, one: TierBlock) -> None:
         events = self.events[level]
         if events is not None:
             events.removed(one.block_hash)

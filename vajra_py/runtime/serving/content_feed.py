@@ -70,23 +70,23 @@ class ContentFeed:
         if change is ContentChange.CLEARED:
             if self._known:
                 self._known[replica_id].clear()
-            for tell in listeners.caches_cleared:
-                tell(replica_id, at)
+            for notify in listeners.caches_cleared:
+                notify(replica_id, at)
             return
         is_stored = change is ContentChange.STORED
         if self._known:
             known = self._known[replica_id]
             (known.update if is_stored else known.difference_update)(hashes)
-        for tell in listeners.blocks_stored if is_stored else listeners.blocks_removed:
-            tell(replica_id, hashes, at)
+        for notify in listeners.blocks_stored if is_stored else listeners.blocks_removed:
+            notify(replica_id, hashes, at)
 
     def _give_of_tier(self, event: ContentEvent) -> None:
         at, replica_id, change, hashes, tier = event
         listeners = self._listeners
         if change is ContentChange.CLEARED:
-            for tell in listeners.tiers_cleared:
-                tell(replica_id, tier, at)
+            for notify in listeners.tiers_cleared:
+                notify(replica_id, tier, at)
             return
         is_stored = change is ContentChange.STORED
-        for tell in listeners.tier_blocks_stored if is_stored else listeners.tier_blocks_removed:
-            tell(replica_id, tier, hashes, at)
+        for notify in listeners.tier_blocks_stored if is_stored else listeners.tier_blocks_removed:
+            notify(replica_id, tier, hashes, at)

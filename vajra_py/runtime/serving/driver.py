@@ -441,11 +441,11 @@ class Driver(Generic[R]):
         reason = program.due_end or ProgramEnd.IDLE
         if reason is ProgramEnd.IDLE:
             self.record(ProgramIdle(self.now, program.program_id))
-        for name, tells in self.controller.end_program(program, reason, self.now).items():
+        for name, calls in self.controller.end_program(program, reason, self.now).items():
             self.sync(name)
             try:
-                for tell in tells:
-                    tell()
+                for notify in calls:
+                    notify()
             except PolicyError as error:
                 self.isolate(name, error)
 
@@ -799,7 +799,7 @@ class Driver(Generic[R]):
     def announce_all(self, replicaset: str, placed: Iterable[tuple[Request, Replica | None]]) -> None:
         """See `DriverServices`. Raises `PolicyError`."""
         moved = list(placed)
-        self._tell_placed(replicaset, moved)
+        self._notify_placed(replicaset, moved)
         movement = self._movements.get(replicaset)
         if movement is not None:
             movement.hand_offs.hold_back()
@@ -818,7 +818,7 @@ class Driver(Generic[R]):
         self._read_declarations()
         choice = change.choice
         self.record(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
-        self._tell_placed(change.replicaset, swapped.moved)
+        self._notify_placed(change.replicaset, swapped.moved)
         if movement is not None:
             try:
                 movement.hand_offs.hold_back()
@@ -928,7 +928,7 @@ class Driver(Generic[R]):
         """See `DriverServices`."""
         self.controller.settle(ended, self.now)
 
-    def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
+    def _notify_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
         replicas = self._replicas[name]
         for request, replica in placed:
             if request.state is _ENDED:  # since it was placed
@@ -952,10 +952,10 @@ class Driver(Generic[R]):
 
     def _looks_always(self, name: str) -> bool:
         replicaset = self.controller.replicasets[name]
-        heard, policies = replicaset.listeners, replicaset.policies
+        listeners, policies = replicaset.listeners, replicaset.policies
         if policies is None or name in self._movements or replicaset.feed is not None:
             return True
-        if heard.preemptions or heard.moves or heard.step_ends or heard.hear_content:
+        if listeners.preemptions or listeners.moves or listeners.step_ends or listeners.hear_content:
             return True
         return policies.asks_listeners_each_step
 

@@ -365,8 +365,8 @@ class HandOffs(Generic[R]):
         ends = source.replica.replica_id, target.replica.replica_id
         for observer in self._replicaset.hand_off_watchers:
             observer.on_arrived(request, *ends, now)
-        for tell in self._replicaset.listeners.moves:
-            tell(request, *ends, now)
+        for notify in self._replicaset.listeners.moves:
+            notify(request, *ends, now)
         self._driver.arrived(request, target)
         if self._one_at_a_time:
             self._reserve(target)

@@ -594,15 +594,15 @@ class Replica:
             for log in self._step_logs:
                 log.on_plan(self.replicaset, following, changes)
         if self.parts.listeners.step_runs:
-            self._tell_run(step_index, formed_at, pool, ended_at)
+            self._notify_run(step_index, formed_at, pool, ended_at)
         return following
 
-    def _tell_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
+    def _notify_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
         seconds = [tick / TICKS_PER_SECOND for tick in ended_at]
         run = EndedRun(self.replica_id, step_index, to_seconds(formed_at), seconds, list(pool.in_admission_order()))
         try:
-            for tell in self.parts.listeners.step_runs:
-                tell(run)
+            for notify in self.parts.listeners.step_runs:
+                notify(run)
         except PolicyError as error:
             self._listener_error = self._listener_error or error
 
@@ -658,8 +658,8 @@ class Replica:
             if self._listener_error is not None:
                 raise self._listener_error
             step = EndedStep(self.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *work)
-            for tell in listeners:
-                tell(step)
+            for notify in listeners:
+                notify(step)
         finished += aborted
         if result.report is not None:
             finished += self._apply_report(result.report, lost, plan, to_seconds(now))

@@ -134,7 +134,7 @@ class Transfers(Generic[R]):
         else:
             self._network.cancel(key, self._driver.now)
             self._schedule(self._network)
-        self._tell_end(one, why)
+        self._notify_end(one, why)
 
     def is_under_way(self, number: int) -> bool:
         """Return True if a transfer that is not timed is under way."""
@@ -147,10 +147,10 @@ class Transfers(Generic[R]):
     def _arrived(self, key: Hashable) -> None:
         one, done = self._sent.pop(key)
         if self._replicaset.hand_off_watchers:
-            self._tell_end(one)
+            self._notify_end(one)
         done(key)
 
-    def _tell_end(self, one: Transfer[R], failure: str = "") -> None:
+    def _notify_end(self, one: Transfer[R], failure: str = "") -> None:
         source, target = one.source.replica.replica_id, one.target.replica.replica_id
         for observer in self._replicaset.hand_off_watchers:
             observer.on_transfer_end(one.request, source, target, failure, to_seconds(self._driver.now))

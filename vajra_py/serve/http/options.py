@@ -158,7 +158,7 @@ class ServeOptions:
             problems.append(Problem("port", f"is not a port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
         problems += [
             Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
-            for name, keys in (("api_key", self._said_keys), ("admin_api_key", (self.admin_api_key,)))
+            for name, keys in (("api_key", self._given_keys), ("admin_api_key", (self.admin_api_key,)))
             if not all(re.fullmatch(r"[\x21-\x7e]+", key or "none") for key in keys)
         ]
         problems += [*self._admin_problems(), *self._listening_problems(), *self._browser_problems()]
@@ -172,17 +172,17 @@ class ServeOptions:
             raise ConfigError(problems)
 
     @property
-    def _said_keys(self) -> tuple[str, ...]:
+    def _given_keys(self) -> tuple[str, ...]:
         return (self.api_key,) if isinstance(self.api_key, str) else self.api_key or ()
 
     @property
     def has_keys(self) -> bool:
         """Return whether requests have to carry a key."""
-        return bool(self._said_keys) or self.api_key_file is not None
+        return bool(self._given_keys) or self.api_key_file is not None
 
     def read_keys(self) -> dict[str, str | None]:
         """Return each API key's tenant; None: the tenant that the client names. Raises `ConfigError`."""
-        keys: dict[str, str | None] = dict.fromkeys(self._said_keys)
+        keys: dict[str, str | None] = dict.fromkeys(self._given_keys)
         if self.api_key_file is None:
             return keys
         try:

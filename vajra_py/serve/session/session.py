@@ -343,7 +343,7 @@ class EngineSession:
             return
         self.error = error
         self._has_stopped = True
-        self._tell_changed()
+        self._notify_changed()
         try:
             self._finish(error)
         except BaseException as raised:
@@ -408,13 +408,13 @@ class EngineSession:
                     recording.finish(None if self._loop is None else _end_of(self._loop), error)
         finally:
             self._is_recorded = True
-            self._tell_changed()
+            self._notify_changed()
 
     def _set_state(self, state: SessionState) -> None:
         self.state = state
-        self._tell_changed()
+        self._notify_changed()
 
-    def _tell_changed(self) -> None:
+    def _notify_changed(self) -> None:
         assert self._bridge is not None
         assert self._changed is not None
         self._bridge.call(self._changed.set)
