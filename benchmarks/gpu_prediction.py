@@ -118,7 +118,7 @@ class Expected:
 
     @classmethod
     def of(cls, setup: Setup, profile: Profile) -> Expected:
-        """From the means of the lengths."""
+        """Compute it from the means of the lengths."""
         prompt, output = sum(setup.prompt) // 2, sum(setup.output) // 2
         rows = setup.max_batch_size // 2
         decodes = BatchFeatures().with_decodes(rows, rows * (prompt + output // 2))

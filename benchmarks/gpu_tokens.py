@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
 MODULES = ("gpt_oss",)
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
-"""In float32 torch computes their experts one by one and reads back which from the device: that cannot be captured."""
+"""Models whose experts torch computes one by one in float32, reading back from the device which: that cannot be captured."""
 NUM_REQUESTS, NUM_OUTPUTS = 24, 24
 NUM_BLOCKS = 20
 """KV blocks of 16 tokens; eight requests of up to 84 tokens would need 48."""

@@ -230,7 +230,7 @@ class Compared:
 
 
 def medians(found: Sequence[Figures]) -> Figures:
-    """Of each number."""
+    """Return the median of each number."""
     return {key: median(one[key] for one in found) for key in found[0]}
 
 
@@ -295,7 +295,7 @@ class Turn:
 
 
 def turns_of(folder: Path, options: argparse.Namespace) -> list[Turn]:
-    """All runs, so that each combination is spread over the whole time."""
+    """Return all runs, so that each combination is spread over the whole time."""
     kind = "wall" if options.wall else "steady"
     return [
         Turn(load, policy, folder / "runs" / f"{load}-{list(POLICIES).index(policy)}-{kind}-{turn}")

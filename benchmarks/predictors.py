@@ -87,7 +87,7 @@ CURVES: Mapping[str, Curve] = {
     "dynaserve": Curve("mean time in system, s", "mean", partial(divided, "dynaserve")),
     "blendserve": Curve("time of the whole batch, s", "s", partial(makespan, ORDERS["blendserve"], overlaps=True)),
 }
-"""By policy: the figure that its claim is about."""
+"""Figure of the claim of each policy."""
 
 
 def _cell(curve: Curve, name: str, seed: int) -> Cell:

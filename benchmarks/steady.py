@@ -26,7 +26,7 @@ from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 T = TypeVar("T")
 _LONG_AGO = TICKS_PER_SECOND // 20
-"""After an idle time of so many ticks, a machine that others use too may have another pace."""
+"""Idle time after which a machine that others use too may have another pace, ticks."""
 
 
 class Pace:
@@ -74,7 +74,7 @@ class NormalizedClock(WallClock):
         self.start()
 
     def start(self) -> NormalizedClock:
-        """It is zero now."""
+        """Set the clock to zero."""
         self._base = self._latest = 0
         self._since_ns = time.perf_counter_ns()
         return self
@@ -96,7 +96,7 @@ class NormalizedClock(WallClock):
         return message
 
     def settle(self) -> None:
-        """What has passed until now stays as it was counted."""
+        """Keep the count of the time that has passed until now."""
         self._base, self._since_ns = self.now(), time.perf_counter_ns()
 
     def measure(self) -> float:
@@ -139,7 +139,7 @@ class SteadyRunner:
         return self._runner.profile_num_blocks(memory_fraction)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """It is done already: the reference, and so the clock, need KV memory."""
+        """Do nothing: it was done before, since the reference, and so the clock, need KV memory."""
 
     def submit(self, step: StepInput) -> PendingStep:
         """See `ModelRunner`; it is done at once."""

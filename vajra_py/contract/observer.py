@@ -287,4 +287,4 @@ class Observer:
         """Content of a replica's cache has come from one memory tier to another."""
 
     def on_run_end(self, now: float) -> None:
-        """Nothing more will happen."""
+        """The run has ended; no further callback follows."""

@@ -195,7 +195,7 @@ class EngineExecutor:
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
     def requests_of(self, step: StepInput) -> list[Request]:
-        """Whose rows a step computes."""
+        """Requests whose rows a step computes."""
         slots = {*step.decodes, *(chunk.slot for chunk in step.chunks)}
         return [request for request, row in self._rows.items() if row.slot in slots]
 

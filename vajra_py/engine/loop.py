@@ -253,7 +253,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._stops = True
 
     def _waits_for_others(self) -> bool:
-        """Nothing is under way: whether requests may still come. Raises `PolicyError` when some are left and none will."""
+        """Return whether requests may still come, with nothing under way. Raises `PolicyError` when some are left and none will come."""
         if not self._options.serves:
             stall = self.controller.stall(self.now)
             if stall is not None:
@@ -486,7 +486,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages.begin(name, self.now)
 
     def _clear_suspects(self, result: StepResult) -> None:
-        """Those that gave a token by themselves have one less to give."""
+        """Reduce the count of suspects: a request that gave a token by itself has one less to give."""
         for request, _ in result.tokens or ():
             num_left = self._suspects.get(request)
             if num_left == 1:

@@ -158,7 +158,7 @@ class _Rank:
 
 
 def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
-    """Those that take a message now: one whose process reads nothing may be full."""
+    """Return the pipes that take a message now; one whose process reads nothing may be full."""
     return [pipe for pipe in pipes if not pipe.closed and _takes_more(pipe)]
 
 

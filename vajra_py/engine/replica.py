@@ -99,7 +99,7 @@ class EngineReplica(BackendReplica):
         self.worker.submit(step)
 
     def export_kv(self, copy: KvExport) -> None:
-        """Let its worker copy KV out of its memory, as it is after the steps in flight."""
+        """Have its worker copy KV out of its memory, as it is after the steps in flight."""
         self.exports.append(copy)
         self.send_exports()
 
@@ -111,17 +111,17 @@ class EngineReplica(BackendReplica):
             self._copy_kv(self.exports.popleft())
 
     def import_kv(self, copy: KvImport) -> None:
-        """Let its worker copy KV into blocks that no step in flight uses."""
+        """Have its worker copy KV into blocks that no step in flight uses."""
         self._copy_kv(copy)
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """Let its worker copy an adapter into a slot that no step in flight uses."""
+        """Have its worker copy an adapter into a slot that no step in flight uses."""
         if self.watch is not None:
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.load_adapter(load)
 
     def move_kv(self, copy: KvMove) -> None:
-        """Let its worker copy KV between its device and its host memory: after what it was sent before, beside what it is sent later."""
+        """Have its worker copy KV between its device and its host memory: after earlier requests, beside later ones."""
         if self.watch is not None:
             self.watch.begin_move((self.replica.replicaset, self.replica.replica_id), copy)
         self.worker.copy_kv(copy)

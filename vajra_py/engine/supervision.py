@@ -88,7 +88,7 @@ class _Record:
     """Pauses since it last was up for long."""
     up_since: float = 0.0
     num_steps: int = 0
-    """Of the replica when it was lost last."""
+    """Steps of the replica when it was lost last."""
 
 
 class Supervisor:

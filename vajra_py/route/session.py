@@ -66,7 +66,7 @@ class Routed:
     """Its next replica, until it is sent there."""
     end: End | None = None
     kv_params: Any = None
-    """How the server that goes on with it gets its KV."""
+    """Parameters by which the next server gets its KV."""
     has_begun: bool = False
     """True if its client has got a part of the answer."""
     server: _Server | None = None

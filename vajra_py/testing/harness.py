@@ -108,7 +108,7 @@ class HarnessOptions:
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have none."""
     acceptance: AcceptanceModel | None = None
-    """Which drafts are accepted; None: none."""
+    """Model of the acceptance of drafts; None: there are no drafts."""
     seed: int = 0
     check_conservation: bool = True
     """True if requests and KV blocks are counted after every step."""
@@ -155,7 +155,7 @@ class Step:
     formed_at: float
     ended_at: float
     entries: tuple[StepEntry, ...]
-    """In batch order."""
+    """Entries in batch order."""
     preempted: tuple[tuple[str, str], ...]
     """(request, "recompute" or "swap") in the order in which they were preempted."""
     ended: tuple[str, ...]

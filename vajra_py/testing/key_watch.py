@@ -24,7 +24,7 @@ class GroupWatch:
     policy: Any
     names: dict[RequestView, str] = field(default_factory=dict)
     keys: dict[str, tuple[int, Key]] = field(default_factory=dict)
-    """By group, its key when it was last read, and how many falls had been named then."""
+    """Key of each group when it was last read, and the number of falls named until then."""
 
     def group(self, request: RequestView) -> str:
         """The request's group, watched."""
@@ -68,7 +68,7 @@ class KeyWatch:
     seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
     shapes: set[int] = field(default_factory=set)
     named: dict[RequestView, tuple[object, Key, int, float | None]] = field(default_factory=dict)
-    """By request with `KeyMotion.NAMED_FALLS`: its progress, key, falls named so far and time from which it may fall."""
+    """Progress, key, falls named so far and time from which it may fall, of each request with `KeyMotion.NAMED_FALLS`."""
     by_hits: dict[RequestView, tuple[object, Key, float | None]] = field(default_factory=dict)
     """Facts that the key of a request with `KeyMotion.PREFIX_HITS` may depend on, the key, and the time from which it may move."""
     groups: GroupWatch = field(init=False)

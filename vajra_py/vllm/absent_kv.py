@@ -98,7 +98,7 @@ class WithoutKvExtras:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """All of the tokens are in one KV-parallel group."""
+        """Return all of the tokens: there is one KV-parallel group."""
         return (num_done_tokens,)
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

@@ -62,7 +62,7 @@ class Connector:
         """Requests that the mechanism is to end because what they computed is void, until no step computes any of it."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
-        """For each step that has not come back, true if it was formed by the policies."""
+        """True for each step in flight that was formed by the policies."""
         self.recomputes = rules.on_failure == "recompute"
         self._mechanism = mechanism
         self._memory = mechanism.replica.memory

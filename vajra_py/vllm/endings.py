@@ -30,7 +30,7 @@ class Endings:
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """By client, the requests that it need not track any more; None: nobody wants to know."""
+        """Requests that a client need not track any more, by client; None: not needed."""
 
     @property
     def is_pending(self) -> bool:

@@ -99,7 +99,7 @@ class VllmWorkers:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of one device's KV memory."""
+        """Bytes of a block in one device's KV memory."""
         return self.facts.kv_bytes_per_token * self.facts.block_size
 
     def num_blocks_in(self, memory_fraction: float) -> int:

@@ -293,7 +293,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._turn
 
     def set_gate(self, **changes: Any) -> None:
-        """From the turn that is open, or the next one, on: see `Gate`."""
+        """Change the gate from the open turn on, or from the next one; see `Gate`."""
         self._gate = replace(self._gate, **changes)
         if self._turn is None:
             self._is_gate_new = True

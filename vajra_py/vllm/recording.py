@@ -37,7 +37,7 @@ class SessionRecording:
             self._run.ended(request, reason, _tokens(request, submission))
 
     def finish(self) -> None:
-        """Nothing more will happen."""
+        """End the recording."""
         self.take_tokens()
         mechanism = self._mechanism
         alive = [(request, _tokens(request, submission)) for request, submission in mechanism.alive()]
@@ -54,7 +54,7 @@ def start_recording(
 
 
 def _tokens(request: Request, submission: Submission) -> Sequence[int]:
-    """As many tokens as the mechanism has counted since the request was handed in."""
+    """Return as many tokens as the mechanism has counted since the request was handed in."""
     count = request.num_output_tokens
     known = submission.output[submission.num_kept : submission.num_kept + count]
     return known + [0] * (count - len(known))

@@ -233,7 +233,7 @@ def _kept_ancestors(follows: I64, rows: I64) -> I64:
 
 
 def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64) -> list[tuple[int, ...]]:
-    """For each of `rows`, the new rows of its kept parents and of the nearest kept ancestors of the others, each once."""
+    """Return for each of `rows` the new rows of its kept parents and of the nearest kept ancestors of the others, each once."""
     new_row = int64s(size, -1)
     new_row[rows] = np.arange(len(rows))
     place = new_row.tolist()

@@ -127,7 +127,7 @@ class Workload(Sequence[RequestSpec]):
         return workload_statistics(self.columns)
 
     def shared_prefix_tokens(self) -> I64 | None:
-        """For each request the tokens of its prompt that an earlier one began with (unlimited cache, no block size); None where no content is known."""
+        """Return for each request the tokens of its prompt that an earlier one began with (unlimited cache, no block size); None where no content is known."""
         return None if self.columns.content is None else shared_prompt_tokens(self.columns, self.columns.content)
 
     def renamed(self, name: str) -> Workload:
@@ -139,7 +139,7 @@ class Workload(Sequence[RequestSpec]):
         return Workload(columns, self.name, {**self.source, "operations": operations})
 
     def scale_time(self, factor: float) -> Workload:
-        """All arrivals and think times times `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
+        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
         return self._derived(
             self._stretched("scale_time", self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
         )

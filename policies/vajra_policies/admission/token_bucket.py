@@ -73,7 +73,7 @@ class TokenBucket:
         self._buckets: dict[str, _Bucket] = {}
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Let it in if its bucket covers it."""
+        """Accept a request that its bucket covers."""
         bucket, cost = self._bucket_of(request, now), self._cost_of(request)
         due = bucket.due.get(request.request_id)
         if due is not None:

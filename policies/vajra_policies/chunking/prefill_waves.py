@@ -31,7 +31,7 @@ class PrefillWavesConfig(FixedChunkConfig):
 
 
 class PrefillWaves(FixedChunk):
-    """With decodes for a full batch, a step has them alone. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
+    """Steps of decodes alone while they fill the batch. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
 
     A wave's prompts have the slots that decodes leave, and take more of them from the decodes that were admitted last, which are
     paused and keep their KV; so there may be more decodes than slots later, and steps stay full, of decodes alone, until some

@@ -56,7 +56,7 @@ class Dlpm:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the tokens that the cache holds of it."""
+        """Return minus the tokens that the cache holds of it."""
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:

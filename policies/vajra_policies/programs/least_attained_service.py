@@ -68,13 +68,13 @@ class LeastAttainedService:
         return _program_of(request)
 
     def group_key(self, group: str) -> float:
-        """Minus the score; 0 where no request of the program waits."""
+        """Return minus the score; 0 where no request of the program waits."""
         if self._scores is None:
             self._scores = self._scores_at(self._changed_at)
         return -self._scores.get(group, 0.0)
 
     def service(self, program: str, now: float) -> float:
-        """What is left at `now` of the program's service, weighted tokens."""
+        """Return the rest of the program's service at `now`, weighted tokens."""
         amount, at = self._services.get(program, (0.0, now))
         left: float = amount * 0.5 ** ((now - at) / self._config.half_life_s)
         return left
@@ -92,7 +92,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits again."""
+        """Count the request among the waiting ones again."""
         self._wait(request)
         self._change(now)
 

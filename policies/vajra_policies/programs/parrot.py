@@ -42,7 +42,7 @@ class Parrot:
         self._depths: dict[ProgramView, dict[RequestId, int]] = {}
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the depth."""
+        """Return minus the depth."""
         program = request.program
         if program is None:
             return 0.0

@@ -73,7 +73,7 @@ class Ascendra:
         return whole_queue(replica, queued)
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Those that would be late where they wait, to HP replicas."""
+        """Move requests that would be late where they wait to HP replicas."""
         _, high = self._split(replicas)
         pending = {one.replica_id: one.num_pending_tokens for one in replicas}
         targets = [one.replica_id for one in high]
@@ -96,7 +96,7 @@ class Ascendra:
             self._set_alarm(now)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits no more."""
+        """Forget the request as a waiting one."""
         self._waiting.pop(request, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

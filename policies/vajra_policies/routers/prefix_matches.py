@@ -84,7 +84,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Nothing is kept of a request but its blocks."""
+        """Do nothing: only its blocks are kept of a request."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:

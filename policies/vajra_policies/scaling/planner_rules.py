@@ -29,7 +29,7 @@ class EngineLoad:
     queued_prefill: int = 0
     """Left to prefill."""
     scheduled_kv: int = 0
-    """In KV for requests that decode."""
+    """Tokens in KV for requests that decode."""
     queued_kv: int = 0
     """Contexts of requests that wait to decode."""
     num_decodes: int = 0
@@ -122,7 +122,7 @@ class Opinion:
 
 
 class Consolidation(Enum):
-    """Whether the other engines could take over the load of one."""
+    """Return whether the other engines could take over the load of one."""
 
     SAFE = "safe"
     REFUSED = "refused"

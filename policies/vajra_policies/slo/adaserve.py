@@ -55,7 +55,7 @@ class Wish(NamedTuple):
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
-    """How many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
+    """Return how many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
     1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by one, the draft that is accepted with the greatest chance q^j.
     """
     most_needed = min(most_needed, most_each)

@@ -54,7 +54,7 @@ class SlackChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: SlackChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
         self._sizes = config.sizes

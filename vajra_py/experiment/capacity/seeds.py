@@ -219,7 +219,7 @@ class RateEstimate:
 
     least: float
     most: float
-    """As those of a condition."""
+    """Both as in `ConditionCapacity`."""
     interval: Interval | None
     confidence: float
     conditions: tuple[ConditionCapacity, ...]

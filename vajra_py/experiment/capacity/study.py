@@ -266,7 +266,7 @@ class _Search:
     _wanted: Sequence[Probe] = field(init=False, default=())
     _pending: set[tuple[Setting, int]] = field(init=False, default_factory=set)
     _slacks: dict[Setting, dict[int, tuple[float, ...]]] = field(init=False, default_factory=dict)
-    """By setting and seed, of each condition."""
+    """Slack of each condition, by setting and seed."""
     _answer: Answer | None = field(init=False, default=None)
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
@@ -278,7 +278,7 @@ class _Search:
 
     @property
     def label(self) -> str:
-        """Of the setting."""
+        """Label of the setting."""
         return self.question.label
 
     @property

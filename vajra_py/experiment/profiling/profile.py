@@ -290,7 +290,7 @@ def _ragged(rows: int, context: int, longest: int, stream: np.random.Generator) 
 
 
 def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
-    """Any batch that a step may be: sizes spread evenly over orders of magnitude."""
+    """Return a random batch that a step may have: sizes spread evenly over orders of magnitude."""
 
     def log_uniform(low: int, high: int) -> int:
         return int(np.exp(stream.uniform(np.log(low), np.log(max(low, high) + 1))))
@@ -392,7 +392,7 @@ class _Steady:
 
     @classmethod
     def of(cls, shapes: Sequence[BatchFeatures], passes: int, journal: _Journal, typical_s: float) -> _Steady:
-        """From a whole journal."""
+        """Make it from a whole journal."""
         steady_s = journal.steady_s(typical_s)
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
         medians_s = [median(one) for one in times_s]

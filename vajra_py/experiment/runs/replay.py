@@ -116,7 +116,7 @@ class ReplayReport:
     num_requests: int
     difference: str | None
     unit: str = "steps"
-    """What `num_steps` counts: a router has no steps, and its decisions are counted."""
+    """Unit of `num_steps`: steps, or decisions for a router, which has no steps."""
 
     @property
     def is_equal(self) -> bool:

@@ -28,9 +28,9 @@ class HostOverhead:
     asynchronous: bool = False
     """True where the host's work overlaps the step before."""
     arrival_s: float = 0.0
-    """From a request's arrival to its place in the scheduler's queue."""
+    """Time from a request's arrival to its place in the scheduler's queue."""
     first_token_s: float = 0.0
-    """From the end of the step that computed a request's token to the client."""
+    """Time from the end of the step that computed a request's token to the client."""
 
     @property
     def request_s(self) -> float:

@@ -27,9 +27,9 @@ class PackedTimes:
     """Runs of steps; the steps of a run follow one another without a pause. Ticks; one value a run, but for `bends`."""
 
     gap: Ints
-    """From the end of the run before it in this list, whosever that was, to the forming of its first step; from 0 for the first."""
+    """Time from the end of the run before it in this list (of any replica) to the forming of its first step; from 0 for the first."""
     num_steps: Ints
-    """At least 1 each."""
+    """Number of steps of each, at least 1."""
     duration: Ints
     """Duration of the first step."""
     drift: Ints

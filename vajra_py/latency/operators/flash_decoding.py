@@ -186,7 +186,7 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 
 
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
-    """For each number of decodes that is not split, the batches with the fewest long contexts: one that has their median ratio."""
+    """Return for each number of decodes that is not split the batches with the fewest long contexts, as one with their median ratio."""
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]
     unsplit = [count for count in np.unique(alone[:, 0]) if not kernel.splits(int(count))]

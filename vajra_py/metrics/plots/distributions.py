@@ -217,7 +217,7 @@ def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:
 
 
 def _per_bucket(columns: dict[str, Any], edges: list[int], since: str, reduce: Any) -> Floats:
-    """For each bucket a statistic of the seconds per prompt token from `since` to the first token; NaN without requests."""
+    """Return for each bucket a statistic of the seconds per prompt token from `since` to the first token; NaN without requests."""
     took_s = columns["first_token_at"] - columns[since]
     lengths = columns["num_prompt_tokens"]
     rates = took_s / np.maximum(lengths, 1)

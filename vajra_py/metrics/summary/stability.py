@@ -71,7 +71,7 @@ class Stability:
     in_system_by_quarter: tuple[float, ...]
     """Mean requests in the system, by quarter of the arrivals' span; empty when there is no span."""
     waiting_by_quarter: tuple[float, ...]
-    """Of them those waiting for their first admission."""
+    """Mean requests waiting for their first admission, by the same quarters."""
     shed_fraction: float
     mean_waiting: float
     """Requests waiting for their first admission, mean over the window's time."""

@@ -128,7 +128,7 @@ class _Columns:
     slo: Mapping[str, NDArray[np.int8]]
     arrived_inside: NDArray[np.bool_]
     age_s: Floats
-    """From the arrival to the request's own end, or to that of the run."""
+    """Time from the arrival to the request's own end, or to that of the run."""
     rates: RateTime
 
 

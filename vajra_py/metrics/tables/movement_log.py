@@ -144,7 +144,7 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Let its KV leave: of a request that is held, that migrates, or, first seen here, whose prompt is computed meanwhile."""
+        """Note that the KV of a request leaves: of one that is held, that migrates, or, first seen here, whose prompt is computed meanwhile."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)

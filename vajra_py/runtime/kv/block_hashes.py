@@ -103,7 +103,7 @@ class TokenBlockHashes:
 
     @property
     def num_public_tokens(self) -> int:
-        """All known tokens."""
+        """Number of known tokens; all of them are public."""
         return self._num_known()
 
     def append(self, token: int) -> None:

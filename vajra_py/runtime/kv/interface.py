@@ -32,7 +32,7 @@ class KvRequest(Protocol):
         """Prompt plus generated tokens."""
 
     def __hash__(self) -> int:
-        """By identity."""
+        """Hash by identity."""
 
 
 class KvMemory(Protocol):
@@ -265,7 +265,7 @@ class KvMemory(Protocol):
         """Groups that take part in computing the token after the first `num_done_tokens`."""
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Of the first `num_done_tokens` tokens, those in each of `active_groups`."""
+        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Most tokens that a chunk may have behind `num_done_tokens`: all that remain, or up to a group's boundary."""

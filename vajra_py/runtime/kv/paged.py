@@ -656,7 +656,7 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """From now on, keep what a swap reads until `end_swap`."""
+        """Keep what a swap reads from now on, until `end_swap`."""
         self._swaps = swaps
 
     def end_swap(self, request: KvRequest) -> None:
@@ -715,7 +715,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Of the first `num_done_tokens` tokens, those in each of `active_groups`."""
+        """Tokens in each of `active_groups`, of the first `num_done_tokens` tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

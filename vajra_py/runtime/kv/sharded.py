@@ -287,7 +287,7 @@ class KvParallelMemory:
         return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Of the first `num_done_tokens` tokens, those in each of `active_groups(request, num_done_tokens)`."""
+        """Tokens in each of `active_groups(request, num_done_tokens)`, of the first `num_done_tokens` tokens."""
         groups = self.active_groups(request, num_done_tokens)
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 

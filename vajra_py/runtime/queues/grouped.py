@@ -36,7 +36,7 @@ class _Group:
     def __init__(self, name: str, key: Any) -> None:
         self.name = name
         self.key = key
-        """As last read: not above the present one, unless a fall was named."""
+        """Key as last read: not above the present one, unless a fall was named."""
         self.ranks = SortedRanks()
         self.head: Rank | None = None
         """First of `ranks` when the group was given its place."""

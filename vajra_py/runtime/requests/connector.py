@@ -84,7 +84,7 @@ class ConnectorRules:
     holding_order: Literal["begin", "urgency"] = "begin"
     """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
     on_failure: Literal["fail", "recompute"] = "fail"
-    """What becomes of requests whose load failed: they end, or compute what is missing."""
+    """Treatment of requests whose load failed: they end, or compute what is missing."""
     calls_off: bool = False
     """True if a load ends with its request; else the request's blocks are kept until it is over."""
     reports_with_steps: bool = True
@@ -112,9 +112,9 @@ class FailedLoads:
     """Requests that failed loads concern."""
 
     waiting: Sequence[Request]
-    """Those that wait for their load."""
+    """Requests that wait for their load."""
     running: Mapping[Request, int]
-    """Those that run, with their leading tokens that are valid."""
+    """Requests that run, with the number of their valid leading tokens."""
 
 
 class ConnectedKv:

@@ -358,7 +358,7 @@ class Lifecycle:
         running_set.queue.add(request, now)
 
     def load_again(self, request: Request, now: float) -> None:
-        """Nothing of a load has come: the request waits as it did before, without blocks."""
+        """Undo a load of which nothing has come: the request waits as it did before, without blocks."""
         running_set = self._running_set
         running_set.queue.remove(request)
         running_set.memory.free(request, 0)

@@ -124,7 +124,7 @@ class RunningSet:
         self.shared.begin_step()
 
     def running(self) -> Sequence[Request]:
-        """Everything resident and not in flight, in order of admission."""
+        """Requests that are resident and not in flight, in order of admission."""
         if not self.partial:
             return self.decodes()
         return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)

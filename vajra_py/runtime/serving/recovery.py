@@ -27,7 +27,7 @@ class Losses:
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
-    """Those that will be computed again, and the replica that each is bound to now (None: any that takes it)."""
+    """Requests that will be computed again, and the replica that each is bound to now (None: any that takes it)."""
 
 
 def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:

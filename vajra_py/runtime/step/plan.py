@@ -69,7 +69,7 @@ class StepPlan:
     num_preempted_before: int = 0
     """Requests that were preempted just before, in attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
-    """With several steps in flight: each entry's admission index, by which an obsolete result is recognised."""
+    """Admission index of each entry with several steps in flight, by which an obsolete result is recognised."""
     copies: Sequence[BlockCopy] = ()
     """KV blocks to move between device and host before the step runs."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
