@@ -12,14 +12,13 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, PeriodicWakeUps, by_pool, those_up
 from vajra_py.contract import (
     Layer,
     Move,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     ReplicaState,
@@ -68,7 +67,7 @@ class LlumnixConfig(PolicyConfig):
     )
 
 
-class Llumnix:
+class Llumnix(BindsOnArrival):
     """Binds on arrival to the freest replica that is up, and moves requests from the least free replicas to the freest.
 
     Freeness of a replica: the steps that its requests can still decode, (free blocks - demand) / requests. The demand is that of the
@@ -82,8 +81,7 @@ class Llumnix:
     def __init__(self, config: LlumnixConfig, context: PolicyContext) -> None:
         self._config = config
         self._block_size = context.limits.block_size
-        self._wake = context.wake
-        self._is_set = False
+        self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._place: dict[RequestView, ReplicaId] = {}
         self._running: dict[ReplicaId, dict[RequestView, None]] = {}
         """Running requests by replica, in order of admission."""
@@ -93,7 +91,8 @@ class Llumnix:
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The freest replica that is up."""
-        self._set_alarm(now)
+        if self._config.migrates:
+            self._looks.start(now)
         counted = self._config.dispatch_counts
         best = min(those_up(replicas), key=lambda one: (-self._freeness(one, counted), one.replica_id), default=None)
         if best is None:
@@ -101,10 +100,6 @@ class Llumnix:
             return None
         self._put(self._waiting, request, best.replica_id)
         return best.replica_id
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     # Freeness
 
@@ -136,11 +131,8 @@ class Llumnix:
         """A request for each pair of a replica that is short of memory and one of its pool that is not."""
         if not self._config.migrates:
             return []
-        pools: dict[str, list[ReplicaLoadView]] = {}
-        for one in replicas:
-            if one.is_up or one.state is ReplicaState.DRAINING:
-                pools.setdefault(one.pool, []).append(one)
-        return [move for pool in pools.values() for pair in self._pairs(pool) for move in self._moves(*pair)]
+        able = [one for one in replicas if one.is_up or one.state is ReplicaState.DRAINING]
+        return [move for pool in by_pool(able) for pair in self._pairs(pool) for move in self._moves(*pair)]
 
     def _pairs(self, pool: Sequence[ReplicaLoadView]) -> Iterator[tuple[ReplicaLoadView, ReplicaLoadView]]:
         """(source, target): the i-th least free of those that give away with the i-th freest of those that take."""
@@ -201,14 +193,7 @@ class Llumnix:
 
     def on_wake(self, key: str, now: float) -> None:
         """Look again after the interval, while there are requests."""
-        self._is_set = False
-        if self._place:
-            self._set_alarm(now)
-
-    def _set_alarm(self, now: float) -> None:
-        if self._config.migrates and not self._is_set:
-            self._is_set = True
-            self._wake.at(now + self._config.interval_s)
+        self._looks.woken(now, goes_on=bool(self._place))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """The request runs there from now on."""
@@ -251,15 +236,11 @@ _CHOICES: Mapping[Choice, Sequence[Callable[[Llumnix, ReplicaLoadView], RequestV
 }
 
 
-def _build(config: LlumnixConfig, context: PolicyContext) -> Llumnix:
-    return Llumnix(config, context)
-
-
 SPEC = PolicySpec(
     name="llumnix",
     layer=Layer.REPLICASET_SCHEDULER,
     config=LlumnixConfig,
-    build=_build,
+    build=Llumnix,
     summary="Each arriving request to the freest replica; live migration from replicas that are short of KV blocks.",
     source="Llumnix (OSDI'24, arXiv:2406.03243); code AlibabaPAI/llumnix",
     advice=(

@@ -6,19 +6,18 @@ Left out: the search for the numbers and kinds of machines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, those_up
 from vajra_py.contract import (
     EndedStep,
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -63,7 +62,7 @@ class Scheduled:
     """Requests that wait or run there."""
 
 
-class MixedPool:
+class MixedPool(BindsOnArrival):
     """Places both phases of a request when it arrives; replicas belong to the pool of prompts, of decodes, or the mixed one.
 
     A prompt goes to the replica of its pool with the fewest pending tokens, unless that has a long queue; then to one of the mixed pool;
@@ -115,10 +114,6 @@ class MixedPool:
             self._see(replicas)
             self._give_to(min(up, key=lambda one: (self._scheduled[one].memory, one)), placed)
         return placed.token_at
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def _see(self, replicas: Sequence[ReplicaLoadView]) -> None:
         for one in replicas:
@@ -244,15 +239,11 @@ class MixedPool:
             self._scheduled[replica_id].here.pop(request, None)
 
 
-def _build(config: MixedPoolConfig, context: PolicyContext) -> MixedPool:
-    return MixedPool(config, context)
-
-
 SPEC = PolicySpec(
     name="splitwise_mixed_pool",
     layer=Layer.REPLICASET_SCHEDULER,
     config=MixedPoolConfig,
-    build=_build,
+    build=MixedPool,
     summary="Prompts and decodes in pools of their own that lend each other replicas while one is full.",
     source="Splitwise (ISCA'24, arXiv:2311.18677); splitwise-sim, MixedPoolScheduler",
     advice=("Use it with pools of prompts and decodes whose load changes. Not with one pool."),

@@ -263,14 +263,10 @@ def _groups(pools: Sequence[PoolView]) -> list[Sequence[PoolView]]:
     return [(pool,) for pool in pools]
 
 
-def _build(config: DynamoPlannerConfig, context: PolicyContext) -> DynamoPlanner:
-    return DynamoPlanner(config, context)
-
-
 SPEC = ScalerSpec(
     name="dynamo_planner",
     config=DynamoPlannerConfig,
-    build=_build,
+    build=DynamoPlanner,
     summary="Replicas for the expected throughput, and one up or down by load, for prompts and decodes together.",
     source="NVIDIA Dynamo 1.6.1, planner",
     advice=(
