@@ -81,7 +81,7 @@ EQUIVALENT: dict[str, str] = {
     "policies/vajra_policies/target_time.py::TargetTime.solo_chunk_size chunk < num_remaining_tokens -> "
     "(chunk > num_remaining_tokens) #0": "It notes where the next search begins, not what it finds.",
     "policies/vajra_policies/programs/tool_gaps.py::ToolGaps.ttl_s 0 -> 1 #0": "A mean of 0 s is not slow either.",
-    "policies/vajra_policies/routers/thunderagent_rules.py::ThunderTable._pause 1 -> 2 #0": (
+    "policies/vajra_policies/routers/thunderagent_programs.py::ProgramTable.pause 1 -> 2 #0": (
         "A counter whose values are compared with each other alone."
     ),
     "vajra_py/runtime/serving/load.py::LiveLoads.__init__ True -> False #0": (

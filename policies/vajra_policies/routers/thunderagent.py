@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderAgentConfig, ThunderTable
+from vajra_policies.routers.thunderagent_programs import AgentProgram, ThunderAgentConfig
+from vajra_policies.routers.thunderagent_rules import Passage, ThunderTable
 from vajra_policies.routing import PeriodicWakeUps, has_room, load_in, those_up
 from vajra_py.contract import (
     EmitFigure,
