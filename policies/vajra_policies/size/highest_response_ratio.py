@@ -42,15 +42,11 @@ class HighestResponseRatio:
         self._lengths.forget(requests)
 
 
-def _build(config: HighestResponseRatioConfig, context: PolicyContext) -> HighestResponseRatio:
-    return HighestResponseRatio(config, context)
-
-
 SPEC = PolicySpec(
     name="hrrn",
     layer=Layer.REQUEST_PRIORITIZER,
     config=HighestResponseRatioConfig,
-    build=_build,
+    build=HighestResponseRatio,
     summary="Highest response ratio next: the longest wait in relation to the expected size.",
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),

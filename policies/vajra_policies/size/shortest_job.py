@@ -36,15 +36,11 @@ class ShortestJobFirst:
         self._lengths.forget(requests)
 
 
-def _build(config: ShortestJobFirstConfig, context: PolicyContext) -> ShortestJobFirst:
-    return ShortestJobFirst(config, context)
-
-
 SPEC = PolicySpec(
     name="sjf",
     layer=Layer.REQUEST_PRIORITIZER,
     config=ShortestJobFirstConfig,
-    build=_build,
+    build=ShortestJobFirst,
     summary="Shortest job first, by the size expected at arrival.",
     source="Smith (1956)",
     aliases=("shortest_job_first",),
