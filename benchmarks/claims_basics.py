@@ -73,7 +73,10 @@ CLAIMS = [
     ),
     _exact("continuum_pins", "slow tools get no pin", f"{POLICIES}/test_program_order.py"),
     _exact(
-        "target_utilization", "numbers of Kubernetes' autoscaler, with its windows", SCALERS, card=f"{SCALING}#target_utilization"
+        "target_utilization",
+        "numbers of Kubernetes' autoscaler, with its windows",
+        SCALERS,
+        card=f"{SCALING}#target_utilization",
     ),
     _exact("dynamo_planner", "thresholds, budgets and promises by hand", SCALERS, card=f"{SCALING}#dynamo_planner"),
 ]

@@ -66,7 +66,9 @@ def asks_for_lengths(spec: PolicySpec) -> bool:
     lengths = UnansweredLengths(spec.name, asked)
     options = HarnessOptions(num_replicas=2, prefix_cache=PrefixCacheOptions(), output_lengths=lengths)
     contents = [PromptContent((("shared", 32), (f"own{index}", 16))) for index in range(3)]
-    specs = [RequestSpec(f"r{index}", 0.0, 48, 2, content=content, program_id="p") for index, content in enumerate(contents)]
+    specs = [
+        RequestSpec(f"r{index}", 0.0, 48, 2, content=content, program_id="p") for index, content in enumerate(contents)
+    ]
     Harness(*layers.values(), options).run(specs)
     return bool(asked)
 
