@@ -37,6 +37,8 @@ class PrefillWaves(FixedChunk):
 
     It pays where steps of decodes alone are faster than others, for CUDA graphs, and many requests wait.
 
+    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+
     Source: vLLM, pull request 56455, "bounded prefill admission for scheduler".
     """
 

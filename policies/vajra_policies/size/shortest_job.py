@@ -18,6 +18,8 @@ class ShortestJobFirst:
     With a replica scheduler that preempts nobody for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
     bounds the wait of a long request.
 
+    Left out: nothing.
+
     Source: Smith, "Various optimizers for single-stage production", Naval Research Logistics Quarterly 1956.
     """
 
