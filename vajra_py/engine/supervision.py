@@ -44,7 +44,7 @@ class Restarter(Protocol):
     """Finds another worker for a replica that lost its own."""
 
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
-        """This worker is lost, in the replica's step of this number (the first is 1; 0: before it).
+        """Handle the loss of this worker, in the replica's step of this number (the first is 1; 0: before it).
 
         Whether another one is tried for; the outcome is reported once.
         """

@@ -171,13 +171,13 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.run_until(now)
 
     def lose(self, clock: int, replicaset: str, replica_id: int, detail: str) -> None:
-        """A server is down; what was sent to it and has given nothing is placed again. Nothing happens if it was down."""
+        """Take a server out of service; what was sent to it and has given nothing is placed again. Does nothing if it was down."""
         if self.controller.replicasets[replicaset].is_up(replica_id):
             failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1)
             self._happen(clock, failure)
 
     def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
-        """A server is up again."""
+        """Put a server back into service."""
         if not self.controller.replicasets[replicaset].is_up(replica_id):
             self._happen(clock, Restart(0, replicaset, replica_id))
 

@@ -95,7 +95,7 @@ class Connector:
     # Requests
 
     def take_in(self, record: Record) -> None:
-        """A request has come in."""
+        """Add a request that has come in."""
         self._known[record.request_id] = record
         make_lazy(record, self._num_computed)
         self.vllms.on_new_request(record.request)
@@ -104,7 +104,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """A request ends that the mechanism does not know, or not any more; nothing if the connector was notified."""
+        """Remove a request that the mechanism does not have, or not any more; does nothing if the connector was notified."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -119,7 +119,7 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request of the mechanism ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
+        """End a request of the mechanism for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
             self._late.note_end(record.request_id, wants=self._finish_of(record, own))

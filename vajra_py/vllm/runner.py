@@ -211,7 +211,7 @@ class VllmRunner:
         return scheduled
 
     def _name(self, row: _Row) -> None:
-        """Let a row be a request that the workers do not know."""
+        """Give the row a name that is new to the workers."""
         if row.name:
             self._next.finished.add(row.name)
         self._num_named += 1

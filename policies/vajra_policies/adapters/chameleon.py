@@ -115,7 +115,7 @@ class Chameleon(FixedChunk):
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Tokens return, durations are learnt."""
+        """Return tokens to quotas, and learn durations."""
         for request in requests:
             self.queues.forget(request, now)
 

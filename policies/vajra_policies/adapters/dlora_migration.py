@@ -90,7 +90,7 @@ class DloraMigration:
         return best.replica_id
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
+        """Return requests that came while no replica was up."""
         return whole_queue(replica, queued)
 
     def cost(self, counts: Counter[str]) -> float:
@@ -113,12 +113,12 @@ class DloraMigration:
             self._wake.at(now + self._config.interval_s)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request is there, and its time begins."""
+        """Start the request's time on its replica."""
         self._put(request, replica_id)
         self._began_at.setdefault(request, now)
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """The request is at its target."""
+        """Note that the request is at its target."""
         self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -77,7 +77,7 @@ class DeficitRoundRobin:
         self._turn()
 
     def on_step_end(self, step: EndedStep) -> None:
-        """The turn may have ended with the tokens that were generated."""
+        """Pass the turn on if it has ended with the tokens that were generated."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

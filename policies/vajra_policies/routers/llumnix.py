@@ -211,11 +211,11 @@ class Llumnix:
             self._wake.at(now + self._config.interval_s)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request runs there from now on."""
+        """Count the request as running there from now on."""
         self._put(self._running, request, replica_id)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """The request waits there again."""
+        """Count the request as waiting there again."""
         self._put(self._waiting, request, replica_id)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

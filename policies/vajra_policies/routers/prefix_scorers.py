@@ -91,7 +91,7 @@ class NoHitLruScorer:
         return score
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """A prompt that nobody had a part of makes its replicas the most recently used."""
+        """Make the replicas of a prompt that no replica had a part of the most recently used ones."""
         if self._asked is not None and self._asked[0] is request and self._asked[1]:
             for replica in placements.values():
                 self._used[replica.replica_id] = None

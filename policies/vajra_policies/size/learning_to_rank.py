@@ -47,7 +47,7 @@ class LearningToRank:
     """
 
     key_motion = KeyMotion.NAMED_FALLS
-    """A boost comes with time alone, at a time that is known, and ends with running."""
+    """A key falls at a known time, when its boost begins, and rises when the boost ends, by running."""
 
     def __init__(self, config: LearningToRankConfig, context: PolicyContext) -> None:
         self._starvation_s = config.starvation_s

@@ -180,7 +180,7 @@ class NanoVllmRs:
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:
-    """The victim is the largest: the least urgent, of equals the one admitted last."""
+    """Return the order of victims, the largest first: the least urgent, of equals the one admitted last."""
     return request.priority, request.admitted_index
 
 

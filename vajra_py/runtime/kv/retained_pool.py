@@ -63,7 +63,7 @@ class RetainedBlockPool(BlockPool):
         """Called with each block that is about to be overwritten, by the policy's choice."""
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
-        """Blocks in use that hold content which another block is found for."""
+        """Blocks in use with content for which lookups find another block."""
         self._copy_of: dict[int, Hashable] = {}
         self._expiries: list[tuple[float, int, CachedEntry]] = []
         """Heap of (time, number of the entry when it became idle, entry)."""

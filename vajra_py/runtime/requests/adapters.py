@@ -145,7 +145,7 @@ class Adapters:
             self._slots[name] = self._slots.pop(name)
 
     def release(self, request: Request) -> None:
-        """A request runs no longer; nothing happens to one that has no adapter."""
+        """Release the slot of a request that has stopped running; does nothing for one without an adapter."""
         users = self._users.get(request.adapter)
         if users is not None:
             users.discard(request)

@@ -55,7 +55,7 @@ class KvConnector(Protocol):
 
 
 class FormedStep(Protocol):
-    """A step, of which it matters here whom it computes."""
+    """A formed step, reduced to the requests that it computes."""
 
     def computes(self, request: Request) -> bool:
         """Return True if a running request is part of it."""
@@ -70,7 +70,7 @@ class KvReport:
     sent: Collection[Request] = ()
     """Ended requests whose blocks are needed no longer."""
     failed: Collection[Request] = ()
-    """Requests of whose load nothing has come."""
+    """Requests whose load has failed as a whole."""
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
     num_returned: int = 0
@@ -103,7 +103,7 @@ class _Load:
 @dataclass(slots=True)
 class _Kept:
     num_tokens: int
-    """Leading tokens whose KV the blocks hold, or would hold if it had come."""
+    """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]
 
 
@@ -274,13 +274,13 @@ class ConnectedKv:
         return True
 
     def admitted(self, request: Request, num_loaded_tokens: int) -> None:
-        """A request has got memory to run, and so many tokens are loaded in its first step."""
+        """Note that a request has got memory to run, and that so many tokens are loaded in its first step."""
         self._loads.pop(request, None)
         self._computes.discard(request)
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """A request gives up what was loaded for it, or came with it from another replica, because nobody can run."""
+        """Drop what was loaded for a request, or came with it from another replica, because no request can run."""
         self._loads.pop(request, None)
         self._computes.add(request)
 
@@ -417,7 +417,7 @@ class ConnectedKv:
         return False
 
     def clear(self) -> None:
-        """The replica has lost everything."""
+        """Forget everything: the replica has lost it."""
         self._loads.clear()
         self._matches.clear()
         self._kept.clear()

@@ -127,7 +127,7 @@ class AdmissionGate:
         self._num_timeless += until is None
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """A request is let in or leaves; None when it is not deferred."""
+        """Forget a request that is let in or leaves; None when it is not deferred."""
         deferral = self._deferred.pop(request, None)
         if deferral is None:
             return None

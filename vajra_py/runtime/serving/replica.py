@@ -456,7 +456,7 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """The policy can run nobody: let the least urgent of those that came with their KV give it up."""
+        """Let the least urgent of the requests that came with their KV give it up, when the policy can run none."""
         running_set, seconds = self.running_set, to_seconds(now)
         if running_set.loading and not self.num_in_flight and self._connected is not None:
             self._connected.end_loads(seconds)

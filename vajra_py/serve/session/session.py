@@ -152,7 +152,7 @@ class EngineSession:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, once it is loaded."""
+        """Engine; None before it is loaded."""
         return self.client.engine
 
     @property
