@@ -247,6 +247,13 @@ CLAIMS = [
         partial(_by_quality, "srpt", SIGMAS),
     ),
     Claim(
+        "sjf",
+        "without preemption the mean time in system is below that of FCFS",
+        "optimal",
+        2,
+        partial(_ordered, "mean", " s", {one: _one(one, batcher="fixed_chunk") for one in ("sjf", "fcfs")}),
+    ),
+    Claim(
         "trail",
         "fewer preemptions as C falls",
         "fewer",

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
     LocalReplicaView,
-    PolicyContext,
     PolicySpec,
     Refusal,
     RequestView,
@@ -154,15 +152,11 @@ def _admission(request: RequestView) -> int:
     return request.admitted_index
 
 
-def _build(config: PreemptiveConfig, context: PolicyContext) -> Preemptive:
-    return Preemptive(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="preemptive",
     layer=Layer.REPLICA_SCHEDULER,
     config=PreemptiveConfig,
-    build=_build,
+    build=Preemptive,
     summary="The most urgent requests run, and those that run are paused or preempted for more urgent ones that wait.",
     source="FastServe (arXiv:2305.05920); LTR (arXiv:2408.15792)",
     advice=(

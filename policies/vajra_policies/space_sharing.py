@@ -127,15 +127,11 @@ def spared_fraction(slack: float) -> float:
     return min(max(slack, 0.0), MAX_SPARED_FRACTION)
 
 
-def _build(config: SpaceSharingConfig, context: PolicyContext) -> SpaceSharing:
-    return SpaceSharing(config, context)
-
-
 SPEC = PolicySpec(
     name="space_sharing",
     layer=Layer.REPLICA_SCHEDULER,
     config=SpaceSharingConfig,
-    build=_build,
+    build=SpaceSharing,
     summary="Dynamic chunks; at most one very long prefill a step, which leaves short prompts what its slack allows.",
     source="Medha (arXiv:2409.17264), space sharing; Vajra's scheduling architecture",
     advice=(

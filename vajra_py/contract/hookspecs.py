@@ -141,7 +141,7 @@ AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSp
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A whole system's settings by name: all three layers and the replica's options."""
+    """A whole system's settings by name: all three layers, the replica's options, and pools where it has some."""
 
     name: str
     summary: str
@@ -150,6 +150,14 @@ class Preset:
     """Contents of `scheduling:` in YAML, all three layers."""
     replica: Mapping[str, Any] = field(default_factory=dict)
     """Contents of `replica:` in YAML: batch limits, memory and prefix-cache options."""
+    replicaset: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a replicaset in YAML: `pools`, `hand_off`, `links`. A file's `num_replicas` is divided among the pools in the
+    proportion of their own numbers."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All that it sets, as a file would."""
+        return {"scheduling": self.scheduling, "replica": self.replica, **self.replicaset}
 
 
 @dataclass(frozen=True, slots=True)

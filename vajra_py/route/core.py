@@ -170,10 +170,15 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.events.bring_forward(now)
         self._driver.run_until(now)
 
-    def lose(self, clock: int, replicaset: str, replica_id: int, detail: str) -> None:
-        """Take a server out of service; what was sent to it and has given nothing is placed again. Does nothing if it was down."""
+    def lose(
+        self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
+    ) -> None:
+        """Take a server out of service; what is at it and has given nothing is placed again. Does nothing if it was down.
+
+        `sent`: the requests for which that was a try, since they were really sent; None: all that are at it.
+        """
         if self.controller.replicasets[replicaset].is_up(replica_id):
-            failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1)
+            failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1, sent)
             self._happen(clock, failure)
 
     def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
@@ -232,6 +237,7 @@ class RouteCore(Backend[BackendReplica]):
         if end == AGAIN:
             request.num_losses += 1
             if request.num_losses < self._max_tries and not request.num_output_tokens:
+                self.controller.replicasets[request.replicaset].avoid(request, remote.replica_id)
                 self._place_again(remote, request)
                 self._driver.wake(replica)
                 return
@@ -287,7 +293,10 @@ class RouteCore(Backend[BackendReplica]):
 
     def cancel(self, replica: BackendReplica) -> int:
         """See `Backend`."""
-        cast(RemoteReplica, replica.replica).reported = None
+        remote = cast(RemoteReplica, replica.replica)
+        remote.reported = None
+        for request in remote.running_set.running():
+            self.controller.replicasets[remote.replicaset].avoid(request, remote.replica_id)
         return self._driver.now
 
     def on_placed(self, request: Request, replicas: Sequence[BackendReplica]) -> None:

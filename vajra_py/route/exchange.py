@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from vajra_py.contract.observer import EndReason
 from vajra_py.route.body import for_prompt, with_kv
 from vajra_py.route.client import Headers
-from vajra_py.route.connections import ServerAnswer, ServerFault
+from vajra_py.route.connections import Connection, ServerAnswer, ServerFault
 from vajra_py.route.core import AGAIN, PROMPT
 from vajra_py.route.session import Place, Routed, RouteSession
 from vajra_py.serve.api.answers import event, failure
@@ -158,12 +158,20 @@ class Exchange:
         except ServerFault as fault:
             await self._failed(place, fault)
 
+    async def _connect(self, place: Place) -> Connection:
+        client = self._session.client
+        assert client is not None
+        connection = await client.connect(place.url)
+        self.routed.is_sent = True  # the caller sends at once
+        return connection
+
     async def _prompt_at(self, place: Place) -> None:
         session, client = self._session, self._session.client
         assert client is not None
         try:
             body = for_prompt(from_json(self._raw))
-            self.routed.kv_params = await client.prompt_params(place.url, self._scope["path"], body, self._headers)
+            connection = await self._connect(place)
+            self.routed.kv_params = await client.prompt_params(connection, self._scope["path"], body, self._headers)
         except ServerFault as fault:
             if 400 <= fault.status < 500 and fault.status not in _BUSY:
                 self._refused = fault.status, fault.body, "application/json"
@@ -183,7 +191,8 @@ class Exchange:
         body = self._raw
         if self.routed.kv_params is not None:
             body, self.routed.kv_params = with_kv(from_json(body), self.routed.kv_params), None
-        answer = await client.post(place.url, self._scope["path"], body, self._headers)
+        connection = await self._connect(place)
+        answer = await client.post(connection, self._scope["path"], body, self._headers)
         is_at_end = False
         try:
             if answer.status >= 500 or answer.status == 429:

@@ -67,6 +67,8 @@ class Routed:
     end: End | None = None
     kv_params: Any = None
     """Parameters by which the next server gets its KV."""
+    is_sent: bool = False
+    """True if the server that it is at has taken a connection for it, so that this counts as a try."""
     has_begun: bool = False
     """True if its client has got a part of the answer."""
     server: _Server | None = None
@@ -251,7 +253,9 @@ class RouteSession:
         for routed in [one for one in self._servers[place.replicaset, place.replica_id].routed if one.has_begun]:
             if routed.request is not None:
                 self.answer(routed, routed.request.num_output_tokens, EndReason.FAILED.value, detail)
-        self.core.lose(self._clock.now(), place.replicaset, place.replica_id, detail)
+        at_it = self._servers[place.replicaset, place.replica_id].routed
+        sent = tuple(one.request.request_id for one in at_it if one.is_sent and one.request is not None)
+        self.core.lose(self._clock.now(), place.replicaset, place.replica_id, detail, sent)
         self._set_timer()
 
     def _submitted(self, request: Request, payload: Any) -> None:
@@ -263,7 +267,7 @@ class RouteSession:
         routed = self._routed[request]
         self._forget(routed)
         server.routed[routed] = None
-        routed.server = server
+        routed.server, routed.is_sent = server, False
         routed.place = Place(replicaset, replica_id, server.url, server.leaves)
         routed.on_news()
 

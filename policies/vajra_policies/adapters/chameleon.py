@@ -9,7 +9,6 @@ from pydantic import Field
 
 from vajra_policies.adapters.size_queues import SizeFacts, SizeQueues
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import (
     BatchBuilder,
@@ -70,7 +69,7 @@ class Chameleon(FixedChunk):
     """Queues are looked at only where a request waits and the batch has room; one that has admitted none admits its first."""
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._config = config
         self._lengths = Lengths(config, context.output_lengths)
         num_tokens = context.limits.num_blocks * context.limits.block_size
@@ -174,15 +173,11 @@ class Chameleon(FixedChunk):
             self._uses[name] /= 2.0
 
 
-def _build(config: ChameleonConfig, context: PolicyContext) -> Chameleon:
-    return Chameleon(config, context)
-
-
 SPEC = PolicySpec(
     name="chameleon",
     layer=Layer.REPLICA_SCHEDULER,
     config=ChameleonConfig,
-    build=_build,
+    build=Chameleon,
     summary="Queues by predicted size with quotas of KV tokens, and adapters that stay loaded by use, recency and size.",
     source="Chameleon (Iliakopoulou et al., MICRO'25, arXiv:2411.17741)",
     advice=(

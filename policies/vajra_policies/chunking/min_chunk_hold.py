@@ -8,17 +8,7 @@ from itertools import chain
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
-from vajra_py.contract import (
-    BatchBuilder,
-    Layer,
-    LocalReplicaView,
-    PolicyContext,
-    PolicySpec,
-    PreemptionMode,
-    RequestView,
-    fill,
-)
+from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyContext, PolicySpec, RequestView, fill
 
 
 class MinChunkHoldConfig(FixedChunkConfig):
@@ -48,11 +38,13 @@ class MinChunkHold(FixedChunk):
     It pays where a step with prompts has a cost of its own (kernels that a small chunk leaves idle, no CUDA graph); with step times
     that are linear in tokens it delays first tokens for nothing.
 
+    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+
     Source: vLLM, pull request 54145, "Batch small prefill chunks under decode load".
     """
 
-    def __init__(self, config: MinChunkHoldConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: MinChunkHoldConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._min_chunk = config.min_chunk
         self._max_delay_steps = config.max_delay_steps
         self._num_held: dict[RequestView, int] = {}
@@ -96,15 +88,11 @@ class MinChunkHold(FixedChunk):
         return num_tokens
 
 
-def _build(config: MinChunkHoldConfig, context: PolicyContext) -> MinChunkHold:
-    return MinChunkHold(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="min_chunk_hold",
     layer=Layer.REPLICA_SCHEDULER,
     config=MinChunkHoldConfig,
-    build=_build,
+    build=MinChunkHold,
     summary="Small chunks of prompts wait for one another while requests decode, for a bounded number of steps.",
     source="vLLM, pull request 54145",
     advice=(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     Refusal,
     RequestView,
     SchedulerTraits,
@@ -39,13 +37,15 @@ class PrefillWaves(FixedChunk):
 
     It pays where steps of decodes alone are faster than others, for CUDA graphs, and many requests wait.
 
+    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+
     Source: vLLM, pull request 56455, "bounded prefill admission for scheduler".
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
 
-    def __init__(self, config: PrefillWavesConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
-        super().__init__(config, mode)
+    def __init__(self, config: PrefillWavesConfig, context: PolicyContext) -> None:
+        super().__init__(config, context)
         self._wave_slots = config.wave_slots
         self._num_new = 0
         """Waiting prompts that the wave may still take."""
@@ -88,15 +88,11 @@ class PrefillWaves(FixedChunk):
         return num_tokens
 
 
-def _build(config: PrefillWavesConfig, context: PolicyContext) -> PrefillWaves:
-    return PrefillWaves(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="prefill_waves",
     layer=Layer.REPLICA_SCHEDULER,
     config=PrefillWavesConfig,
-    build=_build,
+    build=PrefillWaves,
     summary="Decodes alone while they fill the batch; when they do not, a bounded wave of prompts at once.",
     source="vLLM, pull request 56455",
     advice=(

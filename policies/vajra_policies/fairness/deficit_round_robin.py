@@ -29,6 +29,8 @@ class DeficitRoundRobin:
     afterwards only), and a tenant in debt is passed over until its turns have paid it. Credit that is left is lost when
     a tenant waits no more; a debt stays for as long as it is owed, and nothing else is kept of a tenant that has left.
 
+    Left out: nothing.
+
     Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round-robin", SIGCOMM'95; with debt, and with this
     quantum, the baseline of VTC (OSDI'24).
     """

@@ -31,7 +31,7 @@ class Preflow:
     Short prompts go before long ones, a prompt near its end before one that begins, and no request waits for ever. Waiting prompts and those
     in progress are in one line, so use it with a chunked scheduler such as `fixed_chunk`.
 
-    Unverified: the default of D. The source runs on replicas that only compute prompts.
+    Left out: nothing of the rule; the source runs on replicas that only compute prompts. Unverified: the default of D.
 
     Source: PREFLOW, "slowdown-aware scheduler for PD prefill" (vllm-ascend, pull request 16360).
     """

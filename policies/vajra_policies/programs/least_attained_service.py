@@ -43,6 +43,8 @@ class LeastAttainedService:
     fade in one proportion, and waits grow alike. What comes, is admitted or ends may change all of them. Service is dropped after an
     hour in which nothing of the program has ended.
 
+    Left out: llm-d's bands of priority and the limits of its queues.
+
     Source: llm-d's router, flow-control plugin `program-aware-fairness`, strategy `las`.
     """
 

@@ -5,7 +5,7 @@ Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,17 +13,11 @@ from vajra_policies.routers import figures
 from vajra_policies.routers.block_index import RecentBlocks
 from vajra_policies.routers.figures import Integers
 from vajra_policies.routers.sglang_cache_aware import CacheAwareConfig
-from vajra_policies.routing import whole_queue
-from vajra_py.contract import (
-    PolicyContext,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival
+from vajra_py.contract import PolicyContext, ReplicaId, ReplicaLoadView, RequestView
 
 
-class CacheAware:
+class CacheAware(BindsOnArrival):
     """Uneven load: the least loaded replica. Else the longest common prefix, if it is long enough; else the least loaded one.
 
     Load is the number of requests in flight; load is uneven if max - min > `balance_abs_threshold` and max >
@@ -52,10 +46,6 @@ class CacheAware:
         self._replica_of[request] = chosen
         self._sent.add(request.block_hashes(), chosen)
         return chosen
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Ended requests are no load."""

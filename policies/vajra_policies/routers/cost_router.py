@@ -5,7 +5,7 @@ Source: Dynamo 1.6.1, `lib/kv-router/src/scheduling/selector/default.rs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,17 +14,11 @@ from vajra_policies.routers.active_sequences import ActiveSequences
 from vajra_policies.routers.block_index import ExpiringBlocks
 from vajra_policies.routers.dynamo_kv_router import CostRouterConfig
 from vajra_policies.routers.figures import Floats, Integers
-from vajra_policies.routing import whole_queue
-from vajra_py.contract import (
-    PolicyContext,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival
+from vajra_py.contract import PolicyContext, ReplicaId, ReplicaLoadView, RequestView
 
 
-class CostRouter:
+class CostRouter(BindsOnArrival):
     """cost = prefill_load_scale * max(blocks to compute - credit, 0) + blocks to hold + weight * active requests.
 
     Blocks to compute: the replica's and this prompt's tokens, in fractions of blocks. Blocks to hold: the union of the full
@@ -60,10 +54,6 @@ class CostRouter:
         if self._sent is not None:
             self._sent.add(blocks, chosen, now)
         return chosen
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Note that a request may have its first token from now on."""

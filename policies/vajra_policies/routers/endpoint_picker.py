@@ -1,5 +1,7 @@
 """A router that is composed of filters, weighted scorers and a picker, as llm-d's endpoint picker: its parameters.
 
+Left out: flow control, which admission policies have here.
+
 Source: llm-d-router, `pkg/epp`: scheduling profiles, `single-profile-handler`, `disagg-profile-handler`.
 """
 

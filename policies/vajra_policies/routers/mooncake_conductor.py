@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from vajra_policies.routing import those_up, whole_queue
+from vajra_policies.routing import BindsOnArrival, those_up
 from vajra_py.contract import (
     Layer,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
     PrefillTime,
-    QueueView,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -22,14 +21,15 @@ class MooncakeConductorConfig(PolicyConfig):
     """`mooncake_conductor` has no parameters."""
 
 
-class MooncakeConductor:
+class MooncakeConductor(BindsOnArrival):
     """Least T = T_queue + T_prefill(p, h): the prefill times of what was sent there and is not computed, and the request's own.
 
     T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached; h is what the replica holds of it now. Ties go to
-    the replica with the fewer requests that compute their prompts, then to the lowest id.
+    the replica with the fewer requests that compute their prompts, then to the lowest id. A request whose prompt was computed in another
+    pool goes to the replica with the fewest requests.
 
     `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the replica that holds most of it,
-    and so the threshold from which Mooncake weighs one; the choice of the decode replica, which is the replicaset's.
+    and so the threshold from which Mooncake weighs one; the time between tokens, by which it chooses the decode replica.
 
     Source: Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST'25 (arXiv:2407.00079),
     Algorithm 1.
@@ -47,6 +47,8 @@ class MooncakeConductor:
         up = those_up(replicas)
         if not up:
             return None
+        if request.is_prefill_complete:
+            return min(up, key=lambda one: (one.num_running + one.num_waiting, one.replica_id)).replica_id
         ranked = []
         for one in up:
             hit = min(one.prefix_hit_tokens(request), request.num_prompt_tokens - 1)
@@ -57,10 +59,6 @@ class MooncakeConductor:
         self._queues.setdefault(chosen, {})[request] = hit
         self._sent_to[request] = chosen
         return chosen
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget them."""

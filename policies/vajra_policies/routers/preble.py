@@ -6,7 +6,7 @@ Source: Preble (arXiv:2407.00023), section 4; code WukLab/preble.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +15,8 @@ from vajra_policies.routers import figures
 from vajra_policies.routers.block_index import RecentBlocks
 from vajra_policies.routers.figures import Floats, Integers
 from vajra_policies.routers.preble_e2 import E2Config
-from vajra_policies.routing import whole_queue
-from vajra_py.contract import (
-    BatchFeatures,
-    PolicyContext,
-    QueueView,
-    ReplicaId,
-    ReplicaLoadView,
-    RequestView,
-)
+from vajra_policies.routing import BindsOnArrival
+from vajra_py.contract import BatchFeatures, PolicyContext, ReplicaId, ReplicaLoadView, RequestView
 
 
 @dataclass(slots=True)
@@ -33,7 +26,7 @@ class _Placed:
     cost_s: float
 
 
-class E2:
+class E2(BindsOnArrival):
     """Exploit: if the longest cached prefix is longer than what is left to compute, the least loaded of its holders.
 
     Explore: the least of load + cost of this prompt there. Load is the work sent within the window: predicted time of the uncached
@@ -70,10 +63,6 @@ class E2:
         self._count[chosen] += 1
         self._sent.add(request.block_hashes(), chosen)
         return chosen
-
-    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Requests that came while no replica was up."""
-        return whole_queue(replica, queued)
 
     def _choice(self, prompt: int, ids: Integers, cached: Integers, costs: Floats) -> int:
         load = self._load[ids]

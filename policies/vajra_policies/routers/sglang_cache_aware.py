@@ -1,5 +1,7 @@
 """SGLang's cache-aware router: to the replica that got the longest common prefix, unless load is too uneven.
 
+Left out: characters, by which SGLang compares prompts; here whole KV blocks count.
+
 Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 """
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vajra_policies.routers.thunderagent_rules import AgentProgram, Passage, ThunderAgentConfig, ThunderTable
-from vajra_policies.routing import has_room, load_in, those_up
+from vajra_policies.routers.thunderagent_programs import AgentProgram, ThunderAgentConfig
+from vajra_policies.routers.thunderagent_rules import Passage, ThunderTable
+from vajra_policies.routing import PeriodicWakeUps, has_room, load_in, those_up
 from vajra_py.contract import (
     EmitFigure,
     EndReason,
@@ -33,13 +34,14 @@ class ThunderAgent:
     replica with the least tokens. What a call's priority is changed by is emitted as `priority_jump_s`, and orders the calls that a replica
     takes from the shared queue.
 
+    Left out: what the paper has beyond Dynamo's router.
+
     Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`).
     """
 
     def __init__(self, config: ThunderAgentConfig, block_size: int, wake: WakeUps, emit: EmitFigure) -> None:
         self._block_size = block_size
         self._timeout_s = config.resume_timeout_s
-        self._interval_s = config.scheduler_interval_s
         self._load = load_in("tokens")
         self._wake = wake
         self._emit = emit
@@ -50,14 +52,14 @@ class ThunderAgent:
         """Calls of each paused program."""
         self._ready: dict[ReplicaId, dict[RequestView, float]] = {}
         """Calls in the shared queue that a replica may take, with the time by which they are ordered; -1: any replica."""
-        self._ticks = False
+        self._ticks = PeriodicWakeUps(wake, config.scheduler_interval_s, _TICK)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica of the request's program; None while the program is paused."""
         self._look_at(replicas)
         if request.program is None:
             return self._least_loaded(request, replicas)
-        self._start_ticks(now)
+        self._ticks.start(now)
         name = request.program.program_id
         if request in self._calls.get(name, ()) or request in self._held.get(name, ()):  # its replica was lost
             program = self._table.programs.get(name)
@@ -85,14 +87,12 @@ class ThunderAgent:
             passage = self._table.force(key, now)
             self._let_go_on([] if passage is None else [passage], now)
             return
-        self._ticks = False
         for name, calls in self._calls.items():
             program = self._table.programs.get(name)
             if program is not None and calls:
                 program.tokens = self._num_tokens(name)
         self._let_go_on(self._table.tick(now), now)
-        if self._table.programs:
-            self._start_ticks(now)
+        self._ticks.woken(now, goes_on=bool(self._table.programs))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A request that waited in the shared queue has been taken."""
@@ -144,11 +144,6 @@ class ThunderAgent:
     def _num_tokens(self, name: str) -> int:
         """Tokens of the program's calls that run or wait at their replica."""
         return sum(request.num_known_tokens for request in self._calls.get(name, ()))
-
-    def _start_ticks(self, now: float) -> None:
-        if not self._ticks:
-            self._ticks = True
-            self._wake.at(now + self._interval_s, _TICK)
 
     # Held calls
 

@@ -18,6 +18,8 @@ class HighestResponseRatio:
     The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age fast, and a
     long one overtakes every later short one after a while, so nobody starves.
 
+    Left out: nothing.
+
     Source: Brinch Hansen, "An analysis of response ratio scheduling", IFIP Congress 1971.
     """
 
@@ -42,15 +44,11 @@ class HighestResponseRatio:
         self._lengths.forget(requests)
 
 
-def _build(config: HighestResponseRatioConfig, context: PolicyContext) -> HighestResponseRatio:
-    return HighestResponseRatio(config, context)
-
-
 SPEC = PolicySpec(
     name="hrrn",
     layer=Layer.REQUEST_PRIORITIZER,
     config=HighestResponseRatioConfig,
-    build=_build,
+    build=HighestResponseRatio,
     summary="Highest response ratio next: the longest wait in relation to the expected size.",
     source="Brinch Hansen (1971)",
     aliases=("highest_response_ratio_next",),

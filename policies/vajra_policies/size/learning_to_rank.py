@@ -101,15 +101,11 @@ class LearningToRank:
         return now - self._last_run_at.get(request, request.arrived_at) >= self._starvation_s
 
 
-def _build(config: LearningToRankConfig, context: PolicyContext) -> LearningToRank:
-    return LearningToRank(config, context)
-
-
 SPEC = PolicySpec(
     name="ltr",
     layer=Layer.REQUEST_PRIORITIZER,
     config=LearningToRankConfig,
-    build=_build,
+    build=LearningToRank,
     summary="Shortest expected output first, by rank; who has not run for long is boosted.",
     source="LTR (Fu et al., NeurIPS'24, arXiv:2408.15792)",
     aliases=("learning_to_rank",),

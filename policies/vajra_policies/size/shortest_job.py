@@ -18,6 +18,8 @@ class ShortestJobFirst:
     With a replica scheduler that preempts nobody for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
     bounds the wait of a long request.
 
+    Left out: nothing.
+
     Source: Smith, "Various optimizers for single-stage production", Naval Research Logistics Quarterly 1956.
     """
 
@@ -36,15 +38,11 @@ class ShortestJobFirst:
         self._lengths.forget(requests)
 
 
-def _build(config: ShortestJobFirstConfig, context: PolicyContext) -> ShortestJobFirst:
-    return ShortestJobFirst(config, context)
-
-
 SPEC = PolicySpec(
     name="sjf",
     layer=Layer.REQUEST_PRIORITIZER,
     config=ShortestJobFirstConfig,
-    build=_build,
+    build=ShortestJobFirst,
     summary="Shortest job first, by the size expected at arrival.",
     source="Smith (1956)",
     aliases=("shortest_job_first",),

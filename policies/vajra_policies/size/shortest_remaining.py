@@ -16,6 +16,8 @@ class ShortestRemaining:
     With `preemptive` and the oracle's lengths this is the optimal rule for the mean time in system of one server. A request
     that has outlived its estimate counts as one token; one that lost its memory has its known tokens to compute again.
 
+    Left out: nothing.
+
     Source: Schrage, "A proof of the optimality of the shortest remaining processing time discipline", Operations Research
     1968; its mean for Poisson arrivals: Schrage and Miller, Operations Research 1966.
     """
@@ -31,15 +33,11 @@ class ShortestRemaining:
         return self._prompt_weight * request.num_remaining_tokens + self._lengths.remaining(request)
 
 
-def _build(config: ShortestRemainingConfig, context: PolicyContext) -> ShortestRemaining:
-    return ShortestRemaining(config, context)
-
-
 SPEC = PolicySpec(
     name="srpt",
     layer=Layer.REQUEST_PRIORITIZER,
     config=ShortestRemainingConfig,
-    build=_build,
+    build=ShortestRemaining,
     summary="Shortest remaining processing time first, by expected output and what is left of the prompt.",
     source="Schrage (1968)",
     aliases=("shortest_remaining_processing_time",),

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -115,7 +114,7 @@ class AdaServe(FixedChunk):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: AdaServeConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._budget, self._most_needed = config.budget_tokens, config.most_needed
         self._prior = (config.prior_drafts, config.prior_drafts * config.acceptance)
         self._latency = context.latency
@@ -153,15 +152,11 @@ class AdaServe(FixedChunk):
         return Wish((now - known.begun_at + step_s) / pace_s - (request.num_output_tokens - 1), chance)
 
 
-def _build(config: AdaServeConfig, context: PolicyContext) -> AdaServe:
-    return AdaServe(config, context)
-
-
 SPEC = PolicySpec(
     name="adaserve",
     layer=Layer.REPLICA_SCHEDULER,
     config=AdaServeConfig,
-    build=_build,
+    build=AdaServe,
     summary="Gives each decode the drafts that its promised pace needs, and the rest of a budget to the likeliest drafts.",
     source="AdaServe (arXiv:2501.12162)",
     advice=(

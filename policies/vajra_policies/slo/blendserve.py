@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.size.lengths import LengthConfig, Lengths
 from vajra_py.contract import (
     BatchBuilder,
@@ -61,7 +60,7 @@ class Blendserve(FixedChunk):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: BlendserveConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._compute_rate, self._read_rate = config.compute_tokens_per_s, config.read_tokens_per_s
         self._lengths = Lengths(config, context.output_lengths)
         self._block_size = context.limits.block_size
@@ -128,15 +127,11 @@ class Blendserve(FixedChunk):
                 return
 
 
-def _build(config: BlendserveConfig, context: PolicyContext) -> Blendserve:
-    return Blendserve(config, context)
-
-
 SPEC = PolicySpec(
     name="blendserve",
     layer=Layer.REPLICA_SCHEDULER,
     config=BlendserveConfig,
-    build=_build,
+    build=Blendserve,
     summary="Offline requests from both ends of an order by computing over reading, so that both overlap.",
     source="BlendServe (ASPLOS'26, arXiv:2411.16102)",
     advice=(

@@ -151,15 +151,11 @@ class Jitserve:
         return sum(self._durations) / len(self._durations)
 
 
-def _build(config: JitserveConfig, context: PolicyContext) -> Jitserve:
-    return Jitserve(config, context)
-
-
 SPEC = PolicySpec(
     name="jitserve",
     layer=Layer.REQUEST_PRIORITIZER,
     config=JitserveConfig,
-    build=_build,
+    build=Jitserve,
     summary="The most reward, in tokens served in time, for the remaining time first.",
     source="JITServe (NSDI'26, arXiv:2504.20068)",
     advice=(

@@ -10,7 +10,6 @@ from typing import Literal
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     EndReason,
@@ -74,7 +73,7 @@ class PastFuture(FixedChunk):
 
     def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
         limits = context.limits
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._window = config.window
         self._length_source = config.lengths
         self._predictor = context.output_lengths
@@ -140,15 +139,11 @@ def _to_come(entry: tuple[float, float]) -> float:
     return entry[1]
 
 
-def _build(config: PastFutureConfig, context: PolicyContext) -> PastFuture:
-    return PastFuture(config, context)
-
-
 SPEC = PolicySpec(
     name="past_future",
     layer=Layer.REPLICA_SCHEDULER,
     config=PastFutureConfig,
-    build=_build,
+    build=PastFuture,
     summary="Fixed chunks; a request is admitted while the expected peak of KV memory fits.",
     source="Past-Future (Gong et al., ASPLOS'25, arXiv:2507.10150)",
     advice=(

@@ -8,7 +8,6 @@ from math import ceil
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_policies.slo.promises import promised_tpot_s
 from vajra_py.contract import (
     BatchBuilder,
@@ -59,7 +58,7 @@ class Scorpio(FixedChunk):
     """Steps differ by their credits; the request with the tightest promise runs in each, and no request is kept out of an idle replica."""
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._default_tpot_s = config.default_tpot_s
         self._rejects = config.rejects
         self._latency = context.latency
@@ -138,15 +137,11 @@ class Scorpio(FixedChunk):
         return True
 
 
-def _build(config: ScorpioConfig, context: PolicyContext) -> Scorpio:
-    return Scorpio(config, context)
-
-
 SPEC = PolicySpec(
     name="scorpio",
     layer=Layer.REPLICA_SCHEDULER,
     config=ScorpioConfig,
-    build=_build,
+    build=Scorpio,
     summary="Decodes run as often as their promises need; prompts are let in while these hold, and turned away when late.",
     source="SCORPIO (arXiv:2505.23022)",
     advice=(

@@ -14,7 +14,6 @@ from vajra_py.contract import (
     LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    PreemptionMode,
     RequestView,
     SchedulerTraits,
     SteadyState,
@@ -56,10 +55,10 @@ class SlackChunk:
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
     """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
-    def __init__(self, config: SlackChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
+    def __init__(self, config: SlackChunkConfig, context: PolicyContext) -> None:
         self._sizes = config.sizes
         self._safety = config.safety_factor
-        self._mode = mode
+        self._mode = preemption_mode(config, context)
         self._due = DueTimes()
         self._slack_s = 0.0
 
@@ -90,15 +89,11 @@ class SlackChunk:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
 
-def _build(config: SlackChunkConfig, context: PolicyContext) -> SlackChunk:
-    return SlackChunk(config, preemption_mode(config, context))
-
-
 SPEC = PolicySpec(
     name="slack_chunk",
     layer=Layer.REPLICA_SCHEDULER,
     config=SlackChunkConfig,
-    build=_build,
+    build=SlackChunk,
     summary="Decodes first, then prompts by urgency, as many tokens as the tightest promise of a decode leaves time for.",
     source="QoServe / Niyama (arXiv:2503.22562, ASPLOS'26)",
     advice=(

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from pydantic import Field
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
-from vajra_policies.preemption import preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     BatchFeatures,
@@ -89,7 +88,7 @@ class SlosServe(FixedChunk):
     traits = SchedulerTraits(is_work_conserving=True)
 
     def __init__(self, config: SlosServeConfig, context: PolicyContext) -> None:
-        super().__init__(config, preemption_mode(config, context))
+        super().__init__(config, context)
         self._step_s = config.step_s
         self._latency = context.latency
         self._admitted: dict[RequestView, bool] = {}
@@ -183,15 +182,11 @@ def _due_at(request: RequestView) -> float:
     return request.arrived_at + (request.ttft_slo_s or 0.0)
 
 
-def _build(config: SlosServeConfig, context: PolicyContext) -> SlosServe:
-    return SlosServe(config, context)
-
-
 SPEC = PolicySpec(
     name="slos_serve",
     layer=Layer.REPLICA_SCHEDULER,
     config=SlosServeConfig,
-    build=_build,
+    build=SlosServe,
     summary="Admits the most requests whose promised first tokens can all be kept; the others are best effort.",
     source="SLOs-Serve (arXiv:2504.08784)",
     advice=(

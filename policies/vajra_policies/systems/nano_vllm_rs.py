@@ -195,15 +195,11 @@ def _swap_out(batch: BatchBuilder, victim: RequestView) -> bool:
     return batch.preempt(victim, PreemptionMode.SWAP) is None or batch.preempt(victim) is None
 
 
-def _build(config: NanoVllmRsConfig, context: PolicyContext) -> NanoVllmRs:
-    return NanoVllmRs(config, context)
-
-
 SPEC = PolicySpec(
     name="nano_vllm_rs",
     layer=Layer.REPLICA_SCHEDULER,
     config=NanoVllmRsConfig,
-    build=_build,
+    build=NanoVllmRs,
     summary="Rust nano-vllm: mixed steps, chunks, priorities, preemption to host memory with resume.",
     source="nano-vllm-rs, scheduler document",
     advice=(

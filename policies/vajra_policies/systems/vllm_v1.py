@@ -227,15 +227,11 @@ def _priority_and_arrival(request: RequestView) -> tuple[int, float]:
     return request.priority, request.arrived_at
 
 
-def _build(config: VllmV1Config, context: PolicyContext) -> VllmV1:
-    return VllmV1(config, context)
-
-
 SPEC = PolicySpec(
     name="vllm_v1",
     layer=Layer.REPLICA_SCHEDULER,
     config=VllmV1Config,
-    build=_build,
+    build=VllmV1,
     summary="vLLM V1: running requests in order of admission, then waiting ones, under one token budget.",
     source="vLLM 0.33, V1 scheduler",
     advice=(

@@ -39,7 +39,11 @@ from vajra_py.runtime.support.clock import to_seconds, to_ticks
 MAX_FRUITLESS = 100_000
 """Times in a row that a policy may defer requests although nothing else happens in between."""
 
+MAX_DEFERRALS, DEFERRALS_S = 10_000, 0.1
+"""Times that one request may be deferred until some time within this many seconds: on average 10 us, shorter than any step."""
+
 MakeHashes = Callable[[int], BlockHashes | None]
+_COUNTED_TICKS = to_ticks(DEFERRALS_S)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +53,8 @@ class Deferral:
     Attributes:
         make_hashes: identifies the blocks of its prompt, given a block size.
         until: tick at which the policy is called again; None: when something changes.
+        counted_from: tick from which its last deferrals until some time are counted.
+        num_counted: number of these.
         is_void: whether the policy was called again, or the request has ended.
     """
 
@@ -56,7 +62,23 @@ class Deferral:
     facts: RequestFacts
     make_hashes: MakeHashes
     until: int | None = None
+    counted_from: int = 0
+    num_counted: int = 0
     is_void: bool = False
+
+    def _is_counted(self, now: int) -> bool:
+        return now <= self.counted_from + _COUNTED_TICKS and self.num_counted > 0
+
+    def is_last(self, now: int) -> bool:
+        """Return True if another deferral until some time would be one too many."""
+        return self.num_counted >= MAX_DEFERRALS and self._is_counted(now)
+
+    def following(self, until: int | None, now: int) -> Deferral:
+        """Return the deferral that follows this one."""
+        if until is None:
+            return replace(self, until=None, is_void=False)
+        counted_from, num_counted = (self.counted_from, self.num_counted + 1) if self._is_counted(now) else (now, 1)
+        return replace(self, until=until, counted_from=counted_from, num_counted=num_counted, is_void=False)
 
 
 class AdmissionGate:
@@ -122,7 +144,7 @@ class AdmissionGate:
         tick = None if until is None else max(_tick_from(until), now + 1)
         if request.state is not RequestState.DEFERRED:
             request.move_to(RequestState.DEFERRED)
-        self._deferred[request] = replace(deferral, until=tick, is_void=False)
+        self._deferred[request] = deferral.following(tick, now)
         self._num_deferred[request.replicaset] += 1
         self._num_timeless += until is None
 
@@ -177,6 +199,9 @@ class AdmissionGate:
             wrong = _wrong_refusal(decision)
         elif isinstance(decision, Defer):
             wrong = _wrong_deferral(decision, now)
+            deferral = self._deferred.get(request)
+            if decision.until is not None and deferral is not None and deferral.is_last(to_ticks(now)):
+                wrong = wrong or f"deferred a request {MAX_DEFERRALS:,} times within {DEFERRALS_S:g} s, and again"
         if wrong is None:
             assert isinstance(decision, Accept | Refuse | Defer)
             return decision
