@@ -71,7 +71,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """The decode pool of a step, all of whose members went on: while nobody comes or goes, the next step's is the same."""
+    """The decode pool of a step, all of whose members went on: while no request joins or leaves, the next step's is the same."""
 
     members: list[Request]
     slots: list[int]

@@ -179,7 +179,7 @@ class Supervisor:
         self._notify(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
 
     def _load(self, replica: ReplicaKey) -> Worker | None:
-        """A worker that is ready; None when nobody wants it any more."""
+        """A worker that is ready; None when it is not needed any more."""
         worker = self._begin(replica)
         with self._gate:
             self._loading[replica] = worker

@@ -1,7 +1,7 @@
 """The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
 
 What a connector reads of a request (tokens, block hashes, computed tokens) is brought up to date when it reads it, its status before
-each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
+each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Connector:
         self._last: dict[str, EngineCoreOutput] = {}
         """Last outputs of requests that end with the step in flight."""
         self._stages: dict[str, str] | None = {} if log_stats else None
-        """Requests with a load beside steps by their stage, in vLLM's words; None: nobody wants to know."""
+        """Requests with a load beside steps by their stage, in vLLM's words; None: not needed."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
         """Statistics of the connector and its workers since they were last asked for."""
@@ -391,7 +391,7 @@ class Connector:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a transfer or an answer of the connector may be why nobody can run."""
+        """True if a transfer or an answer of the connector may be why no request can run."""
         return self._connected.is_awaited
 
     def _enter(self, name: str, stage: str | None) -> None:

@@ -34,7 +34,7 @@ from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""Sampling of a token that nobody wants."""
+"""Sampling of an unneeded token."""
 
 
 class Workers(Protocol):

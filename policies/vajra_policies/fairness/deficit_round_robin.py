@@ -112,7 +112,7 @@ class DeficitRoundRobin:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the next tenant its turn, and so on until one has credit; rounds that nobody could use are given at once."""
+        """Give the next tenant its turn, and so on until one has credit; rounds that no tenant could use are given at once."""
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

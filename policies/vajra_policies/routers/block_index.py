@@ -31,7 +31,7 @@ class BlockHolders:
             self._holders.pop(block, None)
 
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
-        """Return how many of the blocks each replica holds, by id, up to the first block that nobody holds.
+        """Return how many of the blocks each replica holds, by id, up to the first block that no replica holds.
 
         That is the length of the longest common prefix wherever replicas hold whole prefixes. One that has lost early blocks and
         keeps later ones counts those, as in llm-d's index.

@@ -99,7 +99,7 @@ class KvTiers:
         self.on_clear: Callable[[], None] | None = None
         """Listener to a clearance, before everything is forgotten."""
         self.events: Sequence[ContentEvents | None] = [None] * len(stores)
-        """Records of what each tier holds; None: nobody reads it."""
+        """Records of what each tier holds; None: there is no reader."""
         self._replica_id = replica_id
         self._prompts_only = prompts_only
         self._clock: Callable[[], float] = float
@@ -107,7 +107,7 @@ class KvTiers:
         self._loaded: dict[Hashable, int] = {}
         """Uses of content that is on its way to the device, from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Idle device content that nobody can name, by its first block: (name, blocks in order of content, request)."""
+        """Idle device content that no request can name, by its first block: (name, blocks in order of content, request)."""
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
@@ -209,7 +209,7 @@ class KvTiers:
             self._write(0, block_hash, one, block)
 
     def retired(self, first_block: int, blocks: Sequence[int], request: Any) -> None:
-        """Blocks (in order of content) of content that nobody can name again became idle. It takes room and bandwidth like any other."""
+        """Blocks (in order of content) of content that no request can name again became idle. It takes room and bandwidth like any other."""
         self._num_runs += 1
         run = self._num_runs, blocks, request
         if self.rules[0].write == "write_back":

@@ -129,7 +129,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns whether the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -143,7 +143,7 @@ class ConnectedKv:
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
-        """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
+        """Requests that gave up what was loaded, because no request could run: they compute until they have run."""
         self._ahead: deque[FormedStep] = deque()
         """Steps that have not come back, where the next one is formed before."""
 
@@ -315,7 +315,7 @@ class ConnectedKv:
         return self._kept.keys()
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although nobody new is let in."""
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although no new request is let in."""
         return request in self._loads
 
     @property
@@ -325,7 +325,7 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a load, a send, a step or an answer that is not known yet may be why nobody can run."""
+        """True if a load, a send, a step or an answer that is not known yet may be why no request can run."""
         return bool(self._kept or self._ahead) or (
             any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )

@@ -177,7 +177,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Note that the backend has ended a copy, which `due` then handles; False if nobody waits for it any more."""
+        """Note that the backend has ended a copy, which `due` then handles; False if no request waits for it any more."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):
