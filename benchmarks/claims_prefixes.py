@@ -36,7 +36,7 @@ PREFIX_TOKENS = 2048
 SECONDS = 25.0
 TENANTS = ("heavy", *(f"light{index}" for index in range(1, 8)))
 TIGHT = options_of(num_blocks=640, max_batch_size=4, prefix_cache=PrefixCacheOptions(), keeps_steps=True)
-"""Four requests run, whose prefixes may all differ; memory is for four or five of eight prefixes, so nobody is preempted."""
+"""Four requests run, whose prefixes may all differ; memory is for four or five of eight prefixes, so no request is preempted."""
 
 
 def prefixed(seed: int) -> list[RequestSpec]:

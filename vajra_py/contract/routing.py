@@ -174,7 +174,7 @@ class RoutingPartChoice(PolicyConfig):
 
 
 class ProducerChoice(RoutingPartChoice):
-    """Settings of a producer; those that nobody sets are made with their defaults when a part asks for them."""
+    """Settings of a producer; those that are not set are made with their defaults when a part asks for them."""
 
     kind = RoutingPartKind.PRODUCER
     producer: str = Field(description="Name of a producer.")

@@ -1,7 +1,7 @@
 """The connector of `--kv-transfer-config`: vLLM's object behind the mechanism's interface, called as vLLM's own scheduler calls it.
 
 What a connector reads of a request (tokens, block hashes, computed tokens) is brought up to date when it reads it, its status before
-each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is nobody's.
+each call. Its block ids are vLLM's; the mechanism's are smaller by one, since vLLM's block 0 is unused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Connector:
         self._last: dict[str, EngineCoreOutput] = {}
         """Last outputs of requests that end with the step in flight."""
         self._stages: dict[str, str] | None = {} if log_stats else None
-        """Requests with a load beside steps by their stage, in vLLM's words; None: nobody wants to know."""
+        """Requests with a load beside steps by their stage, in vLLM's words; None: not needed."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
         """Statistics of the connector and its workers since they were last asked for."""
@@ -95,7 +95,7 @@ class Connector:
     # Requests
 
     def take_in(self, record: Record) -> None:
-        """A request has come in."""
+        """Add a request that has come in."""
         self._known[record.request_id] = record
         make_lazy(record, self._num_computed)
         self.vllms.on_new_request(record.request)
@@ -104,7 +104,7 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """A request ends that the mechanism does not know, or not any more; nothing if the connector was notified."""
+        """Remove a request that the mechanism does not have, or not any more; does nothing if the connector was notified."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
@@ -119,7 +119,7 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request of the mechanism ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
+        """End a request of the mechanism for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
             self._late.note_end(record.request_id, wants=self._finish_of(record, own))
@@ -391,7 +391,7 @@ class Connector:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a transfer or an answer of the connector may be why nobody can run."""
+        """True if a transfer or an answer of the connector may be why no request can run."""
         return self._connected.is_awaited
 
     def _enter(self, name: str, stage: str | None) -> None:

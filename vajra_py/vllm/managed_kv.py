@@ -280,7 +280,7 @@ class ManagedKv(WithoutKvExtras):
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Let nobody find the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
+        """Hide the KV of a resident request beyond its first `num_tokens` tokens: it is void, and the request ends."""
         first = num_tokens // self.block_size
         entered = [block for table in self.tables(request) for block in table[first:] if block.block_hash is not None]
         self._withdraw(request, first, entered)

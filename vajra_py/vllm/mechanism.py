@@ -301,7 +301,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """A request comes in with the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
+        """Add a request to the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
         self.open_turn()
         self._arriving.append(submission)
 
@@ -320,7 +320,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """The request is over: it ends with the turn that is open, or with the step in flight, by itself or because it is taken back."""
+        """End the request with the turn that is open, or with the step in flight, by itself or because it is taken back."""
         if request.state is RequestState.RUNNING:
             self._leaving.add(request)
 
@@ -427,7 +427,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.take_report(self._one, report)
 
     def step(self) -> StepPlan | None:
-        """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
+        """Return the next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
         tick, one = self.open_turn(), self._one
         self._turn = None
         self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))

@@ -34,7 +34,7 @@ from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.step_message import Scheduled, StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""Sampling of a token that nobody wants."""
+"""Sampling of an unneeded token."""
 
 
 class Workers(Protocol):
@@ -211,7 +211,7 @@ class VllmRunner:
         return scheduled
 
     def _name(self, row: _Row) -> None:
-        """Let a row be a request that the workers do not know."""
+        """Give the row a name that is new to the workers."""
         if row.name:
             self._next.finished.add(row.name)
         self._num_named += 1

@@ -189,7 +189,7 @@ class Scheduler(WithoutExtras):
                 self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
-        """The mechanism has ended a request, for one reason or another."""
+        """Handle a request that the mechanism has ended, for whatever reason."""
         record = self._records.get(request.request_id)
         if record is None:
             return
@@ -255,7 +255,7 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """The client has got the end, or does not need it."""
+        """End the request for a client that has got the end, or does not need it."""
         record.is_over = True
         name = record.request_id
         del self._records[name]
@@ -320,7 +320,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.step()
 
     def _after_nothing(self) -> StepPlan | None:
-        """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
+        """Handle a turn in which the policies scheduled nothing and nothing is computed; too many in a row are a violation."""
         is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
         if self._connected is not None and self._connected.is_awaited:
             is_left_idle = True

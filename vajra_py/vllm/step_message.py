@@ -2,7 +2,7 @@
 
 vLLM's workers get these terms alone, of plans (`vajra_py.vllm.messages`) and of the engine's steps
 (`vajra_py.vllm.runner`). Blocks are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, whose
-block 0 is nobody's.
+block 0 is unused.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class BlockHashes(Protocol):
         """The hashes of blocks `start` .. `stop` - 1."""
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The hashes of the prompt's full blocks; none for content that nobody else has."""
+        """The hashes of the prompt's full blocks; none for content that no other request has."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -304,7 +304,7 @@ class RecentPrompts:
 
 
 class PrivateBlockHashes:
-    """Hashes of content that nobody else has: only the request itself finds its blocks again, after it was preempted."""
+    """Hashes of content that no other request has: only the request itself finds its blocks again, after it was preempted."""
 
     __slots__ = ("_request_id",)
 

@@ -55,7 +55,7 @@ class KvConnector(Protocol):
 
 
 class FormedStep(Protocol):
-    """A step, of which it matters here whom it computes."""
+    """A formed step, reduced to the requests that it computes."""
 
     def computes(self, request: Request) -> bool:
         """Return True if a running request is part of it."""
@@ -70,7 +70,7 @@ class KvReport:
     sent: Collection[Request] = ()
     """Ended requests whose blocks are needed no longer."""
     failed: Collection[Request] = ()
-    """Requests of whose load nothing has come."""
+    """Requests whose load has failed as a whole."""
     bad_blocks: frozenset[int] = frozenset()
     """Blocks to which nothing was loaded."""
     num_returned: int = 0
@@ -103,7 +103,7 @@ class _Load:
 @dataclass(slots=True)
 class _Kept:
     num_tokens: int
-    """Leading tokens whose KV the blocks hold, or would hold if it had come."""
+    """Leading tokens whose KV the blocks hold, or would hold if the load had succeeded."""
     reasons: set[Literal["load", "send"]]
 
 
@@ -129,7 +129,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` returns whether the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes no more requests; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -143,7 +143,7 @@ class ConnectedKv:
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, and what for."""
         self._computes: set[Request] = set()
-        """Requests that gave up what was loaded, because nobody could run: they compute until they have run."""
+        """Requests that gave up what was loaded, because no request could run: they compute until they have run."""
         self._ahead: deque[FormedStep] = deque()
         """Steps that have not come back, where the next one is formed before."""
 
@@ -274,13 +274,13 @@ class ConnectedKv:
         return True
 
     def admitted(self, request: Request, num_loaded_tokens: int) -> None:
-        """A request has got memory to run, and so many tokens are loaded in its first step."""
+        """Note that a request has got memory to run, and that so many tokens are loaded in its first step."""
         self._loads.pop(request, None)
         self._computes.discard(request)
         self._connector.allocated(request, num_loaded_tokens)
 
     def give_up(self, request: Request) -> None:
-        """A request gives up what was loaded for it, or came with it from another replica, because nobody can run."""
+        """Drop what was loaded for a request, or came with it from another replica, because no request can run."""
         self._loads.pop(request, None)
         self._computes.add(request)
 
@@ -315,7 +315,7 @@ class ConnectedKv:
         return self._kept.keys()
 
     def holds(self, request: RequestView) -> bool:
-        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although nobody new is let in."""
+        """Return True if a waiting request holds blocks, or has lost them to a failed load; such run although no new request is let in."""
         return request in self._loads
 
     @property
@@ -325,7 +325,7 @@ class ConnectedKv:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a load, a send, a step or an answer that is not known yet may be why nobody can run."""
+        """True if a load, a send, a step or an answer that is not known yet may be why no request can run."""
         return bool(self._kept or self._ahead) or (
             any(not load.is_over for load in self._loads.values()) or None in self._matches.values()
         )
@@ -417,7 +417,7 @@ class ConnectedKv:
         return False
 
     def clear(self) -> None:
-        """The replica has lost everything."""
+        """Forget everything: the replica has lost it."""
         self._loads.clear()
         self._matches.clear()
         self._kept.clear()

@@ -436,7 +436,7 @@ class Replica:
         self.lifecycle.release_ended()
 
     def _release_pin(self, now: int) -> bool:
-        """End a pin, since the policy can run nobody and is not idle on purpose; False if no pin keeps a block from being free."""
+        """End a pin, since the policy can run no request and is not idle on purpose; False if no pin keeps a block from being free."""
         if self.num_in_flight or self._waits(now):
             return False
         return self.lifecycle.pinning.release_one(to_seconds(now))
@@ -456,7 +456,7 @@ class Replica:
         return False
 
     def _give_up_kv(self, now: int) -> bool:
-        """The policy can run nobody: let the least urgent of those that came with their KV give it up."""
+        """Let the least urgent of the requests that came with their KV give it up, when the policy can run none."""
         running_set, seconds = self.running_set, to_seconds(now)
         if running_set.loading and not self.num_in_flight and self._connected is not None:
             self._connected.end_loads(seconds)
@@ -759,7 +759,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Let nobody find what ended requests hold that computed from blocks to which nothing was loaded."""
+        """Hide what ended requests hold that computed from blocks to which nothing was loaded."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
