@@ -34,7 +34,7 @@ def runs_in(folder: Path) -> Iterator[MeasuredRun]:
 def bundle_of(run: MeasuredRun, folder: Path) -> Path | None:
     """The bundle of the run's model on the card that its name begins with; None where there is none.
 
-    A run says which model it served, but not always on which card.
+    A run states which model it served, but not always on which card.
     """
     found = []
     for meta in sorted((folder / "profiles").glob("**/meta.yaml")):

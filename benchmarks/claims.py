@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import claims_adapters
+import claims_basics
 import claims_blend
 import claims_chunking
 import claims_drafts
@@ -48,6 +49,7 @@ CLAIMS: list[Claim] = [
     *claims_offline.CLAIMS,
     *claims_promises.CLAIMS,
     *claims_blend.CLAIMS,
+    *claims_basics.CLAIMS,
 ]
 
 
@@ -81,10 +83,14 @@ def table(claims: Sequence[tuple[Claim, Verdict]]) -> str:
         command = f"`pytest {claim.test}`" if claim.test else f"`make claims POLICY={claim.policy}`"
         outcome = "holds" if verdict.holds else f"**does not hold**: {claim.why or verdict.reason}"
         rows.append(
-            f"| [`{claim.policy}`](reference/policies.md#{claim.policy}) | {claim.text} | {claim.paper} | {verdict.ours} "
-            f"| {claim.grade} | {command} | {outcome} |"
+            f"| {link_of(claim)} | {claim.text} | {claim.paper} | {verdict.ours} | {claim.grade} | {command} | {outcome} |"
         )
     return "\n".join(rows)
+
+
+def link_of(claim: Claim) -> str:
+    """Link to the card of its policy."""
+    return f"[`{claim.policy}`]({claim.card or f'reference/policies.md#{claim.policy}'})"
 
 
 def write_page(text: str) -> None:

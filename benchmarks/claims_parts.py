@@ -60,6 +60,8 @@ class Claim:
     """Tests that hold a claim of grade 1, from the root."""
     why: str = ""
     """Reason found for a claim that does not come out."""
+    card: str = ""
+    """Link from the page to the policy's card, where it is not the section of its name in the policy reference."""
 
 
 class Cells:
@@ -151,7 +153,7 @@ def simulate(
     options: HarnessOptions,
     router: PolicySource = "least_loaded",
 ) -> Harness:
-    """Serve the requests to the end; nothing is kept of steps unless the options say so."""
+    """Serve the requests to the end; nothing is kept of steps by default."""
     harness = Harness(prioritizer, router, batcher, options)
     harness.run(specs)
     return harness

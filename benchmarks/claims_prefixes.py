@@ -253,7 +253,7 @@ CLAIMS = [
         2,
         partial(_routed, "hits", " tokens", {"shortest queue": "least_loaded", "d2lpm": D2LPM}),
     ),
-    Claim("preflow", "keys stand in the order of 2^(A / D) / (P R) at any time", "exact", 1, test=TEST),
+    Claim("preflow", "keys are in the order of 2^(A / D) / (P R) at any time", "exact", 1, test=TEST),
     Claim(
         "preflow",
         "mean slowdown of first tokens is below that of FCFS",
@@ -276,7 +276,7 @@ CLAIMS = [
         2,
         partial(_slowdown, "longest", {"preflow": "preflow", "srpt": SRPT}),
     ),
-    Claim("residual_sjf", "the fewest blocks left first, until somebody has waited too long", "exact", 1, test=TEST),
+    Claim("residual_sjf", "the fewest blocks left first, until a request has waited too long", "exact", 1, test=TEST),
     Claim(
         "residual_sjf",
         "mean TTFT is below that of SJF by whole prompts",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
 import numpy as np
-from claims_parts import Cell, Cells, Claim, Verdict, options_of, ordered, poisson, served, time_in_system, ttft
+from claims_parts import Cell, Cells, Claim, Knows, Verdict, options_of, ordered, poisson, served, time_in_system, ttft
 
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import PolicySource
@@ -35,10 +36,11 @@ def shared_prefixes(seed: int, rate: float) -> list[RequestSpec]:
     return specs
 
 
-def routed(router: PolicySource, rate: float, seed: int) -> Cell:
-    """Mean TTFT and time per output token, and the largest replica's share of requests over the mean."""
+def routed(router: PolicySource, rate: float, seed: int, knows: Knows | None = None) -> Cell:
+    """TTFT in the mean and at the 99th percentile, time per output token, and the largest replica's share of requests over the mean."""
     specs = shared_prefixes(seed, rate)
-    requests = served("fcfs", "fixed_chunk", specs, OPTIONS, router)
+    options = OPTIONS if knows is None else replace(OPTIONS, output_lengths=knows(specs))
+    requests = served("fcfs", "fixed_chunk", specs, options, router)
     counts = np.bincount([one.replica_id for one in requests], minlength=NUM_REPLICAS)
     later = [one for one in requests if one.num_output_tokens > 1]
     return {
@@ -208,6 +210,19 @@ CLAIMS = [
         2,
         partial(_below, "ttft_p99", " s", {"preble_e2": "preble_e2", "affinity": AFFINITY}),
     ),
+    Claim(
+        "power_of_two",
+        "mean time in system is below that of one random choice, above that of the shortest queue",
+        "between",
+        2,
+        partial(
+            _moved,
+            AMPLE,
+            "mean",
+            " s",
+            {"shortest queue": "least_loaded", "power_of_two": "power_of_two", "random": "random"},
+        ),
+    ),
     Claim("dynamo_kv_router", "costs, credits and loads by hand", "exact", 1, test=SYSTEMS),
     Claim(
         "sglang_cache_aware",
@@ -217,7 +232,11 @@ CLAIMS = [
         test=SYSTEMS,
     ),
     Claim(
-        "llumnix", "freeness, pairs and moves by its code; nobody moves where loads are even", "exact", 1, test=LLUMNIX
+        "llumnix",
+        "freeness, pairs and moves by its code; no request moves where loads are even",
+        "exact",
+        1,
+        test=LLUMNIX,
     ),
     Claim(
         "llumnix",

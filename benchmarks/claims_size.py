@@ -247,6 +247,13 @@ CLAIMS = [
         partial(_by_quality, "srpt", SIGMAS),
     ),
     Claim(
+        "sjf",
+        "without preemption the mean time in system is below that of FCFS",
+        "optimal",
+        2,
+        partial(_ordered, "mean", " s", {one: _one(one, batcher="fixed_chunk") for one in ("sjf", "fcfs")}),
+    ),
+    Claim(
         "trail",
         "fewer preemptions as C falls",
         "fewer",
@@ -260,7 +267,7 @@ CLAIMS = [
     Claim("trail", "mean latency over that of FCFS", "1.66 to 2.01 times lower", 3, _ratio),
     Claim(
         "ltr",
-        "with exact ranks, decisions are those of SJF while nobody starves",
+        "with exact ranks, decisions are those of SJF while no request starves",
         "equal",
         1,
         test=TEST,

@@ -24,6 +24,7 @@ from claims_offline import divided
 from claims_parts import ROOT, Cell, Cells, Knows, lengths_of, options_of, served, time_in_system
 from claims_programs import pampered
 from claims_promises import shared
+from claims_routing import routed
 from claims_size import SLOTS, heavy_tailed
 from claims_slo import admitted
 
@@ -85,9 +86,10 @@ CURVES: Mapping[str, Curve] = {
     "past_future": Curve("evictions a request, `lengths: predicted`", "evictions", partial(admitted, "predicted")),
     "chameleon": Curve("P99 TTFT of short requests, s", "short", partial(waits, "chameleon")),
     "dynaserve": Curve("mean time in system, s", "mean", partial(divided, "dynaserve")),
+    "preble_e2": Curve("P99 TTFT, s", "ttft_p99", partial(routed, "preble_e2", 20.0)),
     "blendserve": Curve("time of the whole batch, s", "s", partial(makespan, ORDERS["blendserve"], overlaps=True)),
 }
-"""By policy: the figure that its claim is about."""
+"""Figure of the claim of each policy."""
 
 
 def _cell(curve: Curve, name: str, seed: int) -> Cell:

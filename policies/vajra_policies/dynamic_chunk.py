@@ -32,7 +32,7 @@ class DynamicChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: DynamicChunkConfig, context: PolicyContext) -> None:
         self._target_s = config.target_batch_time_s

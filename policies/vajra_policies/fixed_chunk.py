@@ -36,7 +36,7 @@ class FixedChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: FixedChunkConfig, context: PolicyContext) -> None:
         self._chunk_size = config.chunk_size

@@ -10,7 +10,7 @@ from vajra_py.contract import BatchBuilder, PolicyConfig, PolicyContext, Preempt
 
 
 class PreemptionConfig(PolicyConfig):
-    """The parameter that says how requests are preempted."""
+    """The parameter for the mode of preemption."""
 
     preemption: Literal["recompute", "swap"] = Field(
         "recompute",

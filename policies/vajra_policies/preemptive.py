@@ -20,7 +20,7 @@ from vajra_py.contract import (
 
 _LACKS_BLOCKS = frozenset({Refusal.KV_BLOCKS, Refusal.WATERMARK})
 _PASSED_OVER = frozenset({Refusal.JUST_PREEMPTED, Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.GROUP_BUSY})
-"""Refusals of one waiting request that say nothing about the next."""
+"""Refusals of one waiting request that do not concern the next."""
 
 
 class PreemptiveConfig(FixedChunkConfig):
@@ -28,7 +28,7 @@ class PreemptiveConfig(FixedChunkConfig):
 
 
 class Preemptive(FixedChunk):
-    """Running and waiting requests stand in one line by urgency, and a step takes them from its head while there are slots.
+    """Running and waiting requests are in one line by urgency, and a step takes them from its head while there are slots.
 
     - A running request that the slots do not reach is paused: it keeps its KV, and goes on when it is among the first again.
     - A request that lacks blocks takes them from the least urgent running one behind it in the line, which is preempted;
@@ -37,7 +37,7 @@ class Preemptive(FixedChunk):
       back once blocks are free, and then keeps them until its prompt is computed, but for running requests admitted earlier.
     - Of `chunk_size` tokens each decode among the first has one; prompts share what is left by urgency.
 
-    So what a pause costs is decided by memory: nothing while blocks last, later what `preemption` says. The prioritizer decides
+    So what a pause costs is decided by memory: nothing while blocks last, later that of `preemption`. The prioritizer decides
     everything else; a non-preemptive rule, such as first come, first served, preempts nobody here either.
 
     Source: iteration-level preemption of FastServe (arXiv:2305.05920) and LTR (arXiv:2408.15792), whose scheduler cuts one

@@ -70,7 +70,7 @@ class SpaceSharing:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:
         self._config = config

@@ -245,7 +245,10 @@ def test_a_preset_is_a_row(queue: Path, tmp_path: Path, vajra: Callable[..., Any
 
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "a name that nobody has": (("srptt",), "no installed package offers that name ('srptt'). Did you mean 'srpt'"),
-    "a preset among policies": (("vllm-v1",), "'vllm-v1': is a preset, not a policy. Write --preset vllm-v1."),
+    "a preset with a policy": (
+        ("vllm-v1+srpt",),
+        "'vllm-v1': is a preset, and takes all places. A preset is a row of its own.",
+    ),
     "an unknown preset": (("--preset", "vllm"), "preset: no installed package offers that name ('vllm')"),
     "two of one layer": (("sjf+fcfs",), "sjf and fcfs are both request prioritizers. One policy for each place."),
     "the baseline again": (("fcfs",), "policy 'fcfs': repeats the baseline."),

@@ -58,6 +58,7 @@ class Request:
     request_id: str = "r"
     hashes: Sequence[Hashable] = ()
     num_output_tokens: int = 0
+    is_prefill_complete: bool = False
     max_tokens: int = 1000
     session_id: str = ""
     ttft_slo_s: float | None = None

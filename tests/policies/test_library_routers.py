@@ -150,3 +150,9 @@ def test_the_least_predicted_time_to_first_token_wins(requests: list[tuple[int, 
         sent[chosen].append((one, min(hits[chosen], prompt - 1)))
         if index % 3 == 0:  # its prompt is computed
             one.num_output_tokens = 1
+
+
+def test_a_request_with_its_prompt_computed_goes_where_the_conductor_has_the_fewest() -> None:
+    policy: Any = MooncakeConductor(Prefill())
+    request: Any = Request(100, is_prefill_complete=True)
+    assert assign(policy, request, replicas(num_running=[3, 1, 2])) == 1

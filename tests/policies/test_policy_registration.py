@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import vajra_policies
-from vajra_py.contract import AnyPolicySpec, CountsKeyChanges, KeyMotion, Layer, PolicySpec
+from vajra_py.contract import AnyPolicySpec, CountsKeyChanges, KeyMotion, Layer, PolicyAt, PolicySpec
+from vajra_py.experiment.atlas.cards import statement_of
 from vajra_py.plugins import load_registry, parameters_of
 from vajra_py.testing import Harness, HarnessOptions
 
@@ -139,6 +141,18 @@ ADVISED: dict[str, tuple[AnyPolicySpec, str]] = {
 """Every policy that a file may name, and the page that repeats its advice, where one test covers all of its kind."""
 
 
+PUBLISHED = [one for one in vajra_policies.vajra_policies() if re.match(r"vajra_policies\.(?!systems)\w+\.", one.place)]
+"""Policies of papers and of other systems' routers: those in the folders of the library."""
+
+
+@pytest.mark.parametrize("policy", PUBLISHED, ids=lambda policy: policy.name)
+def test_each_published_policy_names_its_source_and_says_what_it_leaves_out(policy: PolicyAt) -> None:
+    build = policy.load().build
+    card = f"{inspect.getdoc(inspect.getmodule(build))}\n{statement_of(build)}"
+    assert re.search(r"^ *(Also )?[Ss]ource: ", card, re.MULTILINE), "no source"
+    assert re.search(r"\b[Ll]eft out: |\bis left out\b", card), "nothing is said about what is left out"
+
+
 def test_every_policy_says_when_to_use_it_and_when_not(repository_root: Path) -> None:
     for what, (spec, page) in ADVISED.items():
         assert re.match(r"Use it .*[.)] Not .*\.$", spec.advice), what
@@ -181,7 +195,6 @@ def test_the_readme_names_every_policy(repository_root: Path) -> None:
     registry = load_registry()
     offers = [*map(registry.policies, Layer), *registry.beside_layers.values()]
     names = {name for kind in offers for name, offer in kind.items() if offer.package == "vajra-py"}
-    named = re.findall(r"`(\w+)`", table)
-    assert sorted(named) == sorted([*names, "priority"]), "`priority` is a prioritizer and a retention policy"
-    assert all(link.endswith(f"#{name}") for name, link in re.findall(r"\[`(\w+)`\]\(([^)]*)\)", table))
+    linked = re.findall(r"\[`(\w+)`\]\(docs/\w+(?:/\w+)?\.md#[\w-]+\)", table)
+    assert sorted(linked) == sorted([*names, "priority"]), "`priority` is a prioritizer and a retention policy"
     assert table.count("\n|") <= 24, "fits one screen"

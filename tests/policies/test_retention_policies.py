@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vajra_policies.retention.arc import ArcConfig
 from vajra_py.contract import CachedBlock, KeyMotion, PolicyConfig, RetentionSpec
 from vajra_py.plugins import load_registry
 from vajra_py.testing import check_retention
@@ -147,6 +148,23 @@ def order_of(name: str, params: dict[str, Any], facts: Sequence[tuple[float, flo
     return sorted(range(len(blocks)), key=lambda position: policy.key(blocks[position], 100.0))
 
 
+class Stored:
+    """A cached block by its content."""
+
+    last_used_at = 0.0
+
+    def __init__(self, content: str) -> None:
+        self.block_hash = content
+
+
+class Capacity:
+    """Context of a policy whose cache has so many blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.limits = self
+        self.num_blocks = num_blocks
+
+
 FACTS = [(1.0, 9.0, 1, 0), (2.0, 5.0, 3, 5), (3.0, 7.0, 2, 1), (4.0, 6.0, 1, 0)]
 
 
@@ -166,3 +184,18 @@ FACTS = [(1.0, 9.0, 1, 0), (2.0, 5.0, 3, 5), (3.0, 7.0, 2, 1), (4.0, 6.0, 1, 0)]
 )
 def test_who_goes_first(name: str, params: dict[str, Any], order: list[int]) -> None:
     assert order_of(name, params, FACTS) == order
+
+
+def test_content_used_twice_outlives_a_scan_under_arc_and_misses_move_its_target() -> None:
+    policy: Any = POLICIES["arc"].spec.build(ArcConfig(), Capacity(4))  # type: ignore[arg-type]
+    twice, once, *scanned = (Stored(name) for name in ("twice", "once", "s1", "s2", "s3"))
+    policy.on_stored([twice, once], 0.0)
+    policy.on_used([twice], 1.0)
+    for block in scanned:
+        policy.on_stored([block], 2.0)
+        assert policy.next_segment(2.0) == policy.segment(once), "the list of what was used once gives a victim"
+    policy.on_evicted(once, 3.0)
+    assert policy.segment(twice) != policy.segment(scanned[0])
+    assert policy.target == 0.0
+    policy.on_stored([Stored("once")], 4.0)
+    assert policy.target == 1.0, "it was given up too early"

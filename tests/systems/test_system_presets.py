@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vajra_policies.systems.presets import PRESETS
 from vajra_py.config import config_from_mapping
+from vajra_py.config.presets import divided
+from vajra_py.errors import ConfigError
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import load_registry
@@ -18,6 +22,7 @@ from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
 
 NAMES = [preset.name for preset in PRESETS]
+FACTS = ModelFacts(kv_bytes_per_token=1000)
 
 
 def experiment(scheduling: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def test_a_preset_is_one_line_and_serves(name: str) -> None:
     executor = SimulatedExecutor()
     latency = AffineModel(0.01, 0.0001)
     services = Services(
-        load_registry(), latency, NoLengths(), SeedTree(0), ModelFacts(), lambda replicaset, replica_id: executor
+        load_registry(), latency, NoLengths(), SeedTree(0), FACTS, lambda replicaset, replica_id: executor
     )
     controller = build_controller(config, services)
     workload = [RequestSpec(f"r{i}", 0.01 * i, 40 + 7 * i, 12, max_tokens=12) for i in range(24)]
@@ -71,3 +76,39 @@ def test_presets_differ_in_the_prefix_cache_as_their_systems_do() -> None:
     assert not cache["orca"].enabled
     assert not cache["sarathi"].enabled
     assert all(one.unscheduled == "withdraw" for one in cache.values())
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(2, (1, 1)), (5, (3, 2)), (8, (4, 4)), (None, (1, 1))])
+def test_replicas_are_divided_among_the_pools_of_a_preset(count: int | None, sizes: tuple[int, int]) -> None:
+    more = {} if count is None else {"num_replicas": count}
+    pools = config_from_mapping(experiment({"preset": "distserve"}, **more)).pools
+    assert tuple(pools[name].num_replicas for name in ("prefill", "decode")) == sizes
+
+
+def test_pools_of_the_file_win_over_those_of_a_preset() -> None:
+    pools = config_from_mapping(experiment({"preset": "distserve"}, pools={"prefill": {"num_replicas": 3}})).pools
+    assert {name: pool.num_replicas for name, pool in pools.items()} == {"prefill": 3, "decode": 1}
+
+
+def test_a_preset_with_pools_needs_a_replica_for_each() -> None:
+    with pytest.raises(ConfigError, match=r"num_replicas: the preset has the pools prefill, decode, .* \(got 1\)"):
+        config_from_mapping(experiment({"preset": "distserve"}, num_replicas=1))
+
+
+def test_whose_name_is_looked_for_among_policies_is_found_among_presets() -> None:
+    layers = {"request_prioritizer": "fcfs", "replicaset_scheduler": "distserve", "replica_scheduler": "fixed_chunk"}
+    with pytest.raises(ConfigError, match=r"'distserve'.*whole system: write `preset: distserve`"):
+        config_from_mapping(experiment(layers))
+
+
+@given(st.integers(0, 30), st.dictionaries(st.text(min_size=1), st.integers(1, 9), min_size=1, max_size=6))
+def test_shares_are_the_weights_but_for_one_and_no_pool_is_without_a_replica(
+    more: int, weights: dict[str, int]
+) -> None:
+    count = len(weights) + more
+    numbers = divided(count, weights)
+    assert sum(numbers.values()) == count
+    assert min(numbers.values()) >= 1
+    for name, number in numbers.items():
+        share = count * weights[name] / sum(weights.values())
+        assert number <= max(1, share + 1)

@@ -99,7 +99,7 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except VajraError as error:
-        _say(error, str(error), wants_traceback)
+        _print(error, str(error), wants_traceback)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
@@ -112,12 +112,12 @@ def _run(arguments: list[str]) -> int:
         if error.filename is None and error.errno not in _FULL:
             raise
         text = f"{error.filename or 'output'}: {os.strerror(error.errno) if error.errno else error}."
-        _say(error, text, wants_traceback)
+        _print(error, text, wants_traceback)
         return 1
     return result if isinstance(result, int) else 0
 
 
-def _say(error: Exception, text: str, wants_traceback: bool) -> None:
+def _print(error: Exception, text: str, wants_traceback: bool) -> None:
     if wants_traceback:
         import traceback
 

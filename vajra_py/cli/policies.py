@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.plugins import AnyOffer
+    from vajra_py.contract.hookspecs import Preset
+    from vajra_py.plugins import AnyOffer, Offer
 
 
 class _Policies(click.Group):
@@ -27,7 +28,7 @@ class _Policies(click.Group):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def policies(ctx: click.Context, as_json: bool) -> None:
-    """List installed policies and parts of composable routers, by layer or kind: name, package, version, summary."""
+    """List installed policies, parts of composable routers and presets, by layer or kind: name, package, version, summary."""
     if ctx.invoked_subcommand is not None:
         return
     from vajra_py.contract import Layer
@@ -44,13 +45,17 @@ def policies(ctx: click.Context, as_json: bool) -> None:
         for kind, offers in registry.others.items()
         for name, one in offers.items()
     ]
+    rows += [
+        ("preset", name, one.source.package, one.source.version, one.spec.summary)
+        for name, one in sorted(registry.presets.items())
+    ]
     _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
 
 
 @policies.command("show", no_args_is_help=True)
 @click.argument("name")
 def show(name: str) -> None:
-    """Show policy or routing part NAME: its parameters with defaults and units, and the paper it follows."""
+    """Show policy, routing part or preset NAME: its parameters with defaults and units, and the paper it follows."""
     from vajra_py.contract import Layer
     from vajra_py.errors import UnknownNameError
     from vajra_py.plugins import load_registry
@@ -58,13 +63,27 @@ def show(name: str) -> None:
     registry = load_registry()
     policies = {one for layer in Layer for one in registry.policy_names(layer)}
     others = {kind: offers[name] for kind, offers in registry.others.items() if name in offers}
-    if name not in policies and not others:
-        raise UnknownNameError("policy or routing part", name, policies.union(*registry.others.values()))
+    if name not in policies and name not in registry.presets and not others:
+        known = policies.union(registry.presets, *registry.others.values())
+        raise UnknownNameError("policy, routing part or preset", name, known)
     for offer in registry.find_policies(name) if name in policies else ():
         aliases = f" (also {', '.join(offer.spec.aliases)})" if offer.spec.aliases else ""
         _show_one(offer, offer.spec.layer.value, aliases)
     for kind, one in others.items():
         _show_one(one, kind)
+    if name in registry.presets:
+        _show_preset(registry.presets[name])
+
+
+def _show_preset(offer: Offer[Preset]) -> None:
+    from vajra_py.metrics.runs.differences import flatten
+
+    preset = offer.spec
+    click.echo(f"{preset.name}, preset, from {offer.package} {offer.version}")
+    click.echo(f"  {preset.summary}")
+    click.echo(f"  source: {preset.source}")
+    for key, value in flatten(preset.settings).items():
+        click.echo(f"    {key}: {value}")
 
 
 def _show_one(offer: AnyOffer, kind: str, aliases: str = "") -> None:

@@ -281,7 +281,10 @@ class PluginParts:
         elsewhere = [other.value for other in Layer if name in self._registry.policy_names(other)]
         hint = f"; it is one for {elsewhere[0]}" if elsewhere else ""
         message = f"no installed package offers a {kind_of(layer)} of that name{hint} (got {name!r})"
-        self._found(path, message, did_you_mean(name, self._registry.policy_names(layer)))
+        allowed = did_you_mean(name, self._registry.policy_names(layer))
+        if not elsewhere and name in self._registry.presets:
+            allowed = f"It is a whole system: write `preset: {name}` in place of the layers"
+        self._found(path, message, allowed)
 
     # -- things with a type -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ precedence are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, get, locate, merged, put, written_at
@@ -135,12 +135,47 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
         findings.append(Finding(locate(section, key), (*path, *key), message, allowed))
         return section
     place = Place(f"preset {offer.spec.name} of {offer.package} {offer.version}")
-    given = long_forms(written_at(place, {"scheduling": offer.spec.scheduling, "replica": offer.spec.replica}))
+    given = long_forms(written_at(place, offer.spec.settings))
+    if path:
+        given = given.replaced("scheduling", given["scheduling"].without(ADMISSION.key), place)
+    section, given = _with_replicas_divided(section, given, path, findings)
     for part, below in given.items():
         mine = section.get(part)
         written = place if mine is None else section.place_of(part)
         section = section.replaced(part, below if mine is None else _completed(mine, below, registry), written)
     return section
+
+
+def _with_replicas_divided(
+    section: Entries, given: Entries, path: KeyPath, findings: list[Finding]
+) -> tuple[Entries, Entries]:
+    """Return the section without its `num_replicas`, and what the preset gives with these divided among its pools."""
+    count, pools = section.get("num_replicas"), given.get("pools")
+    if not isinstance(pools, Entries) or "pools" in section or not isinstance(count, int):
+        return section, given
+    if count < len(pools):
+        message = f"the preset has the pools {', '.join(pools)}, and each needs a replica (got {count})"
+        allowed = f"Allowed: {len(pools)} or more"
+        findings.append(Finding(locate(section, ("num_replicas",)), (*path, "num_replicas"), message, allowed))
+        return section.without("num_replicas"), given
+    place = section.place_of("num_replicas")
+    for name, number in divided(count, {name: get(pools, name, "num_replicas") or 1 for name in pools}).items():
+        given = put(given, ("pools", name, "num_replicas"), number, place)
+    return section.without("num_replicas"), given
+
+
+def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
+    """Return so many in the proportion of the weights, by largest remainders, and at least one for each.
+
+    `count` is at least the number of weights, which are positive.
+    """
+    shares = {name: count * weight / sum(weights.values()) for name, weight in weights.items()}
+    numbers = {name: max(1, int(share)) for name, share in shares.items()}
+    while sum(numbers.values()) != count:
+        step = 1 if sum(numbers.values()) < count else -1
+        open_ = [name for name in numbers if numbers[name] + step]
+        numbers[max(open_, key=lambda name: step * (shares[name] - numbers[name]))] += step
+    return numbers
 
 
 def _completed(over: Any, under: Any, registry: Registry) -> Any:

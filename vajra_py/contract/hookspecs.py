@@ -49,7 +49,7 @@ class PolicySpec:
     """Paper, section or system that the policy follows."""
     aliases: tuple[str, ...] = ()
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class AdmissionSpec:
     source: str = ""
     """Paper, section or system that the policy follows."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class ScalerSpec:
     source: str = ""
     """Paper, section or system that the scaler follows."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class RetentionSpec:
     follows_release: bool = False
     """True if blocks go in the order in which they become idle, at any time: kept as a list instead of a search tree."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class RoutingPartSpec:
     source: str = ""
     """Paper, section or system that the part follows."""
     advice: str = ""
-    """When to use it, and when not, in a sentence each: `Use it where …. Not where …`."""
+    """Advice in two sentences: `Use it where …. Not where …`."""
 
 
 AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSpec | RoutingPartSpec
@@ -141,7 +141,7 @@ AnyPolicySpec: TypeAlias = PolicySpec | AdmissionSpec | ScalerSpec | RetentionSp
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A whole system's settings by name: all three layers and the replica's options."""
+    """A whole system's settings by name: all three layers, the replica's options, and pools where it has some."""
 
     name: str
     summary: str
@@ -150,6 +150,14 @@ class Preset:
     """Contents of `scheduling:` in YAML, all three layers."""
     replica: Mapping[str, Any] = field(default_factory=dict)
     """Contents of `replica:` in YAML: batch limits, memory and prefix-cache options."""
+    replicaset: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a replicaset in YAML: `pools`, `hand_off`, `links`. A file's `num_replicas` is divided among the pools in the
+    proportion of their own numbers."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All that it sets, as a file would."""
+        return {"scheduling": self.scheduling, "replica": self.replica, **self.replicaset}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
 
 NOT_LOADED = "its KV could not be loaded"
-"""Reason of an end that a client is told."""
+"""Reason of an end that a client gets."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
 """Methods by which a connector takes part in vLLM's own block pool."""
 

@@ -36,7 +36,7 @@ OnLookup = Callable[[Record, Request, int, int], None]
 
 
 class Connector:
-    """A connector, and the requests that it knows.
+    """A connector, and its requests.
 
     What it raises does not leave the mechanism as if a policy had raised it: `raise_error` does.
     """
@@ -62,7 +62,7 @@ class Connector:
         """Requests that the mechanism is to end because what they computed is void, until no step computes any of it."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
-        """For each step that has not come back, true if it was formed by the policies."""
+        """True for each step in flight that was formed by the policies."""
         self.recomputes = rules.on_failure == "recompute"
         self._mechanism = mechanism
         self._memory = mechanism.replica.memory
@@ -70,9 +70,9 @@ class Connector:
         self._on_lookup = on_lookup
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
-        """Requests whose end the connector was not told."""
-        self._told_of: Mapping[str, int] = {}
-        """Tokens by request of the step that the connector is told of."""
+        """Requests whose end the connector was not notified of."""
+        self._scheduled: Mapping[str, int] = {}
+        """Tokens by request of the step that the connector is given."""
         self._begins: int | None = None
         """Cached tokens of the request that is getting the blocks of its load beside steps."""
         self._loaded: set[str] = set()
@@ -104,12 +104,12 @@ class Connector:
             self._enter(record.request_id, _WAITING_TO_START)
 
     def leave(self, record: Record) -> None:
-        """A request ends that the mechanism does not know, or not any more; nothing if the connector was told."""
+        """A request ends that the mechanism does not know, or not any more; nothing if the connector was notified."""
         if self._known.pop(record.request_id, None) is not None:
             self._enter(record.request_id, None)
             own = record.own
-            if self._late is not None and own is not None and own in self._late.untold:
-                self._late.told(record.request_id, wants=self._finish_of(record, own))
+            if self._late is not None and own is not None and own in self._late.unreported:
+                self._late.note_end(record.request_id, wants=self._finish_of(record, own))
             else:
                 self._finish(record, [])
 
@@ -119,13 +119,13 @@ class Connector:
         self.taken_back(record)
 
     def taken_back(self, record: Record) -> None:
-        """A request that the mechanism knows ends for its client; asynchronously the connector is told now, else when the mechanism ends it."""
+        """A request of the mechanism ends for its client; under asynchronous scheduling the connector is notified now, else when the mechanism ends it."""
         own = record.own
         if self._late is not None and own is not None and self._known.pop(record.request_id, None) is not None:
-            self._late.told(record.request_id, wants=self._finish_of(record, own))
+            self._late.note_end(record.request_id, wants=self._finish_of(record, own))
 
     def raise_error(self) -> None:
-        """Raise what the connector raised while the mechanism asked it."""
+        """Raise what the connector raised when the mechanism called it."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -139,12 +139,12 @@ class Connector:
         return otherwise
 
     def _num_computed(self, record: Record) -> int:
-        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is told of."""
+        """Return the tokens of a request that are computed or loaded, without those of the step that the connector is given."""
         own = record.own
         if own is None:
             return 0
         num_loaded = self._connected.num_tokens_of(own)
-        return own.num_computed_tokens - self._told_of.get(record.request_id, 0) if num_loaded is None else num_loaded
+        return own.num_computed_tokens - self._scheduled.get(record.request_id, 0) if num_loaded is None else num_loaded
 
     def _look_at(self, record: Record, request: Request) -> VllmRequest:
         record.request.num_preemptions = request.num_preemptions
@@ -255,8 +255,8 @@ class Connector:
 
     # Steps
 
-    def tell(self, output: SchedulerOutput, *, is_formed: bool) -> None:
-        """Add what the connector tells its workers to a step's message. Raises what the connector raises.
+    def add_message(self, output: SchedulerOutput, *, is_formed: bool) -> None:
+        """Add the connector's message for its workers to a step's message. Raises what the connector raises.
 
         `is_formed`: the policies have formed the step.
         """
@@ -265,9 +265,9 @@ class Connector:
             self._formed.append(is_formed)
         output.has_sync_kv_loads, self._loads_now = self._loads_now, False
         output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), self._table_of, {})
-        self._told_of = output.num_scheduled_tokens
+        self._scheduled = output.num_scheduled_tokens
         output.kv_connector_metadata = self.vllms.build_connector_meta(output)
-        self._told_of = {}
+        self._scheduled = {}
         output.kv_connector_block_state = None
 
     def _table_of(self, name: str) -> tuple[list[int], ...]:
@@ -282,18 +282,18 @@ class Connector:
         bad = {block - 1 for block in output.invalid_block_ids}
         void = list(self._connected.find_void(bad, lambda one: num_scheduled.get(one.request_id, 0)))
         if self._late is not None:
-            void += [one for one in self._late.untold if not bad.isdisjoint(self._memory.block_table(one))]
+            void += [one for one in self._late.unreported if not bad.isdisjoint(self._memory.block_table(one))]
         self._newly_void = {one.request_id: one for one in void}
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight with what the connector's workers report, which it is told then. Raises what it raises."""
+        """End the step in flight with what the connector's workers report, which it gets then. Raises what it raises."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void
             report = self._late_report(self._late, report or KvReport())
         self._mechanism.land(report)
-        self._told(output)
+        self._forget_step(output)
 
     def land_late(self, output: Any) -> list[Request]:
         """Take what the connector's workers report with a step that ended when the next one was formed.
@@ -307,7 +307,7 @@ class Connector:
             del self._newly_void[request.request_id]
         self._void |= self._newly_void
         self._mechanism.take_report(self._late_report(self._late, self._report(output) if output else KvReport()))
-        self._told(output)
+        self._forget_step(output)
         return ended
 
     def is_void(self, request: Request) -> bool:
@@ -322,7 +322,7 @@ class Connector:
             self._late.void(request)
         return True
 
-    def _told(self, output: Any) -> None:
+    def _forget_step(self, output: Any) -> None:
         self._last.clear()
         self._newly_void.clear()
         for request in [one for one in self._void.values() if one.state is RequestState.ENDED]:

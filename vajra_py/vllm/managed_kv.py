@@ -1,8 +1,8 @@
 """VLLM's own KV manager behind this project's interface of KV memory, for models that have more than one block table.
 
 Layers with sliding windows give blocks back while their request runs, and models with several kinds of layers have a table for each
-kind. Which blocks those are, and what of them the prefix cache can serve, is vLLM's `KVCacheManager`'s affair; policies ask and are
-answered as with any memory. Every decode whose blocks change is asked about by itself, in order of admission, which costs more than
+kind. Which blocks those are, and what of them the prefix cache can serve, is decided by vLLM's `KVCacheManager`; policies get the
+same figures as with any memory. Every decode whose blocks change is queried by itself, in order of admission, which costs more than
 this project's own memory does; that one serves models of full attention.
 """
 
@@ -132,7 +132,7 @@ class ManagedKv(WithoutKvExtras):
         self._first_table: dict[str, list[Any]] = first.req_to_blocks
         """The first of the tables of each resident request; the others are as long."""
         self._num_entered: dict[str, int] = first.num_cached_block
-        """Blocks of the first table that the prefix cache was told of."""
+        """Blocks of the first table that the prefix cache has got."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Changes whenever a lookup in the prefix cache, or a count of blocks, could give another answer."""

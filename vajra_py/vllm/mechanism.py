@@ -1,4 +1,4 @@
-"""The mechanism behind a scheduler of vLLM's: a driver whose steps somebody else executes, in turns.
+"""The mechanism behind a scheduler of vLLM's: a driver whose steps vLLM executes, in turns.
 
 vLLM asks for a step, executes it, and brings the tokens. A turn is what happens at one tick between two steps: the last
 step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that is given the same events at
@@ -103,7 +103,7 @@ class Submission:
         prompt_token_ids: identify its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
         hash_blocks: makes the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if its blocks are looked up there; they are kept for others either way.
-        on_ended: told of its end, whatever ended it.
+        on_ended: called with its end, whatever ended it.
         output: its tokens as far as they are known, those from before it was handed in again too.
         num_kept: number of them that it had when it was handed in.
         request: the mechanism's request, once it has been taken in.
@@ -242,7 +242,7 @@ class Mechanism(Backend[_VllmReplica]):
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
-        """Return the requests that lost their KV blocks since this was last asked."""
+        """Return the requests that lost their KV blocks since the last call."""
         names = self._gave_way.names
         if names:
             self._gave_way.names = []
@@ -293,7 +293,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._turn
 
     def set_gate(self, **changes: Any) -> None:
-        """From the turn that is open, or the next one, on: see `Gate`."""
+        """Change the gate from the open turn on, or from the next one; see `Gate`."""
         self._gate = replace(self._gate, **changes)
         if self._turn is None:
             self._is_gate_new = True

@@ -1,4 +1,4 @@
-"""Tell vLLM's workers what a plan computes, as changes to what they know.
+"""Send vLLM's workers what a plan computes, as changes to what they know.
 
 A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
 every count grows by one, and who needs a block is known from the counts.
@@ -34,14 +34,14 @@ class Messages:
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
-        """True when resumed requests are told like new ones (vLLM's second model runner)."""
+        """True when resumed requests are sent like new ones (vLLM's second model runner)."""
         memory = replica.memory
         self._managed = memory if isinstance(memory, ManagedKv) else None
         """VLLM's own memory, which has several tables; None: this project's."""
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """The decodes that the arrays below describe; its identity changes when somebody joins or leaves."""
+        """The decodes that the arrays below describe; its identity changes when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._ids: list[str] = []
         self._computed: Ints = np.empty(0, dtype=np.int64)
@@ -53,11 +53,11 @@ class Messages:
         self._step = 0
 
     def empty(self) -> SchedulerOutput:
-        """A step that computes nothing, and tells what has ended; the workers take every request out of their batch."""
+        """A step that computes nothing, and reports what has ended; the workers take every request out of their batch."""
         self._step += 1
         return self.next.take()
 
-    def tell(self, plan: StepPlan) -> SchedulerOutput:
+    def message(self, plan: StepPlan) -> SchedulerOutput:
         """The step; to be made before its result is applied."""
         self._step += 1
         self._add_chunks(plan.chunks, plan.drafts)
@@ -77,7 +77,7 @@ class Messages:
             record = find(request.request_id)
             if record is None:  # ended during the previous step; its part of this step is not computed
                 continue
-            if kind == "running" and record.ran_in == step - 1:  # nothing is to be said of it but its new blocks
+            if kind == "running" and record.ran_in == step - 1:  # nothing is sent of it but its new blocks
                 record.ran_in = step
                 blocks = self._new_blocks(record, request)
                 if self._zeroes and not isinstance(blocks, Tables):
@@ -96,7 +96,7 @@ class Messages:
         request, num_tokens, computed, kind = chunk
         is_resumed = kind != "running"
         if is_resumed:
-            record.num_told = 0
+            record.num_sent = 0
         blocks = self._new_blocks(record, request)
         if self._zeroes and not isinstance(blocks, Tables):
             self.next.clear(blocks[computed // self._block_size :] if is_resumed else blocks)
@@ -108,24 +108,24 @@ class Messages:
             self.next.add_new(scheduled, vllms.prompt_token_ids, vllms.sampling_params, tokens, vllms.lora_request)
             record.is_known = True
             return
-        is_told_tokens = (was_absent or is_resumed) and not self._resumes_as_new
+        with_tokens = (was_absent or is_resumed) and not self._resumes_as_new
         self.next.add_known(
             scheduled,
             record.num_kept + request.num_output_tokens,
             is_resumed=is_resumed,
-            all_tokens=record.all_tokens() if is_told_tokens else None,
+            all_tokens=record.all_tokens() if with_tokens else None,
         )
 
     def _new_blocks(self, record: Record, request: Request) -> Sequence[int] | Tables:
         """Return the entries of the request's block table, or tables, that the workers do not have."""
-        memory, known = self._replica.memory, record.num_told
+        memory, known = self._replica.memory, record.num_sent
         if self._managed is not None:
-            record.num_told = self._managed.num_entries(request)
+            record.num_sent = self._managed.num_entries(request)
             return Tables(self._managed.numbers(request, known))
         held = memory.num_held_blocks(request)
         if held == known:
             return ()
-        record.num_told = held
+        record.num_sent = held
         return memory.block_table(request)[known:]
 
     # All at once
@@ -169,7 +169,7 @@ class Messages:
         self._last = -1
 
     def _are_absent(self) -> bool:
-        """Return whether one of the decodes was not part of the step before, so that more must be said of it."""
+        """Return whether one of the decodes was not part of the step before, so that more must be sent of it."""
         if self._last == self._step - 1:
             return False
         return any(one.ran_in != self._step - 1 for one in self._decodes)

@@ -1,7 +1,7 @@
 """vLLM's scheduler interface on this project's mechanism: `--scheduler-cls vajra_py.vllm.Scheduler`.
 
 Requests come in by `add_request`, plans go out as `SchedulerOutput`, tokens come back by `update_from_output`. The policies
-of an experiment file decide (`vajra_py.vllm.settings` says how it is named).
+of an experiment file decide (`vajra_py.vllm.settings` has how it is named).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vajra_py.vllm.support import check_options, check_version, installed_versio
 _log = logging.getLogger(__name__)
 
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
-"""Ends that a request's own tokens bring about, and that its client is told with the last of them."""
+"""Ends that a request's own tokens bring about, and that its client gets with the last of them."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
 """Ends while the policies are out of service for what one of them did."""
 
@@ -76,7 +76,7 @@ class Scheduler(WithoutExtras):
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
-        """Requests whose end no client was told yet, as vLLM's structured output wants them."""
+        """Requests whose end no client has got yet, as vLLM's structured output wants them."""
         self._grammars = Grammars(structured_output_manager)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -129,8 +129,8 @@ class Scheduler(WithoutExtras):
         self._forgets = False
         """True if all KV is to be given up before the next step, when every token of the last ones is known."""
         self._prefix_stats = PrefixCacheStats()
-        told = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
-        init_logger("vllm.vajra").info(told)
+        line = described(self.config, options, is_async=self._is_async, is_managed=make_memory is not None)
+        init_logger("vllm.vajra").info(line)
 
     def _make_mechanism(self, registry: Registry, bytes_per_token: int, make_memory: MakeMemory | None) -> Mechanism:
         """Build the mechanism. Raises `ConfigError` for policies, also those that would take over, that do not go together with vLLM."""
@@ -145,7 +145,7 @@ class Scheduler(WithoutExtras):
 
     def _record_rules(self, vllm_config: Any, kv_events: KvEvents | None) -> RecordRules:
         memory = only_replicaset(self.config).replica.memory
-        arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
+        arrivals = Arrivals(self._clock, as_stated=orders_by_priority(self.config))
         rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         if vllm_config.lora_config is not None:
             rules = replace(rules, adapters=AdapterNames())
@@ -255,7 +255,7 @@ class Scheduler(WithoutExtras):
         return finished
 
     def _end(self, record: Record) -> None:
-        """The client knows the end, or does not care."""
+        """The client has got the end, or does not need it."""
         record.is_over = True
         name = record.request_id
         del self._records[name]
@@ -290,9 +290,9 @@ class Scheduler(WithoutExtras):
                 self._messages.next.preempted.add(name)
                 if self.log_stats:
                     self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
-        output = self._messages.empty() if plan is None else self._told(plan)
+        output = self._messages.empty() if plan is None else self._message(plan)
         if self._connected is not None:
-            self._connected.tell(output, is_formed=plan is not None)
+            self._connected.add_message(output, is_formed=plan is not None)
         self._in_flight.append(output)
         self._plans.append(plan)
         return output
@@ -381,11 +381,11 @@ class Scheduler(WithoutExtras):
                 self._messages.next.preempted.add(record.request_id)
             self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.submission)
 
-    def _told(self, plan: StepPlan) -> SchedulerOutput:
+    def _message(self, plan: StepPlan) -> SchedulerOutput:
         for chunk in plan.chunks:
             if chunk.kind != "running":
                 self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
-        output = self._messages.tell(plan)
+        output = self._messages.message(plan)
         if self._grammars.sampling(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
@@ -452,18 +452,18 @@ class Scheduler(WithoutExtras):
             if self.connector is not None:
                 self._events.feed.events += self.connector.take_events()
             self._events.publish()
-        told = self._endings.told(outputs, self.requests)
+        by_client = self._endings.with_ends(outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
-            if not told:
-                told[0] = EngineCoreOutputs()
-            next(iter(told.values())).scheduler_stats = stats
-        return told
+            if not by_client:
+                by_client[0] = EngineCoreOutputs()
+            next(iter(by_client.values())).scheduler_stats = stats
+        return by_client
 
     def _compute_again(self, ended: Sequence[Request]) -> None:
         """Go on with requests that have ended for the mechanism with a token that is void; or end them, by the connector's rule."""
         for record in (self._records[one.request_id] for one in ended if one.request_id in self._records):
             assert self._connected is not None
-            # The workers have forgotten it, and are told prompts alone.
+            # The workers have forgotten it, and are sent prompts alone.
             if self._connected.recomputes and not record.output:
                 self._held.append(record)
             else:
@@ -476,10 +476,10 @@ class Scheduler(WithoutExtras):
         find: Callable[[str], Record | None] = self._records.get
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
-        says_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
-        first = sys.maxsize if says_more else 2
-        """The first token of a request that is told by its id alone, unless it ends the request."""
-        client, told, accepted = None, [], dict[Request, int]()
+        has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
+        first = sys.maxsize if has_more else 2
+        """The first token of a request that is sent as its id alone, unless it ends the request."""
+        client, own_outputs, accepted = None, [], dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
                 continue
@@ -487,14 +487,14 @@ class Scheduler(WithoutExtras):
             count = len(produced) + len(tokens)
             if record.client_index != client:
                 client = record.client_index
-                told = outputs.setdefault(client, [])
+                own_outputs = outputs.setdefault(client, [])
             goes_on = tokens[0] not in stops if is_one else stops.keys().isdisjoint(tokens)
             if goes_on and first <= count < record.plain_until:
                 produced += tokens
-                told.append(EngineCoreOutput(name, tokens))
+                own_outputs.append(EngineCoreOutput(name, tokens))
             else:
                 tokens, is_last = record.take(tokens, self._max_model_len)
-                told.append(self._said_in_full(record, index, tokens, output, stops=is_last))
+                own_outputs.append(self._full_output(record, index, tokens, output, stops=is_last))
             if not is_one and len(tokens) > 1 and (own := record.own) is not None:
                 accepted[own] = len(tokens) - 1
         return accepted
@@ -505,7 +505,7 @@ class Scheduler(WithoutExtras):
         for request in stopping:
             self.mechanism.stop(request)
 
-    def _said_in_full(
+    def _full_output(
         self, record: Record, index: int, tokens: list[int], output: ModelRunnerOutput, *, stops: bool
     ) -> EngineCoreOutput:
         """The first or last tokens of a request, or some with more to them than their ids."""
@@ -513,27 +513,27 @@ class Scheduler(WithoutExtras):
         if not self._grammars.accepts(request, tokens):
             _log.error("the grammar of request %s does not allow tokens %s; it ends", name, tokens)
             request.status, stops = RequestStatus.FINISHED_ERROR, True
-        told = EngineCoreOutput(name, tokens, trace_headers=request.trace_headers)
+        made = EngineCoreOutput(name, tokens, trace_headers=request.trace_headers)
         if record.wants_logprobs and output.logprobs:
-            told.new_logprobs = output.logprobs.slice_request(index, len(tokens))
-        told.new_prompt_logprobs_tensors = output.prompt_logprobs_dict.get(name)
-        told.prompt_token_id_logprobs = output.prompt_token_id_logprobs_dict.get(name)
+            made.new_logprobs = output.logprobs.slice_request(index, len(tokens))
+        made.new_prompt_logprobs_tensors = output.prompt_logprobs_dict.get(name)
+        made.prompt_token_id_logprobs = output.prompt_token_id_logprobs_dict.get(name)
         if output.num_nans_in_logits:
-            told.num_nans_in_logits = output.num_nans_in_logits.get(name, 0)
+            made.num_nans_in_logits = output.num_nans_in_logits.get(name, 0)
         stats = request.take_prefill_stats()
         if stats is not None:
             size = self.mechanism.replica.limits.block_size
             stats.finalize(request.num_prompt_tokens // size * size if self._caches else 0)
-            told.prefill_stats = stats
-        told.events = request.take_events()
+            made.prefill_stats = stats
+        made.events = request.take_events()
         if stops:
-            told.finish_reason, told.stop_reason = request.get_finished_reason(), request.stop_reason
+            made.finish_reason, made.stop_reason = request.get_finished_reason(), request.stop_reason
             if record.own is not None and len(record.output) < record.limit:
                 self._stopping.append(record.own)
             if self._connected is not None:
-                self._connected.ends_with(record, told)
+                self._connected.ends_with(record, made)
             self._end(record)
-        return told
+        return made
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the tokens that the workers propose for the requests of the step before."""

@@ -1,6 +1,6 @@
 """Assemble each `SchedulerOutput`, in which vLLM's workers read what a step computes and what has changed since the last.
 
-vLLM's workers are told in these terms alone, of plans (`vajra_py.vllm.messages`) and of the engine's steps
+vLLM's workers get these terms alone, of plans (`vajra_py.vllm.messages`) and of the engine's steps
 (`vajra_py.vllm.runner`). Blocks are given by their numbers in this project's KV memory: block `n` is vLLM's block `n + 1`, whose
 block 0 is nobody's.
 """

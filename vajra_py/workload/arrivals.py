@@ -280,7 +280,7 @@ ArrivalProcess: TypeAlias = Annotated[
     Poisson | Gamma | Weibull | QuantileGaps | FixedInterval | AtOnce | OnOff | PiecewiseConstant | CoxGamma,
     Field(discriminator="type"),
 ]
-"""Any of the arrival processes, told apart by `type`."""
+"""Any of the arrival processes, distinguished by `type`."""
 
 
 def arrival_times(

@@ -137,7 +137,7 @@ class Column:
 
 
 class Table:
-    """The wanted columns of a CSV file as arrays, and which line each row stands on."""
+    """The wanted columns of a CSV file as arrays, and the line of each row."""
 
     def __init__(self, file: Path, header: Sequence[str], columns: dict[str, Array]) -> None:
         self.file = file

@@ -226,7 +226,7 @@ def _read(file: Path, kind: str, layout: CsvLayout) -> Workload:
 
 
 def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, dict[str, Any]]:
-    """The table, the requests of the rows kept, and what the manifest says about them."""
+    """The table, the requests of the rows kept, and their description in the manifest."""
     table = read_table(file, _wanted(layout))
     facts: dict[str, Any] = {**file_facts(kind, file), "num_rows": len(table), "columns": dict(layout.columns)}
     keep = np.ones(len(table), dtype=np.bool_)

@@ -66,7 +66,7 @@ class Chameleon(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues are looked at only where somebody waits and the batch has room; one that has admitted nobody admits its first."""
+    """Queues are looked at only where a request waits and the batch has room; one that has admitted none admits its first."""
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:
         super().__init__(config, context)
@@ -182,6 +182,6 @@ SPEC = PolicySpec(
     source="Chameleon (Iliakopoulou et al., MICRO'25, arXiv:2411.17741)",
     advice=(
         "Use it where small requests wait behind large ones and many adapters share few slots. Not with equal sizes, or a batch "
-        "that is full before memory is: quotas then bind nobody."
+        "that is full before memory is: quotas then bind no one."
     ),
 )

@@ -1,4 +1,4 @@
-"""dLoRA: a step runs requests of one adapter, merged into the weights, or of many, as load and credits say."""
+"""dLoRA: a step runs requests of one adapter, merged into the weights, or of many, by load and credits."""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ class MinChunkHold(FixedChunk):
     It pays where a step with prompts has a cost of its own (kernels that a small chunk leaves idle, no CUDA graph); with step times
     that are linear in tokens it delays first tokens for nothing.
 
+    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+
     Source: vLLM, pull request 54145, "Batch small prefill chunks under decode load".
     """
 

@@ -37,6 +37,8 @@ class PPas(PromptBudget):
     A prompt with the replica to itself is computed in large, efficient chunks; several of them would hold up the decodes in their
     midst for as many large steps, and are cut.
 
+    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
+
     Source: Sämann, "P-PAS: Prefill-Pressure Adaptive Scheduling for Long-Context LLM Serving" (arXiv:2608.15171); its patch of vLLM
     0.22.1.
     """

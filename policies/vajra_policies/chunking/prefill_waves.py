@@ -30,13 +30,15 @@ class PrefillWavesConfig(FixedChunkConfig):
 
 
 class PrefillWaves(FixedChunk):
-    """With decodes for a full batch, a step has them alone. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
+    """Steps of decodes alone while they fill the batch. As soon as there are fewer, up to `wave_slots` prompts run as one wave.
 
     A wave's prompts have the slots that decodes leave, and take more of them from the decodes that were admitted last, which are
     paused and keep their KV; so there may be more decodes than slots later, and steps stay full, of decodes alone, until some
     of them have ended. Slots that no prompt uses go back to decodes.
 
     It pays where steps of decodes alone are faster than others, for CUDA graphs, and many requests wait.
+
+    Left out: vLLM's scheduler around the rule; all else is `fixed_chunk`'s.
 
     Source: vLLM, pull request 56455, "bounded prefill admission for scheduler".
     """

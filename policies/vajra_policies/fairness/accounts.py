@@ -69,7 +69,7 @@ class Accounts:
         self._charge = charge
         self._waiting: dict[RequestView, _Charged] = {}
         self._admitted: dict[str, dict[RequestView, _Charged]] = {}
-        """By tenant, its living requests that do not wait; tenants that have any."""
+        """Living requests that do not wait, by tenant; tenants that have any."""
         self.num_waiting: dict[str, int] = {}
         """Waiting requests of each tenant that has any, in the order in which tenants began to wait."""
 

@@ -24,10 +24,12 @@ class DeficitRoundRobinConfig(QuantumConfig):
 class DeficitRoundRobin:
     """Key of a tenant = its place in the circle; its requests go in order of arrival.
 
-    Tenants that wait stand in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u > 0 and the
+    Tenants that wait are in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u > 0 and the
     tenant waits; admitted prompts and generated tokens are subtracted, so that D_u falls below 0 (a debt, since costs are known
     afterwards only), and a tenant in debt is passed over until its turns have paid it. Credit that is left is lost when
     a tenant waits no more; a debt stays for as long as it is owed, and nothing else is kept of a tenant that has left.
+
+    Left out: nothing.
 
     Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round-robin", SIGCOMM'95; with debt, and with this
     quantum, the baseline of VTC (OSDI'24).
@@ -105,7 +107,7 @@ class DeficitRoundRobin:
         return self._credit[tenant]
 
     def _turn(self) -> None:
-        """Pass the turn on until somebody has credit, unless the tenant that has it waits and has credit left."""
+        """Pass the turn on until a tenant has credit, unless the tenant that has it waits and has credit left."""
         if self._circle and (self._current is None or self._credit_of(self._current) <= 0):
             self._pass_on()
 

@@ -56,7 +56,7 @@ class Dlpm:
         self.fallen_groups = FallenGroups()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the tokens that the cache holds of it."""
+        """Return minus the tokens that the cache holds of it."""
         return -float(request.prefix_hit_tokens())
 
     def group(self, request: RequestView) -> str:
@@ -105,7 +105,7 @@ class Dlpm:
         return self._deficits.get(tenant, 0.0) > 0
 
     def _refill(self) -> None:
-        """Refill deficits unless somebody who waits has some left; charges of the others can wait until then."""
+        """Refill deficits unless a waiting tenant has some left; charges of the others can wait until then."""
         left, waiting = self._left, self._accounts.num_waiting
         while left:
             tenant = next(iter(left))

@@ -1,4 +1,9 @@
-"""Least counter first: the virtual token counter without its lift, as a control."""
+"""Least counter first: the virtual token counter without its lift, as a control.
+
+Left out: nothing.
+
+Source: LCF, a baseline of VTC (Sheng et al., OSDI'24).
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Vtc:
 
 
 class _LeastCounter:
-    """The least counter of those tenants that belong to a set. Counters rise only, so what a heap knows of them is not too high."""
+    """The least counter of those tenants that belong to a set. Counters rise only, so their counters in a heap are not too high."""
 
     def __init__(self, counter: Callable[[str], float], belongs: Callable[[str], bool]) -> None:
         self._counter = counter

@@ -56,7 +56,7 @@ class _Call:
 class Plas:
     """Key = running time of the program's ended calls when the call arrived (or the queue that this falls into).
 
-    Short programs go before long ones, although nobody knows their lengths: a program sinks as it is served. With `queue_bounds_s` a
+    Short programs go before long ones, although their lengths are unknown: a program sinks as it is served. With `queue_bounds_s` a
     call also sinks by its own running time. A request without a program is a program of its own.
 
     Left out: its router (short calls to the least used replica, long ones to their program's), looks every few steps, and swaps in bulk.

@@ -121,6 +121,6 @@ SPEC = PolicySpec(
     source="Justitia (arXiv:2510.17015)",
     advice=(
         "Use it for agents with many calls side by side: they end one after the other, hardly any later than "
-        "under even sharing. Not where costs cannot be told beforehand."
+        "under even sharing. Not where costs cannot be estimated beforehand."
     ),
 )

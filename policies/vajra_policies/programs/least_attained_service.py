@@ -43,6 +43,8 @@ class LeastAttainedService:
     fade in one proportion, and waits grow alike. What comes, is admitted or ends may change all of them. Service is dropped after an
     hour in which nothing of the program has ended.
 
+    Left out: llm-d's bands of priority and the limits of its queues.
+
     Source: llm-d's router, flow-control plugin `program-aware-fairness`, strategy `las`.
     """
 
@@ -68,13 +70,13 @@ class LeastAttainedService:
         return _program_of(request)
 
     def group_key(self, group: str) -> float:
-        """Minus the score; 0 where no request of the program waits."""
+        """Return minus the score; 0 where no request of the program waits."""
         if self._scores is None:
             self._scores = self._scores_at(self._changed_at)
         return -self._scores.get(group, 0.0)
 
     def service(self, program: str, now: float) -> float:
-        """What is left at `now` of the program's service, weighted tokens."""
+        """Return the rest of the program's service at `now`, weighted tokens."""
         amount, at = self._services.get(program, (0.0, now))
         left: float = amount * 0.5 ** ((now - at) / self._config.half_life_s)
         return left
@@ -92,7 +94,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits again."""
+        """Count the request among the waiting ones again."""
         self._wait(request)
         self._change(now)
 

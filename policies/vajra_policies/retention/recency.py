@@ -32,7 +32,7 @@ class MostRecentlyUsed:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Minus the time of the last use."""
+        """Return minus the time of the last use."""
         return -block.last_used_at
 
 

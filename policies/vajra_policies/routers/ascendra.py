@@ -67,7 +67,7 @@ class Ascendra(BindsOnArrival):
         return best
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Those that would be late where they wait, to HP replicas."""
+        """Move requests that would be late where they wait to HP replicas."""
         _, high = self._split(replicas)
         pending = {one.replica_id: one.num_pending_tokens for one in replicas}
         targets = [one.replica_id for one in high]
@@ -84,11 +84,11 @@ class Ascendra(BindsOnArrival):
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Look again after the interval, while somebody waits."""
+        """Look again after the interval, while a request waits."""
         self._looks.woken(now, goes_on=bool(self._waiting))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits no more."""
+        """Forget the request as a waiting one."""
         self._waiting.pop(request, None)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -24,7 +24,7 @@ class CacheAware(BindsOnArrival):
     `balance_rel_threshold` * min. Prefixes are those of prompts sent before. Ties go to the lowest id; of several replicas with the
     longest prefix the least loaded one is taken.
 
-    SGLang compares characters; here whole KV blocks. Its comment speaks of the smallest tree where its code takes the least load.
+    SGLang compares characters; here whole KV blocks. Where its comment names the smallest tree, its code takes the least load.
     """
 
     def __init__(self, config: CacheAwareConfig, context: PolicyContext) -> None:

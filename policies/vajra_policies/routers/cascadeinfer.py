@@ -52,7 +52,7 @@ class Cascadeinfer(BindsOnArrival):
         self._load = load_in("tokens")
         self._at: dict[RequestView, ReplicaId] = {}
         self._plans: dict[str, tuple[float, list[ReplicaId], list[Stage]]] = {}
-        """When it was made, for which replicas, and the ranges, by pool."""
+        """Time, replicas and ranges of the last plan of each pool."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The least loaded replica of those for its length."""
@@ -88,11 +88,11 @@ class Cascadeinfer(BindsOnArrival):
         self._looks.woken(now, goes_on=bool(self._at))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It runs there."""
+        """Note that the request runs there."""
         self._at[request] = replica_id
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """It is at its target."""
+        """Note that the request is at its target."""
         self._at[request] = target
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -34,6 +34,8 @@ class ConsistentHashing(BindsOnArrival):
     When a replica goes, its keys alone move, to the next ones on the ring; when it is back, they return. With the bound c
     no replica has more than c times the mean, and the keys beyond it spill over to the next one.
 
+    Left out: nothing.
+
     Source: Karger et al., STOC'97; Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA'18
     (arXiv:1608.01350).
     """

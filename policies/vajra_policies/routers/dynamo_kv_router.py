@@ -1,5 +1,7 @@
 """Dynamo's KV router: the replica of least cost, in blocks to compute and blocks to hold.
 
+Left out: host and disk tiers, Dynamo's router queue, and its expiry of stale bookings.
+
 Source: Dynamo 1.6.1, `lib/kv-router/src/scheduling/selector/default.rs`.
 """
 

@@ -26,7 +26,7 @@ from vajra_py.contract import (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a request is cut, and who computes its parts."""
+    """Position at which a request is cut, and the replicas of its parts."""
 
     first: ReplicaId
     second: ReplicaId
@@ -160,7 +160,7 @@ class MicroRequests(FixedChunk):
         self._cuts = _cuts(context.shared).of
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Those whose first part is done leave; the others get chunks."""
+        """Hand off requests whose first part is done; give the others chunks."""
         if self._cuts:
             for request in replica.running():
                 cut = self._here(request, replica)

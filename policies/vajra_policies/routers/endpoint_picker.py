@@ -1,5 +1,7 @@
 """A router that is composed of filters, weighted scorers and a picker, as llm-d's endpoint picker: its parameters.
 
+Left out: flow control, which admission policies have here.
+
 Source: llm-d-router, `pkg/epp`: scheduling profiles, `single-profile-handler`, `disagg-profile-handler`.
 """
 
@@ -121,5 +123,5 @@ SPEC = PolicySpec(
     build=_build,
     summary="Filters, weighted scorers and a picker, chosen by name: each arriving request to the best score.",
     source="llm-d endpoint picker (llm-d-router)",
-    advice=("Use it to compose a router from parts, and to compare with llm-d. Not where one rule says it."),
+    advice=("Use it to compose a router from parts, and to compare with llm-d. Not where one rule does it."),
 )

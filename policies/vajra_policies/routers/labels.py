@@ -43,7 +43,7 @@ class RoleFilter:
         self._roles = frozenset(roles)
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those of these roles."""
+        """Keep the replicas of these roles."""
         roles = self._roles
         kept = [one for one in replicas if one.role in roles]
         return replicas if len(kept) == len(replicas) else kept
@@ -71,7 +71,7 @@ class ByLabel:
         self._valid = frozenset(config.valid_values)
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those with one of the values."""
+        """Keep the replicas with one of the values."""
         return [one for one in replicas if _values(one, self._label) & self._valid]
 
 
@@ -90,7 +90,7 @@ class Requirement(PolicyConfig):
         return self
 
     def holds(self, replica: ReplicaLoadView) -> bool:
-        """Whether the replica fulfils it; every label exists on every replica."""
+        """Return whether the replica fulfils it; every label exists on every replica."""
         if self.operator in ("Exists", "DoesNotExist"):
             return self.operator == "Exists"
         return bool(_values(replica, self.key) & frozenset(self.values)) == (self.operator == "In")
@@ -111,7 +111,7 @@ class LabelSelector:
         self._requirements = [*equal, *config.match_expressions]
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Those that fulfil all."""
+        """Keep the replicas that fulfil all."""
         return [one for one in replicas if all(each.holds(one) for each in self._requirements)]
 
 

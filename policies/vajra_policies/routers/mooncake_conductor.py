@@ -25,10 +25,11 @@ class MooncakeConductor(BindsOnArrival):
     """Least T = T_queue + T_prefill(p, h): the prefill times of what was sent there and is not computed, and the request's own.
 
     T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached; h is what the replica holds of it now. Ties go to
-    the replica with the fewer requests that compute their prompts, then to the lowest id.
+    the replica with the fewer requests that compute their prompts, then to the lowest id. A request whose prompt was computed in another
+    pool goes to the replica with the fewest requests.
 
     `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the replica that holds most of it,
-    and so the threshold from which Mooncake weighs one; the choice of the decode replica, which is the replicaset's.
+    and so the threshold from which Mooncake weighs one; the time between tokens, by which it chooses the decode replica.
 
     Source: Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST'25 (arXiv:2407.00079),
     Algorithm 1.
@@ -46,6 +47,8 @@ class MooncakeConductor(BindsOnArrival):
         up = those_up(replicas)
         if not up:
             return None
+        if request.is_prefill_complete:
+            return min(up, key=lambda one: (one.num_running + one.num_waiting, one.replica_id)).replica_id
         ranked = []
         for one in up:
             hit = min(one.prefix_hit_tokens(request), request.num_prompt_tokens - 1)

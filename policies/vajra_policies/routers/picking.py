@@ -32,9 +32,9 @@ class EndpointPicker:
     """Binds on arrival to the replica that a single profile chooses among those that are up.
 
     Where the filters leave none, the request waits in the shared queue, from which a replica may pull it that the filters keep when
-    they are asked about it alone. (llm-d answers 429 then; an admission policy can do that here.)
+    they are called for it alone. (llm-d answers 429 then; an admission policy can do that here.)
 
-    Every part that listens to requests is told of them, and every part that learns placements of each choice.
+    Every part that listens to requests is notified of them, and every part that learns placements of each choice.
     """
 
     def __init__(self, parts: Parts, profile: Profile, num_batches: int) -> None:
@@ -42,15 +42,15 @@ class EndpointPicker:
         """Profile of the replicas that take arriving requests."""
         self._num_batches = num_batches
         self._learners = parts.learners()
-        for name, tell in parts.listeners().items():
-            setattr(self, name, tell)
+        for name, notify in parts.listeners().items():
+            setattr(self, name, notify)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The choice of the profile."""
         up = figures.those_up(replicas)
         chosen = self._entry.choose(request, up, now)
         if chosen is not None:
-            self._tell(request, {DEFAULT: chosen}, up, now)
+            self._notify(request, {DEFAULT: chosen}, up, now)
         return chosen
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
@@ -60,7 +60,7 @@ class EndpointPicker:
                 if self._entry.filtered(request, [replica], now):
                     yield request.request_id
 
-    def _tell(
+    def _notify(
         self, request: RequestView, chosen: dict[str, ReplicaId], replicas: Sequence[ReplicaLoadView], now: float
     ) -> None:
         if self._learners:
@@ -91,14 +91,14 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """The replica that computes the prompt: the one that decodes, where the decider says no or no other is left."""
+        """The replica that computes the prompt: the one that decodes, where the decider refuses or no other is left."""
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)
         if not chosen or (DECODE not in chosen and self._order != "decode-after-prompt"):
             return None
         if DECODE in chosen:
             self._decode_of[request] = chosen[DECODE]
-        self._tell(request, chosen, up, now)
+        self._notify(request, chosen, up, now)
         return chosen.get(PREFILL, chosen.get(DECODE))
 
     def place_after_prompt(
@@ -112,7 +112,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         chosen = self._decode.choose(request, up, now)
         if chosen is not None:
             self._decode_of[request] = chosen
-            self._tell(request, {DECODE: chosen}, up, now)
+            self._notify(request, {DECODE: chosen}, up, now)
         return chosen
 
     def _both(self, request: RequestView, up: Candidates, now: float) -> dict[str, ReplicaId]:

@@ -1,5 +1,7 @@
 """Preble's E2: exploit a cached prefix where it is longer than the rest of the prompt, else explore by cost.
 
+Left out: the cost of evicting prefixes, which is off in Preble's code by default.
+
 Source: Preble (arXiv:2407.00023), section 4; code WukLab/preble.
 """
 

@@ -41,7 +41,7 @@ class Parts:
         self._context = context
         self._producers: dict[str, Any] = {}
         self.built: list[Any] = []
-        """Every part; those that others read stand before them."""
+        """Every part; those that others read come before them."""
 
     def build(self, choice: RoutingPartChoice) -> Any:
         """Build one part."""
@@ -58,23 +58,23 @@ class Parts:
 
     def listeners(self) -> Mapping[str, Callable[..., None]]:
         """Callbacks of every part that has a method, by method."""
-        told = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
-        return {name: _tell_all(methods) for name, methods in told.items() if methods}
+        found = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
+        return {name: _notify_all(methods) for name, methods in found.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Methods to tell of a placement, each part's before those of the producers that it reads."""
+        """Methods to notify of a placement, each part's before those of the producers that it reads."""
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 
 
-def _tell_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
+def _notify_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
     if len(methods) == 1:
         return methods[0]
 
-    def tell(*facts: Any) -> None:
+    def notify(*facts: Any) -> None:
         for method in methods:
             method(*facts)
 
-    return tell
+    return notify
 
 
 @dataclass(frozen=True, slots=True)

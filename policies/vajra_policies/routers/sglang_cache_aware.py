@@ -1,5 +1,7 @@
 """SGLang's cache-aware router: to the replica that got the longest common prefix, unless load is too uneven.
 
+Left out: characters, by which SGLang compares prompts; here whole KV blocks count.
+
 Source: sglang-router 0.3.2, `sgl-model-gateway/src/policies/cache_aware.rs`.
 """
 
@@ -39,7 +41,7 @@ SPEC = PolicySpec(
     summary="Each arriving request to the replica that got the longest common prefix, unless load is too uneven.",
     source="SGLang router 0.3.2, cache_aware",
     advice=(
-        "Use it to compare with SGLang's router, or where replicas tell nothing of their caches. Not where caches "
+        "Use it to compare with SGLang's router, or where replicas publish no KV events. Not where caches "
         "are reset or small: it believes what it has sent."
     ),
 )

@@ -34,6 +34,8 @@ class ThunderAgent:
     replica with the least tokens. What a call's priority is changed by is emitted as `priority_jump_s`, and orders the calls that a replica
     takes from the shared queue.
 
+    Left out: what the paper has beyond Dynamo's router.
+
     Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`).
     """
 

@@ -1,7 +1,7 @@
 """Rules of ThunderAgent's router: programs are placed, paused and resumed as wholes, by the tokens that their contexts hold.
 
-Everything here is operations on a table of programs; what they are about is told with a time in seconds, and nothing is read from anywhere.
-`thunderagent.py` tells it what happens.
+Everything here is operations on a table of programs; each operation gets the time in seconds, and nothing is read from anywhere.
+`thunderagent.py` calls it for each event.
 
 Source: ThunderAgent (arXiv:2602.13692) as in Dynamo 1.6 (`dynamo.thunderagent_router`, Apache-2.0); rules read there, code and words here.
 """

@@ -75,17 +75,17 @@ def _decide_on_two(rules: PlannerRules, pools: tuple[PoolState, PoolState], mode
     if lifted != asked:
         wanted = budget.plan(ready, wanted)
     counts, by_budget = budget.decide(ready, wanted)
-    told = [_told(*one) for one in zip(pools, asked, lifted, counts, strict=True)]
-    reason = by_budget or max(told, key=lambda one: _INTEREST[one])
+    reasons = [_reason_of(*one) for one in zip(pools, asked, lifted, counts, strict=True)]
+    reason = by_budget or max(reasons, key=lambda one: _INTEREST[one])
     is_same = counts == ready
     if is_same:
         own = [one.reason if one.reason not in ("", NO_CHANGE) else "" for one in opinions]
-        told = [mine or reason_told for mine, reason_told in zip(own, told, strict=True)]
+        reasons = [mine or reason_of_pool for mine, reason_of_pool in zip(own, reasons, strict=True)]
         reason = by_budget or next(filter(None, own), reason)
-    return LoadDecision(None if is_same else counts, reason, tuple(told), opinions[0].ttft_s, opinions[1].itl_s)
+    return LoadDecision(None if is_same else counts, reason, tuple(reasons), opinions[0].ttft_s, opinions[1].itl_s)
 
 
-def _told(pool: PoolState, asked: int, lifted: int, count: int) -> str:
+def _reason_of(pool: PoolState, asked: int, lifted: int, count: int) -> str:
     """Reason for a pool's count, by what its load asked for and what the throughput made of it."""
     if count > pool.ready:
         return UP

@@ -54,8 +54,8 @@ def decide_by_throughput(
         wanted.append(max(bounded, pool.rules.least))
     decide = _plan_two if len(pools) == 2 else _plan_one
     decision = decide(rules, pools, wanted)
-    told = tuple(rate if rate > 0 else None for rate in rates)
-    return replace(decision, reason=decision.reason if is_known else NOT_READY, requests_per_s=told)
+    observed = tuple(rate if rate > 0 else None for rate in rates)
+    return replace(decision, reason=decision.reason if is_known else NOT_READY, requests_per_s=observed)
 
 
 def _plan_one(rules: PlannerRules, pools: Sequence[PoolState], wanted: Sequence[int]) -> ThroughputDecision:

@@ -18,6 +18,8 @@ class HighestResponseRatio:
     The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age fast, and a
     long one overtakes every later short one after a while, so nobody starves.
 
+    Left out: nothing.
+
     Source: Brinch Hansen, "An analysis of response ratio scheduling", IFIP Congress 1971.
     """
 

@@ -18,6 +18,8 @@ class ShortestJobFirst:
     With a replica scheduler that preempts nobody for who waits (such as `fixed_chunk`) this is the non-preemptive rule. Nothing
     bounds the wait of a long request.
 
+    Left out: nothing.
+
     Source: Smith, "Various optimizers for single-stage production", Naval Research Logistics Quarterly 1956.
     """
 
@@ -45,7 +47,7 @@ SPEC = PolicySpec(
     source="Smith (1956)",
     aliases=("shortest_job_first",),
     advice=(
-        "Use it for a low mean latency where lengths can be told apart beforehand. Not where nobody may starve: "
+        "Use it for a low mean latency where lengths can be estimated beforehand. Not where nobody may starve: "
         "nothing bounds the wait of a long request (see `hrrn`, `ltr`)."
     ),
 )

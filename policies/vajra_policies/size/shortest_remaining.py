@@ -16,6 +16,8 @@ class ShortestRemaining:
     With `preemptive` and the oracle's lengths this is the optimal rule for the mean time in system of one server. A request
     that has outlived its estimate counts as one token; one that lost its memory has its known tokens to compute again.
 
+    Left out: nothing.
+
     Source: Schrage, "A proof of the optimality of the shortest remaining processing time discipline", Operations Research
     1968; its mean for Poisson arrivals: Schrage and Miller, Operations Research 1966.
     """

@@ -54,7 +54,7 @@ class Wish(NamedTuple):
 
 
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
-    """How many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
+    """Return how many of `num_drafts` drafts each decode gets, at most `most_each`: first those that are needed, the greatest need first, until
     1 + q + q^2 + ... reaches A or it has `most_needed`; then, one by one, the draft that is accepted with the greatest chance q^j.
     """
     most_needed = min(most_needed, most_each)
@@ -106,7 +106,7 @@ class AdaServe(FixedChunk):
     `tbt_slo_s`; without either A = 0. t is predicted for a step with all B tokens and no prompt. Prompts follow as under `fixed_chunk`.
 
     Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from what was accepted of the request's
-    drafts so far), and the choice of depth and width by load. B is a parameter, since only a profile of the device tells it.
+    drafts so far), and the choice of depth and width by load. B is a parameter, since it follows only from a profile of the device.
 
     Source: Li et al., "AdaServe: Accelerating Multi-SLO LLM Serving with SLO-Customized Speculative Decoding" (arXiv:2501.12162).
     """

@@ -42,7 +42,7 @@ def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
 
 
 class Blendserve(FixedChunk):
-    """Waiting requests stand in a line by density rho = T_comp / T_mem, and are admitted from both of its ends.
+    """Waiting requests are sorted by density rho = T_comp / T_mem, and are admitted from both of its ends.
 
     - T_comp is the time to compute p + d tokens, without those that a sibling with the same prefix computes; T_mem the time to read
       p * d + d^2 / 2 tokens of context in its decodes. Requests with the same first block stay together, by the density of them all, so

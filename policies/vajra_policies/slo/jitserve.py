@@ -76,7 +76,7 @@ class Jitserve:
         self.fallen_requests = FallenRequests()
 
     def key(self, request: RequestView, now: float) -> float:
-        """Minus the priority, weighted tokens a second, as it was computed last."""
+        """Return minus the priority, weighted tokens a second, as it was computed last."""
         priority = self._priorities.get(request)
         if priority is None:
             priority = self._priorities[request] = self._priority(request, now)

@@ -106,7 +106,7 @@ class PastFuture(FixedChunk):
         return 0
 
     def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return whether the peak fits with one more; once it does not, nobody else is asked about in this step."""
+        """Return whether the peak fits with one more; once it does not, no other request is tried in this step."""
         if self._is_closed or not replica.num_running:
             return not self._is_closed
         if self._entries is None:

@@ -101,11 +101,11 @@ class Qlm:
             self._order(by_deadline=True)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits no more."""
+        """Take the request out of the waiting ones."""
         self._leave(request)
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """It waits again."""
+        """Count the request among the waiting ones again."""
         self._wait(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

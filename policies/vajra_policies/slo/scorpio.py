@@ -48,7 +48,7 @@ class Scorpio(FixedChunk):
     - TPOT guard: a request is admitted while a decode step of the virtual batch size, the sum of TRP over those that run and itself, is
       predicted to take at most the tightest promise.
     - TTFT guard: in the order of urgency, a waiting request that would miss its promised first token behind the prompts before it is
-      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step asks about all that wait.
+      rejected. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all that wait.
 
     Left out: predicted output lengths, by which the paper allows for memory. Decodes that are left out keep their KV.
 
@@ -56,7 +56,7 @@ class Scorpio(FixedChunk):
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """Steps differ by their credits; whoever has the tightest promise runs in each, and nobody is kept out of an idle replica."""
+    """Steps differ by their credits; the request with the tightest promise runs in each, and no request is kept out of an idle replica."""
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
         super().__init__(config, context)

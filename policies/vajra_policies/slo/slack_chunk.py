@@ -44,7 +44,7 @@ class SlackChunk:
     """A step's tokens = the largest of `sizes` with safety_factor * T <= least slack of its decodes, or the smallest of all.
 
     Slack of a decode: arrival + max(time to its first token, promised one) + TBT * i - now, with i the tokens that it has and TBT
-    its promise. Time that decodes are ahead of their promises becomes larger chunks. Decodes without a promise have no say,
+    its promise. Time that decodes are ahead of their promises becomes larger chunks. Decodes without a promise do not count,
     and without any decode the largest size is taken.
 
     Left out: smaller sizes when KV memory runs short.
@@ -53,7 +53,7 @@ class SlackChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; a waiting request gets a chunk when nothing runs."""
 
     def __init__(self, config: SlackChunkConfig, context: PolicyContext) -> None:
         self._sizes = config.sizes

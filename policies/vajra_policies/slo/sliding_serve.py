@@ -61,7 +61,7 @@ class SlidingServe:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; passing over never empties a step."""
+    """With decodes alone, or room for nothing else, `fill` adds nothing else; passing over never empties a step."""
 
     def __init__(self, config: SlidingServeConfig, context: PolicyContext) -> None:
         self._config = config

@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
 
 
 def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
-    """Which prompts to admit, most of them, by rising deadline: the a-th to be admitted needs, with all before it,
+    """Return the largest set of prompts to admit, by rising deadline: the a-th to be admitted needs, with all before it,
     tokens <= steps until its deadline * (step_tokens - num_running - (a - 1)), since each that is done decodes.
 
     Dynamic programming over (prompts, admitted ones) for the fewest tokens: O(n^2).
@@ -70,7 +70,7 @@ def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) 
 
 
 class SlosServe(FixedChunk):
-    """When requests have come, the most of them are admitted whose promised first tokens can all be kept; the others are best effort.
+    """Of arrived requests, the largest set is admitted whose promised first tokens can all be kept; the others are best effort.
 
     - A step takes at most `step_s`, for the promised times per token, and so has B tokens by the latency model; n requests that run have
       one each. Until the deadline of a prompt there are floor(time / step_s) steps with B - n tokens for prompts, and one less for each that
@@ -114,7 +114,7 @@ class SlosServe(FixedChunk):
             fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """As many tokens of a prompt that has the replica to itself as take `step_s`; at least 1."""
+        """Return the tokens, of a prompt that has the replica to itself, that take `step_s`; at least 1."""
 
         def fits(num_tokens: int) -> bool:
             features = BatchFeatures().with_chunk(num_tokens, num_done_tokens)
@@ -160,7 +160,7 @@ class SlosServe(FixedChunk):
         return min(most + len(running), self._chunk_size)
 
     def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
-        """At most so many tokens, as the step's time allows; 1 for a step that would be empty."""
+        """Return at most so many tokens, as the step's time allows; 1 for a step that would be empty."""
         most = _most(num_tokens, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
         return most if most or batch.num_requests else min(num_tokens, 1)
 

@@ -43,7 +43,7 @@ class _Outputs:
 
 
 class Tiers:
-    """Tiers by number, the tightest first. The policy tells of requests that have ended."""
+    """Tiers by number, the tightest first. The policy reports requests that have ended."""
 
     def __init__(self, config: TierConfig, context: PolicyContext) -> None:
         self._tpots_s = config.tiers_s

@@ -1,4 +1,4 @@
-"""MinivLLM as its documentation tells it: prefill first, decode else, one budget for both."""
+"""MinivLLM by its documentation: prefill first, decode else, one budget for both."""
 
 from __future__ import annotations
 

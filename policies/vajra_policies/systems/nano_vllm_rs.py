@@ -66,8 +66,8 @@ class NanoVllmRs:
       admitted; where that leaves it empty, since blocks are shared or pinned, nobody is preempted for that request again.
     - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
-    - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
-    - The prefill budget counts prompt tokens alone, as its name says; it may be used up exactly.
+    - *`max_num_seqs` counts all that run*, prompts in progress too, as in its description ("to run concurrently").
+    - The prefill budget counts prompt tokens alone, as in its name; it may be used up exactly.
     - The head of the queue is never overtaken: who cannot be admitted ends the admissions of the step.
 
     Lower numbers are more urgent here, as everywhere in Vajra (in the Rust engine higher ones are).

@@ -1,4 +1,4 @@
-"""Presets of Vajra and other systems: all three layers and the replica options, by name.
+"""Presets of Vajra and other systems: all three layers, the replica options and pools, by name.
 
 Where a system leaves routing to others (an engine is one replica), its preset takes requests in turn. Sizes that depend on the
 device (KV blocks) are left open. Prefix-cache options and the moment at which blocks become visible are part of a system:
@@ -55,6 +55,8 @@ _VLLM_REPLICA: Mapping[str, Any] = {
     "draft": {"rejected_blocks": "keep", "past_max_tokens": True},
 }
 
+_LINKS: Mapping[str, Any] = {"bandwidth_gb_s": 50}
+
 
 def _nano_replica(publish: str) -> dict[str, Any]:
     cache = _prefix_cache(publish=publish, reuse_order="fifo", duplicates="keep_last")
@@ -86,6 +88,50 @@ PRESETS: list[Preset] = [
         source="Llumnix (OSDI'24); AlibabaPAI/llumnix, GlobalSchedulerConfig and MigrationConfig",
         scheduling=_vllm(VICTIMS_FIRST, "latest_admitted", "llumnix"),
         replica=_VLLM_REPLICA,
+    ),
+    Preset(
+        name="distserve",
+        summary="DistServe: prompts and decodes on replicas of their own, each request to the least loaded of either.",
+        source="DistServe (OSDI'24); hand-off as in its simulator, the ratio of pools and the links (50 GB/s) are ours",
+        scheduling=_scheduling("fcfs", "fixed_chunk", "least_loaded"),
+        replicaset={
+            "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
+            "hand_off": "distserve",
+            "links": _LINKS,
+        },
+    ),
+    Preset(
+        name="splitwise",
+        summary="Splitwise: pools of prompts and decodes that lend each other replicas while one is full.",
+        source="Splitwise (ISCA'24); splitwise-sim; the ratio of pools and the links (50 GB/s) are ours",
+        scheduling=_scheduling("fcfs", "fixed_chunk", "splitwise_mixed_pool"),
+        replicaset={
+            "pools": {
+                "prompt": {"num_replicas": 1, "role": "mixed"},
+                "token": {"num_replicas": 1, "role": "mixed"},
+            },
+            "hand_off": "splitwise",
+            "links": _LINKS,
+        },
+    ),
+    Preset(
+        name="mooncake",
+        summary="Mooncake: its conductor over split pools with prefix caches, and early rejection of what would be late.",
+        source="Mooncake (FAST'25), Algorithm 1; the ratio of pools and the links (50 GB/s) are ours",
+        scheduling={**_scheduling("fcfs", "fixed_chunk", "mooncake_conductor"), "admission": "mooncake"},
+        replica={"memory": {"prefix_cache": {"enabled": True}}},
+        replicaset={
+            "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
+            "hand_off": "distserve",
+            "links": _LINKS,
+        },
+    ),
+    Preset(
+        name="dynaserve",
+        summary="DynaServe: requests cut at one token into two parts, so that two replicas have the same work.",
+        source="DynaServe (arXiv:2504.09285); the links (50 GB/s) are ours",
+        scheduling=_scheduling("fcfs", "micro_requests", "dynaserve"),
+        replicaset={"links": _LINKS},
     ),
     Preset(
         name="nano-vllm",

@@ -104,7 +104,7 @@ class VllmV1:
         self._interval = config.prefill_interval_steps
         steady = (
             frozenset(SteadyState) if self._interval == 1 else frozenset()
-        )  # an interval counts steps: each is asked
+        )  # an interval counts steps, so every step calls
         self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval
@@ -133,7 +133,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step that preempts admits nobody and tells nothing about the queue
+            if not holds:  # a step that preempts admits nobody and shows nothing about the queue
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
@@ -188,7 +188,7 @@ class VllmV1:
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
         """Take waiting requests from the head; whether any of them has more than its last token to compute."""
         has_prefill = False
-        waiting = iter(replica.waiting())  # looking at one may ask a connector about it, so nobody is looked at in vain
+        waiting = iter(replica.waiting())  # looking at one may ask a connector about it, so none is looked at in vain
         while batch.tokens_left > 0 and replica.num_running < self._max_active:
             request = next(waiting, None)
             if request is None:

@@ -25,8 +25,7 @@ def _parts(entry: Entry, registry: Registry) -> list[CardPart]:
     if entry.preset:
         offer = registry.preset(entry.preset)
         preset = offer.spec
-        settings = flatten({"scheduling": preset.scheduling, "replica": preset.replica})
-        table = table_of_texts(("setting", "value"), list(settings.items()))
+        table = table_of_texts(("setting", "value"), list(flatten(preset.settings).items()))
         return [
             CardPart(
                 preset.name, "preset", _package(offer.package, offer.version), preset.summary, preset.source, "", table

@@ -51,7 +51,7 @@ def entries_of(
     """Return the baseline and the other entries of an atlas.
 
     A policy takes its place in the baseline; policies joined by `+` take several. A name that several layers have takes all of
-    them; one that no layer has may be an admission or retention policy.
+    them; one that no layer has may be an admission or retention policy, or a preset.
 
     Raises:
         UnknownNameError: nothing installed has that name.
@@ -61,13 +61,25 @@ def entries_of(
     base = Entry(BASELINE, _settings(parts), {place: offer for place, (_, offer) in parts.items()})
     found = []
     for name in policies:
+        if name in registry.presets and not _is_policy(name, registry):
+            found.append(_whole(name))
+            continue
         own = _named(name, registry)
         found.append(Entry(name, _settings({**parts, **own}), {place: offer for place, (_, offer) in own.items()}))
     for name in presets:
         registry.preset(name)
-        found.append(Entry(name, {"preset": name}, preset=name))
+        found.append(_whole(name))
     _check_distinct(base, found)
     return base, found
+
+
+def _whole(preset: str) -> Entry:
+    return Entry(preset, {"preset": preset}, preset=preset)
+
+
+def _is_policy(name: str, registry: Registry) -> bool:
+    beside = (registry.beside_layers[kind.key] for kind in _BESIDE)
+    return any(name in names for names in (*map(registry.policy_names, Layer), *beside))
 
 
 def _settings(parts: Mapping[str, tuple[str, AnyOffer]]) -> dict[str, Any]:
@@ -107,7 +119,7 @@ def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
         message = "is a scaler, and every system of an atlas has the same replicas"
         raise ConfigError(Problem(where, message, "Compare scalers by a sweep of `scheduling.scaling`"))
     if name in registry.presets:
-        raise ConfigError(Problem(where, "is a preset, not a policy", f"Write --preset {name}"))
+        raise ConfigError(Problem(where, "is a preset, and takes all places", "A preset is a row of its own"))
     names = {known for layer in Layer for known in registry.policy_names(layer)}
     raise UnknownNameError("policy", name, names.union(*(registry.beside_layers[kind.key] for kind in _BESIDE)))
 

@@ -98,7 +98,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bo
 
     Raises:
         ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit, or the degree
-            was not measured (says which were).
+            was not measured (lists those that were).
     """
     root = Path(path)
     meta = _read_meta(root)
@@ -241,7 +241,7 @@ def _number(path: Path, line: int, name: str, text: str) -> float:
 
 
 def _quick_table(path: Path, columns: Sequence[str]) -> Array | None:
-    """The numbers of these columns; None for a file in which anything is amiss, which then is read line by line to say what."""
+    """The numbers of these columns; None for a file in which anything is amiss, which is then read line by line for the error."""
     import pyarrow as arrow
     import pyarrow.csv as arrow_csv
 

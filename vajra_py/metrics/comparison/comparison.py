@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
-"""From the least to the most serious."""
+"""Labels from the least to the most serious."""
 
 
 @dataclass(frozen=True, slots=True)

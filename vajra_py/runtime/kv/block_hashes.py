@@ -68,7 +68,7 @@ class TokenBlockHashes:
     """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
     Each block is hashed once, when its hash is first asked for. Generated tokens are public: anyone may send the same.
-    They are appended here, or to `output`, a list that somebody else keeps.
+    They are appended here, or to `output`, a list of the caller's.
     """
 
     __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens", "reads_cache")
@@ -103,7 +103,7 @@ class TokenBlockHashes:
 
     @property
     def num_public_tokens(self) -> int:
-        """All known tokens."""
+        """Number of known tokens; all of them are public."""
         return self._num_known()
 
     def append(self, token: int) -> None:
@@ -165,7 +165,7 @@ def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[by
 
 
 class SegmentBlockHashes:
-    """Hashes from named runs of tokens, for workloads that tell which parts of prompts are equal but not their tokens.
+    """Hashes from named runs of tokens, for workloads that state which parts of prompts are equal but not their tokens.
 
     Token j of a run is known as (name, j). Neighbouring runs of one name are one run, so it does not matter how a
     workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A block hash is that of the

@@ -4,8 +4,8 @@ The first tier is next to the device; content of the others comes through it. A 
 gives it up (`write_back`), as soon as it is there (`write_through`), or when it has been used so often (`write_through_selective`).
 Content is copied from the device through a buffer: a block may be overwritten before its copy has arrived below.
 
-Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and whoever has the
-links says when it has arrived. A replica may share its last tier with others.
+Nothing here takes time. What is to be moved is listed (`take_writes`, `take_computed`) or answered (`begin_load`, `begin_fetch`), and the owner of the
+links decides when it has arrived. A replica may share its last tier with others.
 """
 
 from __future__ import annotations
@@ -251,13 +251,13 @@ class KvTiers:
             self.num_dropped[level] += 1
             return False
         for one in evicted:
-            self._tell_removed(level, one)
+            self._notify_removed(level, one)
             if level + 1 < len(self.stores) and self.rules[level + 1].write == "write_back":
                 self._write(level + 1, one.block_hash, one)
         return True
 
     def take_writes(self) -> Sequence[tuple[int, TierBlock]]:
-        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is told to `written`."""
+        """Return the copies of what exists that were decided since the last call, (level, block) in order; each is reported to `written`."""
         writes = self._writes
         if writes:
             self._writes = []
@@ -279,7 +279,7 @@ class KvTiers:
         if self.rules[level].is_exclusive and self._is_above(level, one.block_hash):
             store.remove(one, self._clock())
             return
-        self._tell_stored(level, one)
+        self._notify_stored(level, one)
         self._write_below(level, one)
         self._leave_exclusive(level + 1, one.block_hash)
 
@@ -399,7 +399,7 @@ class KvTiers:
 
     def _withdraw(self, level: int, one: TierBlock) -> None:
         self.stores[level].remove(one, self._clock())
-        self._tell_removed(level, one)
+        self._notify_removed(level, one)
 
     # Requests and everything
 
@@ -436,12 +436,12 @@ class KvTiers:
                 if events is not None:
                     events.cleared()
 
-    def _tell_stored(self, level: int, one: TierBlock) -> None:
+    def _notify_stored(self, level: int, one: TierBlock) -> None:
         events = self.events[level]
         if events is not None:
             events.stored([one.block_hash])
 
-    def _tell_removed(self, level: int, one: TierBlock) -> None:
+    def _notify_removed(self, level: int, one: TierBlock) -> None:
         events = self.events[level]
         if events is not None:
             events.removed(one.block_hash)

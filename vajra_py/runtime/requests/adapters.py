@@ -67,7 +67,7 @@ class Adapters:
         """Choice of the replica scheduler among idle adapters; None: the least recently used one."""
         self.max_loras = max_loras
         self.loads: list[AdapterLoad] = []
-        """Loads that have begun and that nobody was told of yet."""
+        """Loads that have begun and that were not reported yet."""
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
         """Time that a load takes, by name."""
         self.merging: MergeRules | None = None
@@ -83,7 +83,7 @@ class Adapters:
         """Requests for which adapters were loaded that nobody has used since."""
 
     def wait_for_loads(self) -> None:
-        """Let every load take until `end_load`, however long it was said to take."""
+        """Let every load take until `end_load`, whatever its predicted time."""
         self._is_timed = False
 
     def serves(self, name: str) -> bool:

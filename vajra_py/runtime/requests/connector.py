@@ -1,6 +1,6 @@
 """KV from outside a replica, as a connector of its engine offers it: loads, and ends that keep their blocks until a copy has left.
 
-The connector says how much of a waiting request's KV it has, each time that the request is looked at. It loads within the step that
+The connector states how much of a waiting request's KV it has, each time that the request is looked at. It loads within the step that
 admits the request (synchronous), or beside steps: then the request gets the blocks of all that is loaded, waits, and takes no slot
 and no tokens of a step. Such a load may not take blocks that prompts under way still need, since it makes no progress that would
 give blocks back, and a request whose load does not fit ends admission, as one does that lacks blocks.
@@ -84,7 +84,7 @@ class ConnectorRules:
     holding_order: Literal["begin", "urgency"] = "begin"
     """Order of waiting requests that hold blocks: by the begin of their load, or by the prioritizer's key."""
     on_failure: Literal["fail", "recompute"] = "fail"
-    """What becomes of requests whose load failed: they end, or compute what is missing."""
+    """Treatment of requests whose load failed: they end, or compute what is missing."""
     calls_off: bool = False
     """True if a load ends with its request; else the request's blocks are kept until it is over."""
     reports_with_steps: bool = True
@@ -112,9 +112,9 @@ class FailedLoads:
     """Requests that failed loads concern."""
 
     waiting: Sequence[Request]
-    """Those that wait for their load."""
+    """Requests that wait for their load."""
     running: Mapping[Request, int]
-    """Those that run, with their leading tokens that are valid."""
+    """Requests that run, with the number of their valid leading tokens."""
 
 
 class ConnectedKv:
@@ -129,7 +129,7 @@ class ConnectedKv:
         is_full: Callable[[], bool],
         leaving: Container[Request] = frozenset(),
     ) -> None:
-        """`is_full` tells that the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
+        """`is_full` returns whether the step that is being formed takes nobody more; `leaving`: who is aborted, and ends with its step."""
         self.rules = rules
         self._connector = connector
         self._running_set = running_set
@@ -169,7 +169,7 @@ class ConnectedKv:
     ) -> Iterator[RequestView]:
         """Iterate over the waiting requests that may be admitted, those that hold blocks first.
 
-        Left out is who waits for a load, an answer or a slot for an adapter. When the step is full nobody is asked about any more.
+        Requests that wait for a load, an answer or a slot for an adapter are left out. When the step is full the connector is queried for no further request.
         """
         for request in self.in_order(urgency):
             if self._is_full() or self._is_ready(request, now):
@@ -185,7 +185,7 @@ class ConnectedKv:
                 yield own
 
     def _fits(self, request: Request) -> bool:
-        """Return True unless a request lacks a slot for its adapter; such are not asked about."""
+        """Return True unless a request lacks a slot for its adapter; the connector is not queried for such a request."""
         adapters = self._running_set.adapters
         return adapters is None or adapters.fits(request)
 
@@ -225,7 +225,7 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return what is known of a waiting request that holds nothing; one of a shared queue was not asked about before."""
+        """Return what is known of a waiting request that holds nothing; the connector was not queried before for one of a shared queue."""
         if request not in self._matches:
             self._ask(request)
         return self._matches[request]

@@ -27,7 +27,7 @@ class RequestState(Enum):
 
     CREATED = "created"
     DEFERRED = "deferred"
-    """Waiting at the gate, outside every queue, until the admission policy is asked again."""
+    """Waiting at the gate, outside every queue, until the admission policy is called again."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -97,7 +97,7 @@ class RequestFacts(StatedFacts):
 
 @dataclass(slots=True)
 class Admission:
-    """Decisions of the admission policy on one request; a request that nobody asked it about has none.
+    """Decisions of the admission policy on one request; a request that never reached the policy has none.
 
     Attributes:
         outcome: "accepted", "degraded", "refused", or "deferred" while it is, or if it ended so.
@@ -161,7 +161,7 @@ class LooksUpPrefixes(Protocol):
 class Request(_Stated):
     """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
 
-    The true output length is not here: it belongs to whoever executes, so that no policy can read it.
+    The true output length is not here: the executor has it, so that no policy can read it.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Wake-ups of policies: who asked to be woken, when, under which key."""
+"""Wake-ups of policies: the policy, the time and the key of each."""
 
 from __future__ import annotations
 

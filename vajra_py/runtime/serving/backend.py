@@ -1,6 +1,6 @@
 """Interface between a driver and the backend that executes its replicas' steps.
 
-A backend is told to launch a plan and answers, on its own clock, by pushing `Phase.STEP_END` and giving the result to
+A backend launches a plan and answers, on its own clock, by pushing `Phase.STEP_END` and giving the result to
 `Driver.complete`. The simulator, the engine and anything else (another system's workers, remote actors) differ in this alone.
 """
 

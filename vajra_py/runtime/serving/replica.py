@@ -1,4 +1,4 @@
-"""One replica: asks its policy for plans and applies their results."""
+"""One replica: calls its policy for plans and applies their results."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Replica:
         """True if there are tiers of memory below the device."""
         self._connected: ConnectedKv | None = None
         self._awaits_reports = False
-        """True if something outside is heard of with each step."""
+        """True if something outside is reported with each step."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
         """Tokens of steps that have ended and not come back, where the next one is formed before."""
         self._joins_at_once = False
@@ -194,7 +194,7 @@ class Replica:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
         self._listener_error: PolicyError | None = None
-        """Failure of a policy that was told of a run; raised when the step in flight has ended, since other events are handled now."""
+        """Failure of a policy that was notified of a run; raised when the step in flight has ended, since other events are handled now."""
         self.queue = self.running_set.queue = parts.queue
         self.queue.use_hits(self.memory.follow_hits(wanted=self.queue.reads_hits))
         self.lifecycle.listeners = parts.listeners
@@ -373,7 +373,7 @@ class Replica:
 
     @property
     def lacks_blocks_to_run(self) -> bool:
-        """True if no step could be formed when the policy was last asked, and a running request found no KV block."""
+        """True if no step could be formed at the policy's last call, and a running request found no KV block."""
         builder = self.builder
         if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
             return False
@@ -463,7 +463,7 @@ class Replica:
         if not running_set.arrived or self.num_in_flight:
             return False
         if self._awaits_reports and self._connected is not None and self._connected.is_awaited:
-            return False  # blocks, or somebody who can run, may come with a report
+            return False  # blocks, or a request that can run, may come with a report
         last = max(running_set.arrived, key=lambda one: self.queue.urgency(one, seconds))
         self.lifecycle.give_up_kv(last, seconds)
         if self.parts.role is not _PREFILL:
@@ -516,7 +516,7 @@ class Replica:
         """Let requests that came with their KV, and whose first step here is a decode, be in the pool before that has come back."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
-            return  # some decodes are not in the step, or it is told apart from those that follow
+            return  # some decodes are not in the step, or it is reported separately from those that follow
         for request, num_tokens, _, kind in plan.chunks:
             num_outputs = request.num_output_tokens
             if kind is not MOVED or num_tokens > 1 or not num_outputs or request.num_remaining_tokens:
@@ -560,7 +560,7 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return `Repeats.num_alike`, or 0 while an observer watches every step, or a request is to come here after this one."""
-        # What was handed off may be told to stay.
+        # What was handed off may have to stay.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
 
@@ -594,15 +594,15 @@ class Replica:
             for log in self._step_logs:
                 log.on_plan(self.replicaset, following, changes)
         if self.parts.listeners.step_runs:
-            self._tell_run(step_index, formed_at, pool, ended_at)
+            self._notify_run(step_index, formed_at, pool, ended_at)
         return following
 
-    def _tell_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
+    def _notify_run(self, step_index: int, formed_at: int, pool: DecodePool, ended_at: Sequence[int]) -> None:
         seconds = [tick / TICKS_PER_SECOND for tick in ended_at]
         run = EndedRun(self.replica_id, step_index, to_seconds(formed_at), seconds, list(pool.in_admission_order()))
         try:
-            for tell in self.parts.listeners.step_runs:
-                tell(run)
+            for notify in self.parts.listeners.step_runs:
+                notify(run)
         except PolicyError as error:
             self._listener_error = self._listener_error or error
 
@@ -658,8 +658,8 @@ class Replica:
             if self._listener_error is not None:
                 raise self._listener_error
             step = EndedStep(self.replica_id, plan.step_index, to_seconds(plan.formed_at), to_seconds(now), *work)
-            for tell in listeners:
-                tell(step)
+            for notify in listeners:
+                notify(step)
         finished += aborted
         if result.report is not None:
             finished += self._apply_report(result.report, lost, plan, to_seconds(now))

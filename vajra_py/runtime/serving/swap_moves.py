@@ -35,7 +35,7 @@ def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Seque
 
 
 def use_swap_links(driver: DriverServices[R]) -> None:
-    """Have swapped requests copied beside steps on each replica whose rules say so."""
+    """Have swapped requests copied beside steps on each replica whose rules have it so."""
     for name, replicaset in driver.controller.replicasets.items():
         for replica_id, rules in enumerate(replicaset.swaps):
             if rules is not None:

@@ -5,8 +5,8 @@ from the request's arrival or from the first look at it; blocks of the first tie
 admitted: it gets its device blocks, waits for the transfer, and runs on from there. What leaves a tier, or is written through, is
 copied down. Each tier has a link of its own for each replica, a way down and a way up, and a shared tier may have a limit for all.
 
-Where a backend copies instead of a model of the links, copies end when it says so. It reads what the step that was just formed overwrites
-before that step does, and looks for other content of the device when the content has been computed.
+Where a backend copies instead of a model of the links, copies end when it reports them. It reads content that the step just formed
+overwrites before that step runs, and other content of the device once it has been computed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Transfer(Generic[R]):
     pairs: Sequence[tuple[int, int]] = ()
     """(device block, place in the tier) of each block, where a backend copies."""
     copy: TierCopy[R] | None = None
-    """The copy as the backend knows it; None: the links are modelled."""
+    """The backend's number of the copy; None: the links are modelled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +168,7 @@ class TierMoves(Generic[R]):
             number = next(iter(self._ended))
             del self._ended[number]
             transfer = self._sent.pop(number)
-            self._tell(transfer)
+            self._notify(transfer)
             transfer.arrived()
         for prefetch in list(self._prefetches.values()):
             if prefetch.cut_at is not None and prefetch.cut_at <= now:
@@ -273,7 +273,7 @@ class TierMoves(Generic[R]):
                 network = self._networks[fetch.level]
                 transfer.num_blocks -= -(-network.remaining_bytes(number, now) // self._rules.bytes_per_block)
                 network.cancel(number, now)
-            self._tell(transfer)
+            self._notify(transfer)
             tiers.end_fetch(fetch, transfer.num_blocks)
         prefetch.under_way.clear()
         prefetch.cut_at = None
@@ -408,7 +408,7 @@ class TierMoves(Generic[R]):
             if transfer.copy is not None:
                 self._driver.cancel_tier_copy(transfer.copy)
         transfer.num_blocks = 0
-        self._tell(transfer)
+        self._notify(transfer)
         return transfer
 
     # Transfers
@@ -427,12 +427,12 @@ class TierMoves(Generic[R]):
             self._driver.copy_tier(transfer.copy)
         return number
 
-    def _tell(self, transfer: _Transfer[R]) -> None:
+    def _notify(self, transfer: _Transfer[R]) -> None:
         names = self._names
         below = names[transfer.level]
         above = DEVICE if not transfer.level else names[0 if transfer.is_upward else transfer.level - 1]
         ends = (below, above) if transfer.is_upward else (above, below)
-        told = TierTransfer(
+        shown = TierTransfer(
             self._replicaset.name,
             transfer.one.replica.replica_id,
             *ends,
@@ -441,7 +441,7 @@ class TierMoves(Generic[R]):
             to_seconds(transfer.started_at),
         )
         for observer in self._replicaset.observers:
-            observer.on_tier_transfer(told, to_seconds(self._driver.now))
+            observer.on_tier_transfer(shown, to_seconds(self._driver.now))
 
     def _schedule(self) -> None:
         ticks = [tick for network in self._networks if (tick := network.next_change()) is not None]

@@ -284,7 +284,7 @@ class Builder(PlanDraft):
         num_held, size, recycles = memory.num_held_blocks, memory.block_size, self._recycles
         caches, looks_ahead = self._options.cache_at_schedule, self._with_lookahead(1) > 1
         find_drafts, tokens_left, refusal = self._num_drafts, self.tokens_left, None
-        unverified, num_open, num_told = self._running_set.unverified, 0, 1
+        unverified, num_open, num_known = self._running_set.unverified, 0, 1
         end = min(len(order), position + self.slots_left)
         start = position
         while position < end:
@@ -294,7 +294,7 @@ class Builder(PlanDraft):
             computed = request.num_computed_tokens
             if unverified:
                 before = unverified.get(request)
-                num_open, num_told = (0, 1) if before is None else (before.num_drafts, 0)
+                num_open, num_known = (0, 1) if before is None else (before.num_drafts, 0)
                 if before is not None and computed + num_open + 1 >= self._longest:
                     position, start, end = position + 1, start + 1, min(len(order), end + 1)
                     continue
@@ -318,7 +318,7 @@ class Builder(PlanDraft):
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
             if caches and request.hashes is not None:
-                memory.cache_blocks(request, computed + num_told)  # the newest token may not be known yet
+                memory.cache_blocks(request, computed + num_known)  # the newest token may not be known yet
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
@@ -582,7 +582,7 @@ class Builder(PlanDraft):
     # Decodes
 
     def _add_pool(self) -> None:
-        """Take the whole pool as one entry, if it fits and no skipped decode stands before a member."""
+        """Take the whole pool as one entry, if it fits and no skipped decode comes before a member."""
         running_set = self._running_set
         pool = running_set.pool
         count = len(pool.members)

@@ -1,6 +1,6 @@
 """HTTP connections with limits: how many, how large a request's head is, and how long each part of an exchange may take.
 
-The limits hold before the key is checked, since whoever holds a connection open need not have one.
+The limits hold before the key is checked, since a connection can be held open without one.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits.
 
     Invariants:
-        - Whoever leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
+        - A client that leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
           connection is being read or not.
         - What is kept of what a client has sent ahead is bounded: `_MOST_AHEAD` and one read's bytes. Who has sent more, and whose answer
           takes its time, is taken to have left: the end of a connection does not come through while more is under way than is read.
@@ -305,7 +305,7 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Phase.BODY)
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # it knows no chunks: the answer ends with the connection
+        if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks: the answer ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClosed()
 
