@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.policies.routing_views import Request as Asked
 from tests.policies.routing_views import context, replicas
+from vajra_policies.slo.prompt_plans import Prompt, most_in_time
 from vajra_policies.slo.qlm import Qlm, QlmConfig
-from vajra_policies.slo.slos_serve import Prompt, most_in_time
 from vajra_py.contract import Layer, RequestView
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
