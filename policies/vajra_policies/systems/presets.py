@@ -56,6 +56,11 @@ _VLLM_REPLICA: Mapping[str, Any] = {
 }
 
 _LINKS: Mapping[str, Any] = {"bandwidth_gb_s": 50}
+_SPLIT_POOLS: Mapping[str, Any] = {
+    "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
+    "hand_off": "distserve",
+    "links": _LINKS,
+}
 
 
 def _nano_replica(publish: str) -> dict[str, Any]:
@@ -94,11 +99,7 @@ PRESETS: list[Preset] = [
         summary="DistServe: prompts and decodes on replicas of their own, each request to the least loaded of either.",
         source="DistServe (OSDI'24); hand-off as in its simulator, the ratio of pools and the links (50 GB/s) are ours",
         scheduling=_scheduling("fcfs", "fixed_chunk", "least_loaded"),
-        replicaset={
-            "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
-            "hand_off": "distserve",
-            "links": _LINKS,
-        },
+        replicaset=_SPLIT_POOLS,
     ),
     Preset(
         name="splitwise",
@@ -120,11 +121,7 @@ PRESETS: list[Preset] = [
         source="Mooncake (FAST'25), Algorithm 1; the ratio of pools and the links (50 GB/s) are ours",
         scheduling={**_scheduling("fcfs", "fixed_chunk", "mooncake_conductor"), "admission": "mooncake"},
         replica={"memory": {"prefix_cache": {"enabled": True}}},
-        replicaset={
-            "pools": {"prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}},
-            "hand_off": "distserve",
-            "links": _LINKS,
-        },
+        replicaset=_SPLIT_POOLS,
     ),
     Preset(
         name="dynaserve",
