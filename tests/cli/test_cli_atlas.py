@@ -255,7 +255,10 @@ def test_a_preset_is_named_as_policies_are_unless_one_has_its_name() -> None:
 
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "a name that nobody has": (("srptt",), "no installed package offers that name ('srptt'). Did you mean 'srpt'"),
-    "a preset with a policy": (("vllm-v1+srpt",), "'vllm-v1': is a preset, and takes all places. A preset is a row of its own."),
+    "a preset with a policy": (
+        ("vllm-v1+srpt",),
+        "'vllm-v1': is a preset, and takes all places. A preset is a row of its own.",
+    ),
     "an unknown preset": (("--preset", "vllm"), "preset: no installed package offers that name ('vllm')"),
     "two of one layer": (("sjf+fcfs",), "sjf and fcfs are both request prioritizers. One policy for each place."),
     "the baseline again": (("fcfs",), "policy 'fcfs': repeats the baseline."),

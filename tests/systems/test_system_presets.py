@@ -102,7 +102,9 @@ def test_whose_name_is_looked_for_among_policies_is_found_among_presets() -> Non
 
 
 @given(st.integers(0, 30), st.dictionaries(st.text(min_size=1), st.integers(1, 9), min_size=1, max_size=6))
-def test_shares_are_the_weights_but_for_one_and_no_pool_is_without_a_replica(more: int, weights: dict[str, int]) -> None:
+def test_shares_are_the_weights_but_for_one_and_no_pool_is_without_a_replica(
+    more: int, weights: dict[str, int]
+) -> None:
     count = len(weights) + more
     numbers = divided(count, weights)
     assert sum(numbers.values()) == count

@@ -156,9 +156,7 @@ def _with_replicas_divided(
     if count < len(pools):
         message = f"the preset has the pools {', '.join(pools)}, and each needs a replica (got {count})"
         allowed = f"Allowed: {len(pools)} or more"
-        findings.append(
-            Finding(locate(section, ("num_replicas",)), (*path, "num_replicas"), message, allowed)
-        )
+        findings.append(Finding(locate(section, ("num_replicas",)), (*path, "num_replicas"), message, allowed))
         return section.without("num_replicas"), given
     place = section.place_of("num_replicas")
     for name, number in divided(count, {name: get(pools, name, "num_replicas") or 1 for name in pools}).items():
