@@ -728,7 +728,7 @@ def end_check(session: Session, ours: Play) -> str | None:
     return None
 
 
-def _has_equals(session: Session) -> bool:
+def has_equals(session: Session) -> bool:
     """Return whether requests share priority and arrival: such may preempt each other in turns for ever."""
     ranks = {(one.priority, one.arrival_time) for one in session.scripts}
     return session.options["policy"] == "priority" and len(ranks) < len(session.scripts)
@@ -782,7 +782,7 @@ def compare_in(model: str, session: Session) -> tuple[str | None, Counter[str]]:
     counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
     if own.is_endless or ours.is_endless:
         # Asynchronous steps differ in when blocks are free, so that chance decides whether equals meet.
-        if own.is_endless is not ours.is_endless and not (session.is_async and _has_equals(session)):
+        if own.is_endless is not ours.is_endless and not (session.is_async and has_equals(session)):
             return f"vLLM {'never ends' if own.is_endless else 'ends'}, here it is otherwise", counts
         if session.is_async:
             return None, counts

@@ -428,7 +428,7 @@ class Scheduler(WithoutExtras):
         outputs: dict[int, list[EngineCoreOutput]] = {}
         reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
-            void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
+            void = self._connected.voided_by(reported, scheduler_output)
         if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
             self._draft_stats.observe(scheduler_output, model_runner_output, self._records)
         accepted: dict[Request, int] = {}
