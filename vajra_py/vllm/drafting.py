@@ -93,6 +93,12 @@ def unsupported_drafts(config: Any) -> Iterator[tuple[str, str]]:
         yield "--long-prefill-token-threshold", f"is below the tokens of a decode with its drafts (got {threshold})"
 
 
+def num_tokens_of(request_id: str, step: Any) -> int:
+    """Return the tokens that a step computes of a request, but for drafts."""
+    count: int = step.num_scheduled_tokens.get(request_id, 0)
+    return count - len(step.scheduled_spec_decode_tokens.get(request_id, ()))
+
+
 def without_drafts(step: Any) -> Mapping[str, int]:
     """Return the tokens that a step computes of each request, but for drafts, which count when they are accepted."""
     counts: Mapping[str, int] = step.num_scheduled_tokens
