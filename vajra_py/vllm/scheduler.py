@@ -32,7 +32,7 @@ from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.connecting import NOT_LOADED, check_connector, connector_of, rules_of
-from vajra_py.vllm.drafting import DraftStats
+from vajra_py.vllm.drafting import DraftStats, num_tokens_of
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.kv_events import KvEvents, kv_events_of
@@ -158,7 +158,8 @@ class Scheduler(WithoutExtras):
         return time.monotonic_ns() - self._zero_ns
 
     def _num_in_flight(self, request_id: str) -> int:
-        return sum(one.num_scheduled_tokens.get(request_id, 0) for one in self._in_flight)
+        """Tokens of a request in steps that have not come back, without drafts, which count when they are accepted."""
+        return sum(num_tokens_of(request_id, one) for one in self._in_flight)
 
     # Requests
 
@@ -428,7 +429,7 @@ class Scheduler(WithoutExtras):
         outputs: dict[int, list[EngineCoreOutput]] = {}
         reported, void = model_runner_output.kv_connector_output, set[str]()
         if self._connected is not None:
-            void = self._connected.voided_by(reported, scheduler_output.num_scheduled_tokens)
+            void = self._connected.voided_by(reported, scheduler_output)
         if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
             self._draft_stats.observe(scheduler_output, model_runner_output, self._records)
         accepted: dict[Request, int] = {}

@@ -630,7 +630,7 @@ class Replica:
         work = plan.work() if listeners else None
         lost: FailedLoads | None = None
         if result.report is not None and self._connected is not None:
-            lost = self._find_failed(result.report, list(plan.entries()))
+            lost = self._find_failed(result.report, plan)
         if result.tokens is not None:
             void = () if lost is None else lost.running
             tokens = [one for one in result.tokens if one[0] not in void] if void else result.tokens
@@ -675,7 +675,7 @@ class Replica:
 
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
         """Apply a report of a connector's workers that comes without a step; returns the requests that ended."""
-        lost = None if self._connected is None else self._find_failed(report, ())
+        lost = None if self._connected is None else self._find_failed(report, None)
         for _ in range(min(report.num_returned, len(self._late_tokens))):
             tokens = self._late_tokens.popleft()
             self._append_tokens(tokens if lost is None else [one for one in tokens if one[0] not in lost.running])
@@ -719,10 +719,12 @@ class Replica:
         """Return the report that was recorded so."""
         return KvReport() if self._connected is None else self._connected.report_of(news)
 
-    def _find_failed(self, report: KvReport, entries: Sequence[PlannedChunk]) -> FailedLoads | None:
+    def _find_failed(self, report: KvReport, plan: StepPlan | None) -> FailedLoads | None:
+        """Return whom the failed loads of a report concern, which comes with a step that is about to end, or without one."""
         if self._connected is None or not (report.failed or report.bad_blocks):
             return None
-        scheduled = {entry.request: entry.num_tokens for entry in entries}
+        entries, drafts = ((), {}) if plan is None else (plan.entries(), plan.drafts)
+        scheduled = {one.request: 1 if one.request in drafts else one.num_tokens for one in entries}
         return self._connected.find_failed(report, lambda request: scheduled.get(request, 0))
 
     def _apply_report(

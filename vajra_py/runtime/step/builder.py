@@ -18,7 +18,7 @@ from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.pinning import checked_seconds
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
-from vajra_py.runtime.step.builder_options import BuilderOptions, DraftRules, IllegalPlan
+from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.step.plan import Executor, PlannedChunk, PlannedDrafts, StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
@@ -348,9 +348,12 @@ class Builder(PlanDraft):
             return num_tokens
         return max(num_tokens, min(num_tokens + rules.lookahead_tokens, self._longest, self._num_kv_tokens))
 
-    def _num_padding(self, rules: DraftRules, num_tokens: int, known: int, done: int) -> int:
+    def _num_padding(self, request: Request, num_tokens: int, done: int) -> int:
         """Return for how many drafts a request has places that is admitted now; they hold none."""
-        if not rules.pads_admitted or num_tokens != 1 or known - done != 1:
+        rules, known = self._draft_rules, request.num_known_tokens
+        if rules is None or not rules.pads_admitted or num_tokens != 1 or known - done != 1:
+            return 0
+        if self._connected is not None and self._connected.loads_beside_steps(request):
             return 0
         running = [chunk.request for chunk in self.chunks.values() if chunk.kind == "running"]
         has_room = known + rules.num_tokens < self._longest
@@ -396,7 +399,7 @@ class Builder(PlanDraft):
         known = request.num_known_tokens
         if num_tokens > known - done or not self._one_group:
             self._check_chunk(request, num_tokens, done, known)
-        num_padding = 0 if self._draft_rules is None else self._num_padding(self._draft_rules, num_tokens, known, done)
+        num_padding = self._num_padding(request, num_tokens, done)
         if num_tokens + num_padding > self.tokens_left:
             return self._refuse(request, Refusal.TOKEN_BUDGET)
         to_hold = self._to_hold(done + num_tokens + num_padding, known, reserve_tokens)
@@ -434,7 +437,7 @@ class Builder(PlanDraft):
             self._returned.add(request)
         kind = self._lifecycle.admitted(request, done, self.now)
         if self._connected is not None:
-            self._connected.admitted(request, num_loaded)
+            self._connected.admitted(request, num_loaded, is_whole=done + num_tokens >= known)
         if num_padding:
             self._put_padded(request, PlannedDrafts(num_padding, memory.blocks_for(known), is_padding=True), done, kind)
         else:
