@@ -312,8 +312,9 @@ class PlanDraft:
         features = self.features()
         chunks = tuple(self.chunks.values())
         drafts = self.drafts  # they are known only once they are accepted
+        is_all_drafted = len(drafts) == len(chunks)
         for request, num_tokens, computed, _ in chunks:
-            request.set_computed(computed + (1 if request in drafts else num_tokens))
+            request.set_computed(computed + (1 if is_all_drafted or request in drafts else num_tokens))
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
