@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.contract import Preset
+    from vajra_py.contract.hookspecs import Preset
     from vajra_py.plugins import AnyOffer, Offer
 
 
